@@ -1,0 +1,54 @@
+"""Expert-parallel Mixture-of-Experts for PyTorch.
+
+    context = EPContext.from_torchrun(ParallelConfig.expert_parallel(dp=2, tp=2))
+    layer = MoELayer(MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), context)
+    y = layer(x)
+
+Imports go one way: cli, integrations -> layer -> select, context, router, placement, experts, all2all -> weights,
+parallel -> registry, config, types, errors. `all2all` and `experts` never import each other; backend files are
+imported by nobody, `registry` holds their names. `lint-imports` checks it.
+"""
+
+from ep_moe._version import __version__
+from ep_moe.config import (
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RoutingConfig,
+    RoutingMethod,
+    Tokens,
+    load_model_config,
+)
+from ep_moe.context import EPContext
+from ep_moe.errors import BackendUnavailable, CheckpointError, ConfigError, EPMoEError, InputError, PeerTimeout
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.placement import Placement
+from ep_moe.router import Router
+from ep_moe.types import Activation, Routing
+
+__all__ = [
+    "Activation",
+    "BackendUnavailable",
+    "CheckpointError",
+    "ConfigError",
+    "EPContext",
+    "EPMoEError",
+    "ExpertMap",
+    "InputError",
+    "MoEConfig",
+    "MoELayer",
+    "ModelConfig",
+    "ParallelConfig",
+    "PeerTimeout",
+    "Placement",
+    "RankLayout",
+    "Router",
+    "Routing",
+    "RoutingConfig",
+    "RoutingMethod",
+    "Tokens",
+    "__version__",
+    "load_model_config",
+]

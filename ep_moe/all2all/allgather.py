@@ -1,0 +1,55 @@
+"""`allgather`: every rank receives every token and serves its own experts; outputs are summed by reduce-scatter.
+
+The plainest transport, and the oracle of the others. It moves R - 1 rows per token each way whatever the routing, which
+is little more than any transport must where K is larger than R.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
+from ep_moe.parallel.collectives import gather_rows, reduce_scatter_rows
+from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
+
+
+class AllGatherDispatcher(Dispatcher):
+    """All-gather of rows, ids and weights; reduce-scatter of outputs in the dtype of the rows."""
+
+    name = "allgather"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=False,
+        host_sync=True,
+        deterministic=True,
+        differentiable=True,
+    )
+
+    def _dispatch(self, x: Tensor, routing: PhysicalRouting, problem: str | None) -> Pending[Received]:
+        tokens, bad = (0, 0) if problem else (x.shape[0], self._out_of_range(routing))
+        rows = self.link.agree([tokens, bad], problem, x.device)
+        self._check_ids([row[1] for row in rows])
+        counts = [row[0] for row in rows]
+        pending_x = gather_rows(x, counts, self.link)
+        pending_ids = gather_rows(routing.ids, counts, self.link)
+        pending_weights = gather_rows(routing.weights, counts, self.link)
+
+        def finish() -> Received:
+            local = pending_ids.wait() - self.link.rank * self.geometry.cap
+            mine = (local >= 0) & (local < self.geometry.cap)
+            return Received(
+                x=pending_x.wait(),
+                layout=RowLayout.RANK_MAJOR,
+                weighting=Weighting.EXPERTS,
+                handle=counts,
+                local_ids=LocalIds(local.where(mine, torch.full_like(local, -1))),
+                weights=pending_weights.wait(),
+            )
+
+        return Pending(finish)
+
+    def _combine(self, y: Tensor, handle: list[int]) -> Pending[Tensor]:
+        return reduce_scatter_rows(y, handle, self.link)

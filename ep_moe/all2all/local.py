@@ -1,0 +1,44 @@
+"""`local`: one rank, nothing travels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
+from ep_moe.errors import InputError
+from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
+
+
+class LocalDispatcher(Dispatcher):
+    """Hands the rows on as they are; physical ids are local ids."""
+
+    name = "local"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,
+        differentiable=True,
+        max_ranks=1,
+    )
+
+    def _dispatch(self, x: Tensor, routing: PhysicalRouting, problem: str | None) -> Pending[Received]:
+        if problem is not None:
+            raise InputError(problem)
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._check_ids([int(self._out_of_range(routing))])
+        received = Received(
+            x=x,
+            layout=RowLayout.RANK_MAJOR,
+            weighting=Weighting.EXPERTS,
+            handle=None,
+            local_ids=LocalIds(routing.ids),
+            weights=routing.weights,
+        )
+        return Pending(lambda: received)
+
+    def _combine(self, y: Tensor, handle: None) -> Pending[Tensor]:
+        return Pending(lambda: y)

@@ -1,0 +1,111 @@
+"""`torch_a2a`: each token goes once to each rank that holds one of its experts, by `all_to_all_single`.
+
+plan       which rows go where, from the ids (no communication)
+exchange   how many rows each pair of ranks has (the host waits for it once)
+dispatch   rows, and beside them local ids and weights
+combine    the way back, summed per token in rank order in float32, so that equal inputs give equal bits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
+from ep_moe.parallel.collectives import all_to_all_rows
+from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """sent, received: rows per peer. slots: [T, M], where each token's rows lie among those that come back, in rank
+    order, `sum(sent)` for none."""
+
+    sent: list[int]
+    received: list[int]
+    slots: Tensor
+
+
+class TorchAll2AllDispatcher(Dispatcher):
+    name = "torch_a2a"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=False,
+        host_sync=True,
+        deterministic=True,
+        differentiable=True,
+    )
+
+    def _dispatch(self, x: Tensor, routing: PhysicalRouting, problem: str | None) -> Pending[Received]:
+        ranks = self.link.size
+        if problem is not None:
+            self.link.agree([0] * (ranks + 1), problem, x.device)
+        ids = routing.ids.long()
+        bad = self._out_of_range(routing)
+        wanted = self._wanted(ids)
+        rows = self.link.agree([bad, wanted.sum(0)], None, x.device)
+        self._check_ids([row[0] for row in rows])
+        sent = rows[self.link.rank][1:]
+        received = [row[1 + self.link.rank] for row in rows]
+
+        peer, token = wanted.t().nonzero(as_tuple=True)  # grouped by peer, tokens ascending
+        handle = _Handle(sent, received, _slots(wanted, token, self.geometry.top_k))
+        pending_x = all_to_all_rows(x[token], sent, received, self.link)
+        pending_meta = all_to_all_rows(self._meta(ids, routing.weights, peer, token), sent, received, self.link)
+
+        def finish() -> Received:
+            local, weights = pending_meta.wait().chunk(2, dim=1)
+            return Received(
+                x=pending_x.wait(),
+                layout=RowLayout.RANK_MAJOR,
+                weighting=Weighting.EXPERTS,
+                handle=handle,
+                local_ids=LocalIds(local.detach().int()),
+                weights=weights,
+            )
+
+        return Pending(finish)
+
+    def _combine(self, y: Tensor, handle: _Handle) -> Pending[Tensor]:
+        pending = all_to_all_rows(y, handle.received, handle.sent, self.link)
+
+        def finish() -> Tensor:
+            back = pending.wait()
+            none = back.new_zeros(1, back.shape[1])
+            back = torch.cat([back, none]).float()
+            total = back[handle.slots[:, 0]]
+            for column in handle.slots.unbind(1)[1:]:
+                total = total + back[column]
+            return total.to(y.dtype)
+
+        return Pending(finish)
+
+    def _wanted(self, ids: Tensor) -> Tensor:
+        """bool [T, R]: which ranks hold an expert of which token."""
+        ranks = self.link.size
+        valid = (ids >= 0) & (ids < self.geometry.num_physical)
+        owner = torch.where(valid, ids // self.geometry.cap, ranks)
+        wanted = torch.zeros(ids.shape[0], ranks + 1, dtype=torch.bool, device=ids.device)
+        return wanted.scatter_(1, owner, True)[:, :ranks]
+
+    def _meta(self, ids: Tensor, weights: Tensor, peer: Tensor, token: Tensor) -> Tensor:
+        """float32 [rows, 2K]: local ids for the receiving rank, -1 for "not yours", and weights. Ids are far below
+        2**24, so that float32 holds them exactly and both travel in one message."""
+        local = ids[token] - peer.unsqueeze(1) * self.geometry.cap
+        mine = (local >= 0) & (local < self.geometry.cap)
+        return torch.cat([local.where(mine, -1).float(), weights[token]], dim=1)
+
+
+def _slots(wanted: Tensor, token: Tensor, top_k: int) -> Tensor:
+    """[T, M]: positions of each token's rows in (rank, token) order, M = min(K, R), padded with len(token)."""
+    tokens, ranks = wanted.shape
+    width = min(top_k, ranks)
+    order = token.argsort(stable=True)  # grouped by token, ranks ascending
+    nth = (wanted.long().cumsum(1) - 1)[wanted]  # in the same (token, rank) order
+    slots = torch.full((tokens, width), len(token), device=token.device)
+    slots[token[order], nth] = order
+    return slots

@@ -1,0 +1,265 @@
+"""What a user states: frozen, keyword-only dataclasses, checked on construction, readable from TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ep_moe.errors import ConfigError
+from ep_moe.types import Activation
+
+Config = TypeVar("Config")
+
+
+class RoutingMethod(enum.Enum):
+    """From logits [T, E] to ids and weights [T, K].
+
+    SOFTMAX_TOPK   softmax over all experts, then top-k (Mixtral, Qwen3-MoE)
+    TOPK_SOFTMAX   top-k of the logits, then softmax over the K (GPT-OSS)
+    TOPK_SIGMOID   top-k of the logits, then sigmoid (Llama-4, K = 1)
+    SIGMOID_TOPK   sigmoid, correction bias for the choice only, groups, top-k (DeepSeek-V3, Kimi-K2)
+    """
+
+    SOFTMAX_TOPK = "softmax_topk"
+    TOPK_SOFTMAX = "topk_softmax"
+    TOPK_SIGMOID = "topk_sigmoid"
+    SIGMOID_TOPK = "sigmoid_topk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How tokens choose experts.
+
+    renormalize: divide the K weights by their sum (SOFTMAX_TOPK and SIGMOID_TOPK)
+    scaling_factor: routed scaling factor, multiplied in last
+    num_groups, top_groups: SIGMOID_TOPK looks only at the experts of the `top_groups` best of `num_groups`
+        groups; a group's score is the sum of its two best experts
+    correction_bias: SIGMOID_TOPK adds a learned bias [E] to the scores for the choice, not to the weights
+    bias: the router's linear map has a bias [E]
+    weight_on_input: multiply the expert's input, not its output, by the weight (needs top_k = 1)
+    float32_logits: compute the linear map in float32 whatever the input's dtype
+    """
+
+    method: RoutingMethod = RoutingMethod.SOFTMAX_TOPK
+    renormalize: bool = False
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    correction_bias: bool = False
+    bias: bool = False
+    weight_on_input: bool = False
+    float32_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"RoutingConfig.top_groups must be between 1 and num_groups, got top_groups="
+                f"{self.top_groups}, num_groups={self.num_groups}"
+            )
+        grouped = self.num_groups > 1 or self.correction_bias
+        if grouped and self.method is not RoutingMethod.SIGMOID_TOPK:
+            raise ConfigError(
+                f"RoutingConfig.num_groups and correction_bias belong to method sigmoid_topk, got method="
+                f"{self.method.value}, num_groups={self.num_groups}, correction_bias={self.correction_bias}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """One MoE layer, independent of where it runs.
+
+    hidden_size H, intermediate_size I (of one routed expert), num_experts E, top_k K
+    activation_alpha, activation_limit: the constants of SWIGLU_CLAMPED
+    expert_bias: both expert matrices have biases [E, 2I] and [E, H]
+    shared_intermediate_size: I of the shared expert, 0 for none; it is gated as the routed ones
+    shared_gate: the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    activation: Activation = Activation.SWIGLU
+    activation_alpha: float = 1.702
+    activation_limit: float = 7.0
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"MoEConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.top_k > self.num_experts:
+            raise ConfigError(
+                f"MoEConfig.top_k must not exceed num_experts, got top_k={self.top_k}, num_experts={self.num_experts}"
+            )
+        if self.shared_gate and not self.shared_intermediate_size:
+            raise ConfigError("MoEConfig.shared_gate=True needs shared_intermediate_size > 0, got 0")
+        self._check_routing()
+
+    def _check_routing(self) -> None:
+        routing = self.routing
+        if routing.weight_on_input and self.top_k != 1:
+            raise ConfigError(
+                f"RoutingConfig.weight_on_input needs top_k = 1 (a row that travels once has one weight), got "
+                f"top_k={self.top_k}"
+            )
+        if self.num_experts % routing.num_groups:
+            raise ConfigError(
+                f"RoutingConfig.num_groups must divide num_experts, got num_groups={routing.num_groups}, "
+                f"num_experts={self.num_experts}"
+            )
+        per_group = self.num_experts // routing.num_groups
+        if routing.num_groups > 1 and per_group < 2:
+            raise ConfigError(
+                f"RoutingConfig.num_groups={routing.num_groups} leaves {per_group} expert a group; 2 needed"
+            )
+        if self.top_k > routing.top_groups * per_group:
+            raise ConfigError(
+                f"MoEConfig.top_k={self.top_k} exceeds the {routing.top_groups} x {per_group} experts that "
+                f"RoutingConfig.top_groups leaves to choose from"
+            )
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13: gate and up where the activation is gated, else I."""
+        return self.intermediate_size * (2 if self.activation.gated else 1)
+
+
+class Tokens(enum.Enum):
+    """How tokens arrive across the tp ranks of a dp rank.
+
+    REPLICATED  every tp rank passes the same tokens; each dispatches its share, outputs are gathered
+    SHARDED     every rank passes tokens of its own (sequence parallel); nothing is gathered
+    """
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The sizes of both views of the ranks: attention sees pp * dp * tp, experts see pp * replicas * ep * etp.
+
+    ep = None takes what is left: dp * tp / etp.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    ep: int | None = None
+    etp: int = 1
+    tokens: Tokens = Tokens.REPLICATED
+
+    @classmethod
+    def expert_parallel(cls, *, dp: int, tp: int = 1, pp: int = 1) -> ParallelConfig:
+        """Whole experts spread over every rank of the stage: ep = dp * tp, etp = 1."""
+        return cls(pp=pp, dp=dp, tp=tp, ep=dp * tp)
+
+    @classmethod
+    def expert_tensor_parallel(cls, *, dp: int, tp: int, pp: int = 1) -> ParallelConfig:
+        """Experts spread over dp, each cut over tp: ep = dp, etp = tp."""
+        return cls(pp=pp, dp=dp, tp=tp, ep=dp, etp=tp)
+
+    @classmethod
+    def tensor_parallel(cls, *, dp: int = 1, tp: int, pp: int = 1) -> ParallelConfig:
+        """Every expert cut over every rank of the stage: ep = 1, etp = dp * tp."""
+        return cls(pp=pp, dp=dp, tp=tp, ep=1, etp=dp * tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A published model, as far as its MoE layers go; `configs/*.toml` hold these.
+
+    family: the row of `ep_moe.weights.families` that names its tensors
+    dense_layers: layers without experts
+    """
+
+    name: str
+    family: str
+    num_layers: int
+    dense_layers: int = 0
+    moe: MoEConfig
+
+    @property
+    def moe_layers(self) -> int:
+        return self.num_layers - self.dense_layers
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters in routed experts of the whole model, biases not counted."""
+        moe = self.moe
+        return self.moe_layers * moe.num_experts * moe.hidden_size * (moe.w13_rows + moe.intermediate_size)
+
+
+def model_configs() -> list[str]:
+    """Names that `load_model_config` knows without a path."""
+    folder = resources.files("ep_moe") / "configs"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_model_config(name_or_path: str | Path) -> ModelConfig:
+    """A bundled configuration by its name, or any TOML file by its path."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"config file {path} does not exist")
+        text = path.read_text()
+    elif str(name_or_path) in model_configs():
+        text = (resources.files("ep_moe") / "configs" / f"{name_or_path}.toml").read_text()
+    else:
+        raise ConfigError(
+            f"no bundled config is named {str(name_or_path)!r}; there are {', '.join(model_configs())}, or give a path "
+            f"that ends in .toml"
+        )
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name_or_path} is not valid TOML: {error}") from error
+    return from_table(ModelConfig, table, where=str(name_or_path))
+
+
+def from_table(cls: type[Config], table: dict[str, Any], *, where: str) -> Config:
+    """Build a configuration dataclass from nested tables; unknown and missing keys are errors by name."""
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in table:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys are {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {key!r} in {cls.__name__}{hint}")
+    missing = [
+        f.name
+        for f in fields.values()
+        if f.name not in table and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
+    return cls(**{key: _value(hints[key], value, f"{where}: {cls.__name__}.{key}") for key, value in table.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    if isinstance(value, dict) and dataclasses.is_dataclass(hint):
+        return from_table(hint, value, where=where)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            raise ConfigError(f"{where} must be one of {', '.join(m.value for m in hint)}, got {value!r}") from None
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where} must be of type {getattr(hint, '__name__', hint)}, got {value!r}")
+    return value

@@ -1,0 +1,265 @@
+"""EPContext: what the layers of a model share, and who owns it. No global state means that somebody owns it."""
+
+from __future__ import annotations
+
+import platform
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_moe import registry
+from ep_moe._version import __version__
+from ep_moe.config import ParallelConfig, Tokens
+from ep_moe.errors import ConfigError, EPMoEError, PeerTimeout
+from ep_moe.observe import StageTimes
+from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.groups import Links, default_store, init_from_torchrun, local_device, sizes_from_mesh
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.tokens import TokenFlow
+
+if TYPE_CHECKING:
+    from ep_moe.all2all.base import Dispatcher, Geometry
+
+DEADLINE_S = 300.0
+
+
+class EPContext:
+    """Rank layout and groups, the pool of dispatchers, the lockstep ledger and the deadline of one model.
+
+    Made collectively by one of `from_torchrun`, `from_groups`, `from_mesh`; `local` makes one for a single process.
+    Outlives its layers, is not re-entrant, works as a context manager. Several may live in one process.
+
+    layout: this rank's RankLayout; device: where the layers compute
+    tokens: the TokenFlow between attention's and the experts' view
+    agreement: among the ranks that run the same layers (this rank's lockstep group)
+    stage_times: None, or a StageTimes that the layers add to
+    """
+
+    def __init__(
+        self, layout: RankLayout, device: torch.device, store: Store | None, links: Links, ledger: Ledger
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.ledger = ledger
+        self.links = links
+        self.tokens = TokenFlow(layout, tp=links["tp"], etp=links["etp"], lockstep=links["lockstep"])
+        self.stage_times: StageTimes | None = None
+        peers = layout.group("lockstep")
+        scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
+        self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
+        self._dispatchers: dict[tuple[str, Geometry], Dispatcher] = {}
+        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._layer_count = 0
+        self._inside: str | None = None
+        self._destroyed = False
+
+    # --- constructors ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_torchrun(
+        cls,
+        parallel: ParallelConfig | None = None,
+        *,
+        device: torch.device | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> EPContext:
+        """From torchrun's environment; makes the default process group unless there is one.
+
+        parallel: defaults to expert parallel over all ranks (dp = world).
+        """
+        device = device or local_device()
+        init_from_torchrun(device, deadline_s=deadline_s)
+        return cls.from_groups(parallel, device=device, deadline_s=deadline_s)
+
+    @classmethod
+    def from_groups(
+        cls,
+        parallel: ParallelConfig | None = None,
+        groups: Mapping[str, ProcessGroup] | None = None,
+        *,
+        device: torch.device,
+        deadline_s: float = DEADLINE_S,
+    ) -> EPContext:
+        """Within an initialised torch.distributed; `groups` ("ep", "tp", "etp") are used where given, made where not.
+
+        A group must hold the ranks that RankLayout gives it.
+        """
+        if not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
+            )
+        if deadline_s <= 0:
+            raise ConfigError(f"deadline_s must be positive, got {deadline_s}")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        parallel = parallel or ParallelConfig(dp=world)
+        base = default_store()
+        # counted per rank in the store and not in a global: all ranks make their contexts in the same order
+        number = base.add(f"ep_moe/contexts/{rank}", 1)
+        store = PrefixStore(f"ep_moe/{number}", base)
+        layout = _agreed_layout(parallel, store, rank, world, device, deadline_s)
+        return cls._connect(layout, device, store, groups, deadline_s)
+
+    @classmethod
+    def _connect(
+        cls,
+        layout: RankLayout,
+        device: torch.device,
+        store: Store,
+        groups: Mapping[str, ProcessGroup] | None,
+        deadline_s: float,
+    ) -> EPContext:
+        made: list[Links] = []
+        abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
+        ledger = Ledger(
+            PrefixStore("ledger", store), layout.group("lockstep"), layout.rank, deadline_s=deadline_s, abort=abort
+        )
+        agreement = Agreement(PrefixStore("connect", store), range(layout.world), layout.rank, deadline_s)
+        problem = None
+        try:
+            made.append(Links(layout, ledger, groups))
+        except EPMoEError as error:
+            problem = error
+        try:
+            agreement.healthy("EPContext groups", problem)
+        except EPMoEError:
+            ledger.close()
+            raise
+        return cls(layout, device, store, made[0], ledger)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        tokens: Tokens = Tokens.REPLICATED,
+        ep: int | None = None,
+        etp: int | None = None,
+        device: torch.device | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> EPContext:
+        """From a DeviceMesh with axes among (pp, dp, tp) or (pp, replica, ep, etp); its groups are used.
+
+        ep, etp: for a mesh of attention's axes; default ep = dp * tp, etp = 1.
+        """
+        sizes, groups = sizes_from_mesh(mesh)
+        etp = sizes.get("etp", 1) if etp is None else etp
+        tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+        parallel = ParallelConfig(
+            pp=pp, dp=mesh.size() // (tp * pp), tp=tp, ep=sizes.get("ep", ep), etp=etp, tokens=tokens
+        )
+        device = device or (local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type))
+        return cls.from_groups(parallel, groups, device=device, deadline_s=deadline_s)
+
+    @classmethod
+    def local(cls, device: torch.device | None = None) -> EPContext:
+        """One process, no torch.distributed."""
+        layout = RankLayout(world=1, rank=0)
+        ledger = Ledger()
+        return cls(layout, device or local_device(), None, Links(layout, ledger), ledger)
+
+    # --- what layers use ---------------------------------------------------------------------------------------
+
+    def dispatcher(self, name: str, geometry: Geometry) -> Dispatcher:
+        """The pool's dispatcher of that name and geometry, made on first use."""
+        key = (name, geometry)
+        if key not in self._dispatchers:
+            made: Dispatcher = registry.load("dispatchers", name)(geometry, self.links["ep"])
+            self._dispatchers[key] = made
+        return self._dispatchers[key]
+
+    def register(self, layer: Any, name: str | None) -> str:
+        """Count a layer in; returns its name, which is what errors and the ledger call it."""
+        self._check_alive()
+        self._layers.add(layer)
+        self._layer_count += 1
+        return name or f"moe{self._layer_count - 1}"
+
+    @contextmanager
+    def entered(self, name: str) -> Iterator[None]:
+        """One forward of one layer. A context runs one at a time: its collectives have one order."""
+        self._check_alive()
+        if self._inside is not None:
+            raise RuntimeError(
+                f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
+                f"model that runs in another thread"
+            )
+        self._inside = self.ledger.where = name
+        try:
+            yield
+        finally:
+            self._inside, self.ledger.where = None, ""
+
+    def plan(self) -> dict[str, int]:
+        """Bytes per kind of buffer on this rank, summed over the layers that live."""
+        total: dict[str, int] = {}
+        for layer in self._layers:
+            for name, size in layer.plan().items():
+                total[name] = total.get(name, 0) + size
+        return total
+
+    # --- lifetime ----------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Give back dispatchers and groups made here. Collective, idempotent. The default group stays."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        try:
+            # nobody closes connections while a peer still opens or uses them
+            self.agreement.healthy("EPContext.destroy", None)
+        except PeerTimeout:
+            pass  # a lost peer has been reported where it was lost; what is here is given back all the same
+        self._release()
+
+    def _release(self) -> None:
+        self.ledger.close()
+        for dispatcher in self._dispatchers.values():
+            dispatcher.destroy()
+        self._dispatchers.clear()
+        self.links.destroy()
+
+    def __enter__(self) -> EPContext:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.destroy()
+        elif not self._destroyed:
+            # peers are not waited for: whatever ended this rank may have ended them too
+            self._destroyed = True
+            self.ledger.close()
+
+    def _check_alive(self) -> None:
+        if self._destroyed:
+            raise RuntimeError("this EPContext was destroyed; keep it alive as long as its layers")
+
+    def __repr__(self) -> str:
+        return (
+            f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._dispatchers)} dispatchers)"
+        )
+
+
+def _agreed_layout(
+    parallel: ParallelConfig, store: Store, rank: int, world: int, device: torch.device, deadline_s: float
+) -> RankLayout:
+    """This rank's layout, after all ranks stated the same versions and sizes."""
+    facts = {
+        "ep_moe version": __version__,
+        "torch version": torch.__version__,
+        "python version": platform.python_version(),
+        "device type": device.type,
+        "deadline_s": deadline_s,
+        **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
+        "ParallelConfig.tokens": parallel.tokens.value,
+    }
+    agreement = Agreement(PrefixStore("create", store), range(world), rank, deadline_s)
+    agreement.same("EPContext", facts)
+    # equal facts, so that this raises on all ranks or on none
+    return RankLayout.from_config(parallel, world=world, rank=rank)

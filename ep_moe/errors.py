@@ -1,0 +1,28 @@
+"""What a caller can be told. Every message names the field, its value and the remedy.
+
+`assert` is for our own bugs; everything a user can cause is one of these, raised on all ranks alike.
+"""
+
+
+class EPMoEError(Exception):
+    """Base of all errors that `ep_moe` raises on purpose."""
+
+
+class ConfigError(EPMoEError, ValueError):
+    """A configuration, layout, map or environment that cannot work; raised before any collective."""
+
+
+class InputError(EPMoEError, ValueError):
+    """A bad argument of one call: shape, dtype, device or expert id; all ranks of the call raise it."""
+
+
+class CheckpointError(EPMoEError, ValueError):
+    """A checkpoint with a missing, misshapen or unreadable tensor."""
+
+
+class BackendUnavailable(EPMoEError, RuntimeError):
+    """A backend named by the user cannot run here; the message says why and names those that can."""
+
+
+class PeerTimeout(EPMoEError, RuntimeError):
+    """A peer died, hung or went another way; the message names the phase and the ranks."""

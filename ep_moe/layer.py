@@ -1,0 +1,280 @@
+"""MoELayer: route, place, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ep_moe import registry, select
+from ep_moe.all2all.base import Dispatcher, Geometry, routing_problem
+from ep_moe.config import MoEConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.experts.base import Experts
+from ep_moe.experts.shared import SharedExperts
+from ep_moe.observe import stage
+from ep_moe.parallel.tokens import Share
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.placement import Placement
+from ep_moe.router import Router
+from ep_moe.types import LogicalIds, Routing, dtype_name
+from ep_moe.weights.expert_weights import ExpertWeights
+
+
+class MoELayer(nn.Module):
+    """An expert-parallel Mixture-of-Experts block: [..., H] in, [..., H] out.
+
+    Made by all ranks of the context in the same order, also under `torch.device("meta")`; makes no process group.
+
+    config: the layer's shape and routing
+    expert_map: where experts are; default linear over the EP group
+    router: any callable x [T, H] -> Routing; default a `Router` of the configuration
+    shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
+    all2all, experts: backend names, "auto" lets `select` choose
+    name: what errors call this layer
+    device, dtype: of the parameters; default the context's device (or meta) and torch's default dtype
+
+    Gradients: expert parameters get the whole EP group's gradient, summed; router and shared experts get that of this dp
+    rank's tokens, as any replicated module does (average or sum them over dp as usual).
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        context: EPContext,
+        *,
+        expert_map: ExpertMap | None = None,
+        router: Callable[[Tensor], Routing] | None = None,
+        shared_experts: nn.Module | None = None,
+        all2all: str = select.AUTO,
+        experts: str = select.AUTO,
+        name: str | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        layout = context.layout
+        self.config, self.context = config, context
+        self.name = context.register(self, name)
+        dtype = dtype or torch.get_default_dtype()
+        self._asked = {"all2all": all2all, "experts": experts}
+        self.choice, expert_map = self._agree(expert_map, dtype)
+        if device is None:
+            device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
+        with torch.device(device):
+            self.router = Router(config, dtype=dtype) if router is None else router
+            self.placement = Placement(expert_map, ep_rank=layout.ep_rank)
+            self.expert_weights = ExpertWeights(
+                config, expert_map, ep_rank=layout.ep_rank, etp=context.links["etp"], dtype=dtype
+            )
+            self.shared_experts = shared_experts
+            if shared_experts is None and config.shared_intermediate_size:
+                self.shared_experts = SharedExperts(config, dtype=dtype)
+        self.experts: Experts = registry.load("experts", self.choice.experts)(config, self.expert_weights)
+
+    # --- the story ---------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0."""
+        return self._forward(x, None)
+
+    def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """As `forward`, for a model that routes itself. routing: logical ids and weights [T, K] for x's rows."""
+        return self._forward(x, routing)
+
+    def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
+        problem = self._problem(x, routing)
+        if problem is not None:
+            x, routing = self._nothing(), None  # take part in the exchange that tells the others, then raise
+        flow = self.context.tokens
+        with self.context.entered(self.name):
+            rows = flow.shared_gradients(x.reshape(-1, self.config.hidden_size))
+            call = flow.enter(len(rows), problem, rows.device)
+            mine, own = flow.union(rows, call), flow.own(rows, call)
+            with self._stage("route"):
+                routing = self._route(mine, call, routing)
+                mine, routing = self._weigh_input(mine, routing)
+            with self._stage("place"):
+                placed = self.placement(routing)
+            with self._stage("dispatch"):
+                pending = self.dispatcher.dispatch_start(mine, placed, problem)
+            with self._stage("shared"):  # while the tokens travel
+                shared = None if self.shared_experts is None else self._replicated(self.shared_experts, own)
+            with self._stage("dispatch wait"):
+                received = pending.wait()
+            with self._stage("experts"):
+                y = self.experts(received)
+            with self._stage("combine"):
+                out = flow.reduce(self.dispatcher.combine(y, received.handle), call)
+                out = flow.leave(out if shared is None else out + shared, call)
+        return out.view(x.shape)
+
+    def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing:
+        flow = self.context.tokens
+        if routing is not None:
+            return Routing(LogicalIds(flow.union(routing.ids, call)), flow.union(routing.weights, call))
+        chosen: Routing = self._replicated(self.router, rows)
+        return chosen
+
+    def _weigh_input(self, rows: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """Llama-4 multiplies the expert's input by the weight: with K = 1 that can be done before the row travels."""
+        if not self.config.routing.weight_on_input:
+            return rows, routing
+        return rows * routing.weights.to(rows.dtype), Routing(routing.ids, torch.ones_like(routing.weights))
+
+    def _replicated(self, module: Any, x: Tensor) -> Any:
+        """Call a module that all tp ranks hold alike on this rank's rows; its gradients are summed over tp."""
+        if not isinstance(module, nn.Module) or not torch.is_grad_enabled():
+            return module(x)
+        flow = self.context.tokens
+        parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
+        return functional_call(module, parameters, (x,))
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return stage(name, self.context.stage_times)
+
+    # --- weights -----------------------------------------------------------------------------------------------
+
+    def update_expert(self, logical_id: int, **tensors: Tensor) -> int:
+        """Write an expert's whole tensors (w13 [2I, H], w2 [H, I], w13_bias, w2_bias) into all its replicas.
+
+        Local: call it on every rank with the same tensors. Returns the number of slots written here.
+        """
+        return self.expert_weights.update_expert(logical_id, tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.expert_weights.w13.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.expert_weights.w13.device
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The context's dispatcher for this layer's present dtype."""
+        return self.context.dispatcher(self.choice.all2all, self.geometry)
+
+    @property
+    def geometry(self) -> Geometry:
+        expert_map = self.placement.expert_map
+        return Geometry(
+            hidden_size=self.config.hidden_size,
+            top_k=self.config.top_k,
+            cap=expert_map.cap,
+            num_ranks=expert_map.num_ranks,
+            dtype=self.dtype,
+        )
+
+    # --- what a user asks --------------------------------------------------------------------------------------
+
+    def plan(self) -> dict[str, int]:
+        """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated."""
+        modules = {"experts": self.expert_weights, "router": self.router, "placement": self.placement}
+        modules["shared_experts"] = self.shared_experts
+        return {
+            kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
+            for kind, module in modules.items()
+            if isinstance(module, nn.Module)
+        }
+
+    def explain(self) -> list[select.Choice]:
+        """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""
+        return select.explain(
+            self.config,
+            self.context.layout,
+            self.context.device,
+            self.dtype,
+            **self._asked,
+        )
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return (
+            f"{self.name}: H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, "
+            f"{c.activation.value}, ep={self.context.layout.ep}, etp={self.context.layout.etp}, "
+            f"all2all={self.choice.all2all}, experts={self.choice.experts}"
+        )
+
+    # --- checks ------------------------------------------------------------------------------------------------
+
+    def _agree(self, expert_map: ExpertMap | None, dtype: torch.dtype) -> tuple[select.Choice, ExpertMap]:
+        """Choose backends and check that all ranks were given the same layer; all raise alike."""
+        context, config, problem = self.context, self.config, None
+        choice = select.Choice("", "", "refused", "")
+        try:
+            if expert_map is None:
+                expert_map = ExpertMap.linear(config.num_experts, context.layout.ep)
+            _check_map(expert_map, config, context.layout.ep)
+            choice = select.choose(config, context.layout, context.device, dtype, **self._asked)
+        except EPMoEError as error:
+            problem = error
+        facts = {
+            "layer": self.name,
+            **_flat(config, "MoEConfig"),
+            "expert_map": "" if expert_map is None else expert_map.to_json(),
+            "dtype": dtype_name(dtype),
+            "all2all": choice.all2all,
+            "experts": choice.experts,
+        }
+        context.agreement.same(f"MoELayer {self.name}", facts, problem)
+        assert expert_map is not None
+        return choice, expert_map
+
+    def _problem(self, x: Tensor, routing: Routing | None) -> str | None:
+        """What is wrong with the arguments of this rank, without raising: all ranks must raise together."""
+        hidden = self.config.hidden_size
+        if not isinstance(x, Tensor):
+            return f"x must be a Tensor, got {type(x).__name__}"
+        if self.device.type == "meta":
+            return "the layer is on the meta device; call to_empty(device=...) and load weights first"
+        if x.dim() < 1 or x.shape[-1] != hidden:
+            return f"x must be [..., {hidden}] (hidden_size), got {list(x.shape)}"
+        if x.dtype != self.dtype:
+            return f"x must be {dtype_name(self.dtype)} as the layer is, got {dtype_name(x.dtype)}"
+        if x.device != self.device:
+            return f"x must be on {self.device} as the layer is, got {x.device}"
+        return None if routing is None else self._routing_problem(x.reshape(-1, hidden), routing)
+
+    def _routing_problem(self, rows: Tensor, routing: Routing) -> str | None:
+        if not isinstance(routing, Routing):
+            return f"routing must be a Routing of logical ids, got {type(routing).__name__}"
+        problem = routing_problem(routing.ids, routing.weights, rows, self.config.top_k)
+        if problem is None and self.dispatcher.capabilities.host_sync:
+            experts = self.config.num_experts
+            bad = routing.ids[(routing.ids < -1) | (routing.ids >= experts)]
+            if len(bad):
+                return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"
+        return problem
+
+    def _nothing(self) -> Tensor:
+        device = self.context.device if self.device.type == "meta" else self.device
+        return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=device)
+
+
+def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
+    for name, value in (("num_experts", config.num_experts), ("num_ranks", ranks)):
+        if getattr(expert_map, name) != value:
+            raise ConfigError(
+                f"expert_map.{name} must be {value} for this layer and context, got {getattr(expert_map, name)}"
+            )
+
+
+def _flat(config: Any, prefix: str) -> dict[str, Any]:
+    """A configuration as plain facts, field by field, so that a difference between ranks has a name."""
+    facts = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = f"{prefix}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            facts |= _flat(value, name)
+        else:
+            facts[name] = value.value if isinstance(value, enum.Enum) else value
+    return facts

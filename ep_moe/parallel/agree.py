@@ -1,0 +1,106 @@
+"""Agreement through the store: all ranks state the same facts, or all of them raise the difference by name.
+
+No collective is entered, so that ranks which could not even form one still get a sentence instead of a hang.
+One rank compares and publishes a verdict: 2 store operations a rank whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, Store
+
+from ep_moe.errors import BackendUnavailable, CheckpointError, ConfigError, EPMoEError, PeerTimeout
+
+_ERRORS: dict[str, type[EPMoEError]] = {
+    error.__name__: error for error in (BackendUnavailable, CheckpointError, ConfigError, PeerTimeout)
+}
+
+
+class Agreement:
+    """Agreements among `ranks`, in the order of their calls. With one rank every call returns at once."""
+
+    def __init__(self, store: Store | None, ranks: Sequence[int], rank: int, deadline_s: float) -> None:
+        self._store = store
+        self._ranks = list(ranks)
+        self._rank = rank
+        self._deadline = timedelta(seconds=deadline_s)
+        self._calls = 0
+
+    def same(self, what: str, facts: Mapping[str, Any], problem: Exception | None = None) -> None:
+        """Raise ConfigError on all ranks, naming field, values and ranks, unless all passed equal facts and none has a
+        problem."""
+        self._settle({"what": what, **facts}, problem)
+
+    def healthy(self, what: str, problem: Exception | None) -> None:
+        """Raise on all ranks when any has a problem; the error names that rank. Also a barrier."""
+        self._settle({"what": what}, problem)
+
+    def _settle(self, facts: dict[str, Any], problem: Exception | None) -> None:
+        kind = type(problem).__name__ if isinstance(problem, EPMoEError) else ConfigError.__name__
+        if len(self._ranks) == 1 or self._store is None:
+            if problem is not None:
+                raise _ERRORS.get(kind, ConfigError)(str(problem))
+            return
+        number, self._calls = self._calls, self._calls + 1
+        key = f"agree/{number}"
+        entry = {"facts": facts, "problem": None if problem is None else str(problem), "kind": kind}
+        self._store.set(f"{key}/{self._rank}", json.dumps(entry, sort_keys=True, default=str))
+        if self._rank == self._ranks[0]:
+            self._store.set(f"{key}/verdict", json.dumps(self._judge(key, facts["what"])))
+        verdict = json.loads(self._await(f"{key}/verdict", facts["what"]))
+        if verdict is not None:
+            raise _ERRORS.get(verdict[0], ConfigError)(verdict[1])
+
+    def _await(self, key: str, what: str) -> bytes:
+        assert self._store is not None
+        try:
+            # the comparing rank may itself wait one deadline for a missing peer before it can publish that
+            self._store.wait([key], 2 * self._deadline)
+        except DistError as error:
+            raise PeerTimeout(
+                f"{what}: no verdict from rank {self._ranks[0]} within {2 * self._deadline.total_seconds():g} s; it died "
+                f"or never got here"
+            ) from error
+        return bytes(self._store.get(key))
+
+    def _judge(self, key: str, what: str) -> tuple[str, str] | None:
+        assert self._store is not None
+        keys = [f"{key}/{rank}" for rank in self._ranks]
+        try:
+            self._store.wait(keys, self._deadline)
+        except DistError:
+            missing = [rank for rank, k in zip(self._ranks, keys, strict=True) if not self._store.check([k])]
+            return PeerTimeout.__name__, (
+                f"{what}: {_ranks(missing)} did not arrive within {self._deadline.total_seconds():g} s; all ranks must "
+                f"make the same calls in the same order"
+            )
+        entries = {rank: json.loads(self._store.get(k)) for rank, k in zip(self._ranks, keys, strict=True)}
+        troubled = [rank for rank, entry in entries.items() if entry["problem"] is not None]
+        if troubled:
+            first = entries[troubled[0]]
+            return first["kind"], f"{what}: {_ranks(troubled)}: {first['problem']}"
+        return _difference(what, {rank: entry["facts"] for rank, entry in entries.items()})
+
+
+def _difference(what: str, facts: dict[int, dict[str, Any]]) -> tuple[str, str] | None:
+    fields = sorted({name for entry in facts.values() for name in entry})
+    lines = []
+    for name in fields:
+        by_value: dict[str, list[int]] = {}
+        for rank, entry in facts.items():
+            by_value.setdefault(json.dumps(entry.get(name)), []).append(rank)
+        if len(by_value) > 1:
+            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items()))
+    if not lines:
+        return None
+    return ConfigError.__name__, f"{what}: the ranks were given different values; give all the same. " + "; ".join(
+        lines
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,188 @@
+"""The few collectives on rows that the layer needs, differentiable, with uneven counts and an async start.
+
+Counts are host integers that every rank of the link knows. A collective without rows is skipped on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import pad
+
+from ep_moe.parallel.link import Link
+from ep_moe.types import Pending
+
+
+def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], link: Link) -> Pending[Tensor]:
+    """Rows [sum(send), ...], grouped by destination, to rows [sum(receive), ...], grouped by source."""
+    if link.size == 1:
+        return Pending(lambda: x)
+    works: list[dist.Work] = []
+    out = _AllToAll.apply(x, list(send), list(receive), link, works)
+    return _pending(out, works)
+
+
+def gather_rows(x: Tensor, counts: Sequence[int], link: Link) -> Pending[Tensor]:
+    """This rank's rows [counts[rank], ...] to everybody's rows [sum(counts), ...], in rank order.
+
+    Backward sums: each rank's gradient is the sum of what all ranks did with its rows.
+    """
+    if link.size == 1 or max(counts) == 0:
+        return Pending(lambda: x)
+    works: list[dist.Work] = []
+    out = _AllGather.apply(_padded(x, max(counts)), link, works)
+    pending = _pending(out, works)
+    return Pending(lambda: _trimmed(pending.wait(), counts))
+
+
+def reduce_scatter_rows(y: Tensor, counts: Sequence[int], link: Link) -> Pending[Tensor]:
+    """Everybody's partial rows [sum(counts), ...] to the sum of this rank's rows [counts[rank], ...]."""
+    if link.size == 1 or max(counts) == 0:
+        return Pending(lambda: y)
+    most = max(counts)
+    parts = [_padded(part, most) for part in y.split(list(counts))]
+    padded = y if min(counts) == most else torch.cat(parts)
+    works: list[dist.Work] = []
+    out = _ReduceScatter.apply(padded, link, works)
+    pending = _pending(out, works)
+    return Pending(lambda: pending.wait()[: counts[link.rank]])
+
+
+def gather_replicated(x: Tensor, counts: Sequence[int], link: Link) -> Tensor:
+    """As `gather_rows`, for a result that every rank goes on to use alike: backward takes this rank's rows of the
+    (replicated) gradient instead of summing copies of it."""
+    if link.size == 1 or max(counts) == 0:
+        return x
+    return _GatherReplicated.apply(x, list(counts), link)
+
+
+def sum_gradients(x: Tensor, link: Link) -> Tensor:
+    """The identity; backward sums the gradient over the link. For a value that all ranks hold alike and each uses
+    for a part of the work."""
+    if link.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _SumGradients.apply(x, link)
+
+
+def _pending(out: Tensor, works: list[dist.Work]) -> Pending[Tensor]:
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return out
+
+    return Pending(finish)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    missing = rows - x.shape[0]
+    return pad(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x.contiguous()
+
+
+def _trimmed(x: Tensor, counts: Sequence[int]) -> Tensor:
+    most = max(counts)
+    if min(counts) == most:
+        return x
+    return torch.cat([x[i * most : i * most + count] for i, count in enumerate(counts)])
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], link: Link) -> tuple[Tensor, dist.Work | None]:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=link.group, async_op=True)
+    return out, work
+
+
+def _all_gather(x: Tensor, link: Link) -> tuple[Tensor, dist.Work | None]:
+    out = x.new_empty(link.size * x.shape[0], *x.shape[1:])
+    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=link.group, async_op=True)
+
+
+def _reduce_scatter(x: Tensor, link: Link) -> tuple[Tensor, dist.Work | None]:
+    out = x.new_empty(x.shape[0] // link.size, *x.shape[1:])
+    return out, dist.reduce_scatter_tensor(out, x.contiguous(), group=link.group, async_op=True)
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], link: Link, works: list[dist.Work]) -> Tensor:
+        ctx.send, ctx.receive, ctx.link = send, receive, link
+        out, work = _all_to_all(x, send, receive, link)
+        if work is not None:
+            works.append(work)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        with ctx.link.ledger.step("backward of all_to_all"):
+            out, work = _all_to_all(grad, ctx.receive, ctx.send, ctx.link)
+            if work is not None:
+                work.wait()
+        return out, None, None, None, None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link, works: list[dist.Work]) -> Tensor:
+        ctx.link = link
+        out, work = _all_gather(x, link)
+        if work is not None:
+            works.append(work)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        with ctx.link.ledger.step("backward of all_gather"):
+            out, work = _reduce_scatter(grad, ctx.link)
+            if work is not None:
+                work.wait()
+        return out, None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link, works: list[dist.Work]) -> Tensor:
+        ctx.link = link
+        out, work = _reduce_scatter(x, link)
+        if work is not None:
+            works.append(work)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        with ctx.link.ledger.step("backward of reduce_scatter"):
+            out, work = _all_gather(grad, ctx.link)
+            if work is not None:
+                work.wait()
+        return out, None, None
+
+
+class _GatherReplicated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], link: Link) -> Tensor:
+        ctx.counts, ctx.rank = counts, link.rank
+        out, work = _all_gather(_padded(x, max(counts)), link)
+        if work is not None:
+            work.wait()
+        return _trimmed(out, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.split(ctx.counts)[ctx.rank], None, None
+
+
+class _SumGradients(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
+        ctx.link = link
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = grad.contiguous().clone()
+        with ctx.link.ledger.step("backward of the token split"):
+            dist.all_reduce(total, group=ctx.link.group)
+        return total, None

@@ -1,0 +1,164 @@
+"""Rank arithmetic in plain integers: who sits in which group, in both views of the same ranks.
+
+Attention sees `pp * dp * tp`, experts see `pp * replicas * ep * etp`; in both the last axis runs fastest.
+With pp = 1, dp = 2, tp = 2, ep = 4, etp = 1:
+
+    rank        0  1  2  3
+    (dp, tp)   00 01 10 11      tp groups  {0 1} {2 3}
+    ep          0  1  2  3      ep group   {0 1 2 3}
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ep_moe.config import ParallelConfig, Tokens
+from ep_moe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """Sizes, this rank's coordinates and every group's rank list. No torch, no communication.
+
+    world, rank: the job's size and this process in it
+    pp, dp, tp, ep, etp: group sizes; `replicas` EP groups stand side by side inside a pipeline stage
+    tokens: whether the tp ranks of one dp rank pass the same tokens
+    """
+
+    world: int
+    rank: int
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    tokens: Tokens = Tokens.REPLICATED
+
+    @classmethod
+    def from_config(cls, parallel: ParallelConfig, *, world: int, rank: int) -> RankLayout:
+        """The layout of `rank` among `world` ranks; an `ep` left open takes dp * tp / etp."""
+        p = parallel
+        ep = p.ep
+        if ep is None:
+            if p.etp < 1 or p.dp * p.tp % p.etp:
+                raise ConfigError(
+                    f"ParallelConfig.etp must divide dp * tp, got etp={p.etp}, dp={p.dp}, tp={p.tp}; set ep and etp so "
+                    f"that ep * etp divides dp * tp"
+                )
+            ep = p.dp * p.tp // p.etp
+        return cls(world=world, rank=rank, pp=p.pp, dp=p.dp, tp=p.tp, ep=ep, etp=p.etp, tokens=p.tokens)
+
+    def __post_init__(self) -> None:
+        for name in ("world", "pp", "dp", "tp", "ep", "etp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"RankLayout.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.rank < self.world:
+            raise ConfigError(f"RankLayout.rank must be in [0, world), got rank={self.rank}, world={self.world}")
+        if self.pp * self.dp * self.tp != self.world:
+            raise ConfigError(
+                f"world must equal pp * dp * tp, got world={self.world} and pp={self.pp} * dp={self.dp} * tp={self.tp} "
+                f"= {self.pp * self.dp * self.tp}; launch that many ranks or change dp, tp or pp"
+            )
+        if self.stage % (self.ep * self.etp):
+            raise ConfigError(
+                f"ep * etp must divide dp * tp, got ep={self.ep} * etp={self.etp} = {self.ep * self.etp} and dp="
+                f"{self.dp} * tp={self.tp} = {self.stage}"
+            )
+
+    # --- sizes -------------------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """EP groups with the same experts, side by side in one stage."""
+        return self.stage // (self.ep * self.etp)
+
+    @property
+    def split(self) -> int:
+        """Over how many tp ranks a token batch is split on entry: tp where tokens are replicated, else 1."""
+        return self.tp if self.tokens is Tokens.REPLICATED else 1
+
+    @property
+    def lockstep(self) -> int:
+        """Ranks that must enter one layer's collectives together: a contiguous block of this size."""
+        return math.lcm(self.split, self.ep * self.etp)
+
+    # --- this rank's coordinates -------------------------------------------------------------------------------
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // self.stage
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank % self.stage // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def replica_rank(self) -> int:
+        return self.rank % self.stage // (self.ep * self.etp)
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank % (self.ep * self.etp) // self.etp
+
+    @property
+    def etp_rank(self) -> int:
+        return self.rank % self.etp
+
+    # --- groups ------------------------------------------------------------------------------------------------
+
+    def _blocks(self, size: int, stride: int) -> list[list[int]]:
+        """All groups of `size` ranks with this stride, in rank order; blocks of size * stride are contiguous."""
+        block = size * stride
+        return [
+            list(range(base + offset, base + block, stride))
+            for base in range(0, self.world, block)
+            for offset in range(stride)
+        ]
+
+    @cached_property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """Every group of every kind, the same lists on all ranks.
+
+        tp, dp, ep, etp are the usual ones; `lockstep` holds the ranks that enter a layer together; `expert_data` holds
+        the ranks with the same shard of the same experts in other EP groups (their gradients belong together).
+        """
+        return {
+            "tp": self._blocks(self.tp, 1),
+            "dp": self._blocks(self.dp, self.tp),
+            "pp": self._blocks(self.pp, self.stage),
+            "ep": self._blocks(self.ep, self.etp),
+            "etp": self._blocks(self.etp, 1),
+            "lockstep": self._blocks(self.lockstep, 1),
+            "expert_data": self._blocks(self.replicas, self.ep * self.etp),
+        }
+
+    def group(self, kind: str) -> list[int]:
+        """The ranks of this rank's group of a kind, in order."""
+        return next(ranks for ranks in self.groups[kind] if self.rank in ranks)
+
+    def describe(self) -> dict[str, int | str]:
+        """What all ranks must agree on (and nothing that differs between them)."""
+        names = ("world", "pp", "dp", "tp", "ep", "etp")
+        return {name: getattr(self, name) for name in names} | {"tokens": self.tokens.value}
+
+    def __str__(self) -> str:
+        parts = " ".join(f"{name}={getattr(self, name)}" for name in ("pp", "dp", "tp", "ep", "etp"))
+        return f"rank {self.rank} of {self.world} ({parts} replicas={self.replicas} tokens={self.tokens.value})"
+
+
+def share(total: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of part `index` when `total` rows go to `parts` ranks; the first ones take the remainder."""
+    base, extra = divmod(total, parts)
+    start = index * base + min(index, extra)
+    return start, start + base + (index < extra)

@@ -1,0 +1,187 @@
+"""The lockstep ledger: what step each rank is in, so that a lost peer has a name and a phase.
+
+Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest one as a
+heartbeat. When a step fails or outlasts its deadline, the heartbeats of all ranks are compared: one that
+stopped is a dead process, one that is behind hangs elsewhere, one with another phase went another way. There is no
+collective in this and nothing on the hot path but filling in a record.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+from torch.distributed import DistError, Store
+
+from ep_moe.errors import EPMoEError, PeerTimeout
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective step. number: running; where: layer; phase: stage; detail: backend; done: left again."""
+
+    number: int
+    where: str
+    phase: str
+    detail: str
+    done: bool
+
+    def __str__(self) -> str:
+        verb = "finished" if self.done else "in"
+        place = f" of {self.where}" if self.where else ""
+        return f"{verb} {self.phase}{place} (step {self.number})"
+
+
+class Ledger:
+    """One rank's record, and the watch over its peers. Without a store or peers it only counts.
+
+    deadline_s: how long a step may last before its peers are examined.
+    abort: called once when a step outlasts its deadline, to free a thread that waits on a device; None where the
+        transport has a timeout of its own (gloo).
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        *,
+        deadline_s: float = 300.0,
+        abort: Callable[[], None] | None = None,
+    ) -> None:
+        self.where = ""
+        self.deadline_s = deadline_s
+        self._ranks, self._rank = list(ranks), rank
+        self._step = Step(0, "", "start", "", True)
+        self._started = time.monotonic()
+        self._failure: PeerTimeout | None = None
+        self._abort = abort
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._period = min(5.0, max(0.05, deadline_s / 8))
+        self._beats = 0
+        self._shared: dict[tuple[int, ...], int] = {}
+        self._store = store
+        if store is not None and len(self._ranks) > 1:
+            self._thread = threading.Thread(
+                target=self._watch, args=(store.clone(),), daemon=True, name="ep_moe ledger"
+            )
+            self._thread.start()
+
+    @property
+    def number(self) -> int:
+        """The running number of the newest step; equal on all ranks while they are in step."""
+        return self._step.number
+
+    @contextmanager
+    def step(self, phase: str, detail: str = "") -> Iterator[None]:
+        """Enter a collective step. A communication failure inside leaves as PeerTimeout."""
+        if self._failure is not None:
+            raise self._failure
+        self._step = Step(self._step.number + 1, self.where, phase, detail, False)
+        self._started = time.monotonic()
+        try:
+            yield
+        except EPMoEError:
+            raise
+        except RuntimeError as error:
+            if not _is_communication_error(error):
+                raise
+            raise (self._failure or self._diagnose(str(error).splitlines()[0])) from error
+        finally:
+            step = self._step
+            self._step = Step(step.number, step.where, step.phase, step.detail, True)
+        if self._failure is not None:
+            raise self._failure
+
+    def share(self, text: str | None, *, owner: int, group: tuple[int, ...]) -> str:
+        """The owner's text on every rank of a group. For error messages only: it waits for the store."""
+        if self._store is None or len(group) == 1:
+            return text or ""
+        number = self._shared[group] = self._shared.get(group, 0) + 1
+        key = f"text/{'-'.join(map(str, group))}/{number}"
+        if self._rank == owner:
+            self._store.set(key, text or "")
+        return self._store.get(key).decode()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+
+    # --- the watch ---------------------------------------------------------------------------------------------
+
+    def _watch(self, store: Store) -> None:
+        try:
+            while not self._stop.wait(self._period):
+                self._beat(store)
+                step = self._step
+                overdue = not step.done and time.monotonic() - self._started > self.deadline_s
+                if overdue and self._failure is None and self._abort is not None:
+                    self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
+                    self._abort()
+        except DistError:
+            pass  # the store is gone, and with it the job
+
+    def _beat(self, store: Store) -> None:
+        self._beats += 1
+        store.set(f"beat/{self._rank}", json.dumps({"beat": self._beats, **asdict(self._step)}))
+
+    def _read(self, store: Store) -> dict[int, tuple[int, Step] | None]:
+        found: dict[int, tuple[int, Step] | None] = {}
+        for rank in self._ranks:
+            key = f"beat/{rank}"
+            if not store.check([key]):
+                found[rank] = None
+                continue
+            entry = json.loads(store.get(key))
+            found[rank] = (entry.pop("beat"), Step(**entry))
+        return found
+
+    def _diagnose(self, cause: str, store: Store | None = None) -> PeerTimeout:
+        """Compare two readings of all heartbeats. The first rank to reach a verdict publishes it, because its own
+        exit is what the others see next."""
+        step = self._step
+        store = store or self._store
+        text = f"rank {self._rank} lost its peers {step}: {cause}."
+        if store is None:
+            return PeerTimeout(text)
+        try:
+            self._beat(store)
+            before = self._read(store)
+            time.sleep(2.5 * self._period)
+            self._beat(store)
+            verdict = _compare(step, self._rank, before, self._read(store))
+            verdict = store.compare_set("verdict", "", verdict).decode() or verdict
+        except DistError:
+            return PeerTimeout(f"{text} The store is gone too, so that no rank can be named.")
+        return PeerTimeout(f"{text} {verdict} Raise deadline_s (now {self.deadline_s:g} s) if it was only slow.")
+
+
+def _compare(
+    mine: Step, rank: int, before: dict[int, tuple[int, Step] | None], after: dict[int, tuple[int, Step] | None]
+) -> str:
+    findings = []
+    for peer, entry in after.items():
+        if peer == rank:
+            continue
+        if entry is None or entry == before[peer]:
+            last = f", last seen {entry[1]}" if entry else ""
+            findings.append(f"Rank {peer} shows no sign of life{last}.")
+        elif entry[1].number < mine.number:
+            findings.append(f"Rank {peer} is alive but behind: {entry[1]}.")
+        elif entry[1].number == mine.number and (entry[1].where, entry[1].phase) != (mine.where, mine.phase):
+            findings.append(f"Rank {peer} went another way: {entry[1]}.")
+    return " ".join(findings) or "Every peer is alive and in the same step."
+
+
+def _is_communication_error(error: RuntimeError) -> bool:
+    """gloo and NCCL raise plain RuntimeErrors beside torch's own types."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "connection closed"))

@@ -1,0 +1,65 @@
+"""A group of ranks and the ledger that watches over it: what every transport is handed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ep_moe.errors import InputError
+from ep_moe.parallel.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Link:
+    """group: None where there is one rank only. ranks: global ranks in group order. rank: this one's place."""
+
+    group: ProcessGroup | None
+    ranks: tuple[int, ...]
+    rank: int
+    ledger: Ledger
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @classmethod
+    def alone(cls) -> Link:
+        """A link of one rank, for one process without torch.distributed."""
+        return cls(None, (0,), 0, Ledger())
+
+    def exchange(self, values: Tensor) -> list[list[int]]:
+        """All ranks' `values` (int64 [n]) as host integers [R][n]. Waits for the device."""
+        if self.size == 1:
+            return [values.tolist()]
+        gathered = values.new_empty(self.size * len(values))
+        dist.all_gather_into_tensor(gathered, values, group=self.group)
+        rows: list[list[int]] = gathered.view(self.size, -1).tolist()
+        return rows
+
+    def agree(self, values: Sequence[int | Tensor], problem: str | None, device: torch.device) -> list[list[int]]:
+        """Exchange one call's facts [R][n], and raise InputError on all ranks when any of them has a `problem` or
+        when they are not in the same layer. This is how a bad argument on one rank ends in one sentence everywhere
+        and not in a hang: it rides on the exchange of counts that the call needs anyway.
+        """
+        where = zlib.crc32(self.ledger.where.encode())
+        header = torch.tensor([problem is not None, where], dtype=torch.int64).to(device)
+        facts = [torch.as_tensor(value, dtype=torch.int64, device=device).reshape(-1) for value in values]
+        rows = self.exchange(torch.cat([header, *facts]))
+        troubled = [index for index, row in enumerate(rows) if row[0]]
+        if troubled:
+            text = self.ledger.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)
+            raise InputError(f"rank {self.ranks[troubled[0]]}: {text}")
+        if len({row[1] for row in rows}) > 1:
+            name = self.ledger.share(self.ledger.where, owner=self.ranks[0], group=self.ranks)
+            odd = [self.ranks[index] for index, row in enumerate(rows) if row[1] != rows[0][1]]
+            raise InputError(
+                f"the ranks are not in the same layer: rank {self.ranks[0]} is in {name!r}, rank {odd[0]} elsewhere (this "
+                f"rank is in {self.ledger.where!r}); call the layers in the same order on all ranks"
+            )
+        return [row[2:] for row in rows]

@@ -1,0 +1,146 @@
+"""Ranks on this machine without a launcher: N gloo processes from a preloaded fork server.
+
+For `ep-moe run` on a laptop and for tests; real jobs use torchrun. A rank that raises, exits or hangs ends all of them
+at once, with every rank's traceback (or the line it stands on) in the error.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 2.0  # how long the others may take to report after the first failure
+
+
+class RanksFailed(RuntimeError):
+    """One or more ranks raised, exited or hung."""
+
+
+def run_local_ranks(
+    target: str,
+    world: int,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    deadline_s: float = 60.0,
+    threads: int = 1,
+    preload: Sequence[str] = ("ep_moe.testing.preload",),
+    expect_dead: Collection[int] = (),
+) -> list[Any]:
+    """Call `target` ("module:function") with `kwargs` on `world` ranks; returns their results in rank order.
+
+    Each rank has an initialised gloo process group on a port that the system chose. threads: torch threads per rank.
+    expect_dead: ranks that may end without a result (for tests of that); theirs is None.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            parent, child = context.Pipe(duplex=False)
+            arguments = (target, dict(kwargs or {}), rank, world, store.port, deadline_s, threads, child, folder)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True)
+            process.start()
+            child.close()
+            pipes.append(parent)
+            processes.append(process)
+        try:
+            reports = _collect(pipes, processes, time.monotonic() + deadline_s, set(expect_dead), Path(folder))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(reports) if not ok]
+    if failures:
+        raise RanksFailed(f"{len(failures)} of {world} ranks failed in {target}\n" + "\n".join(failures))
+    return [result for _, result in reports]
+
+
+def _collect(
+    pipes: list[Connection], processes: list[Any], deadline: float, expect_dead: set[int], folder: Path
+) -> list[tuple[bool, Any]]:
+    """(ok, result or text) per rank; stops early after the first failure."""
+    reports: dict[int, tuple[bool, Any]] = {}
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), timeout=left):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                reports[rank] = pipe.recv()
+            except EOFError:
+                processes[rank].join()
+                reports[rank] = (rank in expect_dead, f"exited with code {processes[rank].exitcode}")
+            if not reports[rank][0]:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            elif rank in expect_dead and isinstance(reports[rank][1], str):
+                reports[rank] = (True, None)
+    for rank in range(len(pipes)):
+        if rank not in reports:
+            reports[rank] = (
+                False,
+                f"hangs (or was stopped after another rank failed) at\n{_where(processes[rank], rank, folder)}",
+            )
+    return [reports[rank] for rank in range(len(pipes))]
+
+
+def _where(process: Any, rank: int, folder: Path) -> str:
+    """The stack of a rank that does not answer, by faulthandler."""
+    if process.pid is None or not process.is_alive():
+        return "no process"
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    return (folder / f"stack{rank}").read_text()
+
+
+def _rank_main(
+    target: str,
+    kwargs: dict[str, Any],
+    rank: int,
+    world: int,
+    port: int,
+    deadline_s: float,
+    threads: int,
+    pipe: Connection,
+    folder: str,
+) -> None:
+    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  (faulthandler writes to it until the process ends)
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    torch.set_num_threads(threads)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=deadline_s))
+        timeout = timedelta(seconds=deadline_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        result = _resolve(target)(**kwargs)
+        # gloo connects sub-groups in its own time: a rank that leaves early breaks a peer that still connects
+        dist.barrier()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(0)  # no destructor may wait for a peer
+
+
+def _resolve(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    function: Callable[..., Any] = value
+    return function

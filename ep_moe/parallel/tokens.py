@@ -1,0 +1,113 @@
+"""Which rows of a call this rank works on, and how outputs find back: split, union, reduce, gather.
+
+    x [T, H]    what the model passed; equal on all tp ranks where tokens are replicated
+    own         the rows this rank answers for; over all ranks every token once
+    union       the own rows of this rank's etp group: its members hold pieces of the same experts, so each of them
+                sends all these rows through its piece, and the pieces are summed
+
+With etp = 1 union and own are the same; with one tp rank, or sequence-sharded tokens, own is x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import Tokens
+from ep_moe.errors import InputError
+from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
+from ep_moe.parallel.layout import RankLayout, share
+from ep_moe.parallel.link import Link
+
+
+@dataclass(frozen=True)
+class Share:
+    """One call's split. own: [start, stop) of x. etp_counts, tp_counts: own rows of each peer."""
+
+    own: tuple[int, int]
+    etp_counts: list[int]
+    tp_counts: list[int]
+
+
+class TokenFlow:
+    """The way of tokens between the attention view and the expert view of the ranks."""
+
+    def __init__(self, layout: RankLayout, *, tp: Link, etp: Link, lockstep: Link) -> None:
+        self._layout = layout
+        self._tp, self._etp, self._lockstep = tp, etp, lockstep
+        self._replicated = layout.split > 1
+        self._union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
+        self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
+
+    def enter(self, total: int, problem: str | None, device: torch.device) -> Share:
+        """Agree with all ranks of this layer's collectives on a call with `total` rows here, and split them.
+
+        Raises InputError on all of them when any has a problem. Where the EP group holds all of them and nothing is
+        split, the dispatcher's own exchange does this instead.
+        """
+        layout = self._layout
+        totals = {layout.rank: total}
+        if self.checks_input:
+            with self._lockstep.ledger.step("enter"):
+                rows = self._lockstep.agree([total], problem, device)
+            totals = {rank: row[0] for rank, row in zip(self._lockstep.ranks, rows, strict=True)}
+            self._check_replicated(totals)
+        return Share(
+            own=share(total, layout.split, layout.tp_rank if self._replicated else 0),
+            etp_counts=[self._own_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
+            tp_counts=[self._own_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
+        )
+
+    def _own_count(self, rank: int, totals: dict[int, int]) -> int:
+        layout = self._layout
+        start, stop = share(totals[rank], layout.split, rank % layout.tp if self._replicated else 0)
+        return stop - start
+
+    def _check_replicated(self, totals: dict[int, int]) -> None:
+        """Every rank sees all totals, so that all raise alike without a further exchange."""
+        if not self._replicated:
+            return
+        tp = self._layout.tp
+        for base in range(self._lockstep.ranks[0], self._lockstep.ranks[0] + self._lockstep.size, tp):
+            found = {totals[rank] for rank in range(base, base + tp)}
+            if len(found) > 1:
+                counts = ", ".join(f"{totals[rank]} on rank {rank}" for rank in range(base, base + tp))
+                raise InputError(
+                    f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks, got x with "
+                    f"{counts} rows; pass the same x, or tokens={Tokens.SHARDED.value} where each rank has its own"
+                )
+
+    def shared_gradients(self, x: Tensor) -> Tensor:
+        """For a value that all tp ranks hold alike and use for their own share: backward sums over tp."""
+        return sum_gradients(x, self._tp) if self._replicated else x
+
+    def own(self, x: Tensor, call: Share) -> Tensor:
+        """The rows this rank answers for. x: [T, ...]."""
+        return x[call.own[0] : call.own[1]] if self._replicated else x
+
+    def union(self, x: Tensor, call: Share) -> Tensor:
+        """The own rows of the whole etp group. x: [T, ...]."""
+        if self._layout.etp == 1:
+            return self.own(x, call)
+        if self._union_is_local:
+            before = sum(call.etp_counts[: self._layout.etp_rank])
+            start = call.own[0] - before
+            return x[start : start + sum(call.etp_counts)]
+        with self._etp.ledger.step("etp gather"):
+            return gather_rows(self.own(x, call), call.etp_counts, self._etp).wait()
+
+    def reduce(self, y: Tensor, call: Share) -> Tensor:
+        """Sum the etp group's partial rows [union, H] and keep the own ones."""
+        if self._layout.etp == 1:
+            return y
+        with self._etp.ledger.step("etp reduce"):
+            return reduce_scatter_rows(y, call.etp_counts, self._etp).wait()
+
+    def leave(self, y: Tensor, call: Share) -> Tensor:
+        """Own rows to what the model expects back: [T, H]."""
+        if not self._replicated:
+            return y
+        with self._tp.ledger.step("leave"):
+            return gather_replicated(y, call.tp_counts, self._tp)

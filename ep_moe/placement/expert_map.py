@@ -1,0 +1,187 @@
+"""ExpertMap: which slot of which rank holds which expert. Linear, uneven, redundant, balanced: one structure.
+
+A physical id is `owner * cap + local`, with `cap` = slots per rank (the largest, where ranks differ). Transports
+and kernels that know only an even split therefore serve any placement: they are told `R * cap` experts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ep_moe.errors import ConfigError
+from ep_moe.parallel.layout import share
+
+EMPTY = -1
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """Where every expert is. Immutable; equal maps compare equal.
+
+    num_experts: E, logical experts
+    num_ranks: R, ranks of the EP group
+    physical_to_logical: [R * cap], the logical expert in each slot, -1 for an empty one
+    allow_duplicates: let one rank hold an expert twice
+    """
+
+    num_experts: int
+    num_ranks: int
+    physical_to_logical: tuple[int, ...]
+    allow_duplicates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
+            raise ConfigError(
+                f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks={self.num_ranks} "
+                f"ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
+            )
+        for slot, expert in enumerate(self.physical_to_logical):
+            if not EMPTY <= expert < self.num_experts:
+                raise ConfigError(
+                    f"ExpertMap.physical_to_logical[{slot}] must be -1 or in [0, {self.num_experts}), got {expert}"
+                )
+        missing = sorted(set(range(self.num_experts)) - set(self.physical_to_logical))
+        if missing:
+            raise ConfigError(f"ExpertMap has no slot for logical expert {missing[0]} ({len(missing)} missing in all)")
+        for rank in range(self.num_ranks if not self.allow_duplicates else 0):
+            held = [expert for expert in self.local(rank) if expert != EMPTY]
+            twice = sorted(expert for expert in set(held) if held.count(expert) > 1)
+            if twice:
+                raise ConfigError(
+                    f"ExpertMap puts logical expert {twice[0]} twice on rank {rank}, which costs memory and balances nothing; "
+                    f"pass allow_duplicates=True if that is wanted"
+                )
+
+    # --- constructors ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def linear(cls, num_experts: int, num_ranks: int) -> ExpertMap:
+        """Experts in order; where E is not divisible by R the first ranks hold one more."""
+        return cls.redundant(num_experts, num_ranks, 0)
+
+    @classmethod
+    def round_robin(cls, num_experts: int, num_ranks: int) -> ExpertMap:
+        """Expert e on rank e % R."""
+        return cls.from_ranks([list(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)], num_experts)
+
+    @classmethod
+    def uneven(cls, counts: Sequence[int]) -> ExpertMap:
+        """Experts in order, counts[r] of them on rank r; a rank may hold none."""
+        if any(count < 0 for count in counts):
+            raise ConfigError(f"counts must not be negative, got {list(counts)}")
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        ranks = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+        return cls.from_ranks(ranks, sum(counts))
+
+    @classmethod
+    def redundant(cls, num_experts: int, num_ranks: int, num_redundant: int) -> ExpertMap:
+        """E + num_redundant slots in order: the experts once, then again from expert 0."""
+        if num_redundant < 0:
+            raise ConfigError(f"num_redundant must not be negative, got {num_redundant}")
+        slots = num_experts + num_redundant
+        most = -(-slots // num_ranks)
+        if most > num_experts:
+            raise ConfigError(
+                f"num_redundant={num_redundant} gives a rank {most} slots for {num_experts} experts; at most "
+                f"{num_experts * num_ranks - num_experts} redundant experts make sense on {num_ranks} ranks"
+            )
+        spans = [share(slots, num_ranks, rank) for rank in range(num_ranks)]
+        return cls.from_ranks([[slot % num_experts for slot in range(*span)] for span in spans], num_experts)
+
+    @classmethod
+    def from_ranks(
+        cls, ranks: Sequence[Sequence[int]], num_experts: int, *, allow_duplicates: bool = False
+    ) -> ExpertMap:
+        """The user's own: for each rank the logical experts of its slots in order (-1 for an empty slot)."""
+        cap = max([len(slots) for slots in ranks] + [1])
+        table = [list(slots) + [EMPTY] * (cap - len(slots)) for slots in ranks]
+        flat = tuple(expert for slots in table for expert in slots)
+        return cls(num_experts, len(ranks), flat, allow_duplicates)
+
+    # --- derived tables ----------------------------------------------------------------------------------------
+
+    @property
+    def cap(self) -> int:
+        """Slots per rank on the wire."""
+        return len(self.physical_to_logical) // self.num_ranks
+
+    @property
+    def num_physical(self) -> int:
+        """R * cap: the number of experts that transports and kernels are told."""
+        return len(self.physical_to_logical)
+
+    @property
+    def num_redundant(self) -> int:
+        return sum(expert != EMPTY for expert in self.physical_to_logical) - self.num_experts
+
+    def local(self, rank: int) -> tuple[int, ...]:
+        """The logical experts of a rank's `cap` slots, -1 for an empty one."""
+        return self.physical_to_logical[rank * self.cap : (rank + 1) * self.cap]
+
+    def num_slots(self, rank: int) -> int:
+        """L: slots that need memory on a rank; empty ones at its end do not."""
+        return max([slot + 1 for slot, expert in enumerate(self.local(rank)) if expert != EMPTY], default=0)
+
+    @cached_property
+    def logical_to_physical(self) -> tuple[tuple[int, ...], ...]:
+        """For each logical expert its physical ids, ascending; the first is the primary one."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.physical_to_logical):
+            if expert != EMPTY:
+                found[expert].append(slot)
+        return tuple(map(tuple, found))
+
+    @property
+    def replica_count(self) -> tuple[int, ...]:
+        return tuple(map(len, self.logical_to_physical))
+
+    def global_to_local(self, rank: int) -> tuple[int, ...]:
+        """[E]: a logical expert's slot on a rank, or -1; engines call it `expert_map`."""
+        local = self.local(rank)
+        return tuple(local.index(expert) if expert in local else EMPTY for expert in range(self.num_experts))
+
+    def primary_owner(self, expert: int) -> int:
+        """The rank that answers for a logical expert in a checkpoint."""
+        return self.logical_to_physical[expert][0] // self.cap
+
+    # --- on disk -----------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        ranks = [list(self.local(rank)) for rank in range(self.num_ranks)]
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "num_experts": self.num_experts,
+                "ranks": ranks,
+                "allow_duplicates": self.allow_duplicates,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> ExpertMap:
+        try:
+            table = json.loads(text)
+            if table["format"] != _FORMAT:
+                raise ConfigError(f"ExpertMap file has format {table['format']!r}, this version reads {_FORMAT}")
+            return cls.from_ranks(
+                table["ranks"], table["num_experts"], allow_duplicates=bool(table["allow_duplicates"])
+            )
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"not an ExpertMap file: {error!r}; write one with ExpertMap.save") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExpertMap:
+        if not Path(path).is_file():
+            raise ConfigError(f"ExpertMap file {path} does not exist")
+        return cls.from_json(Path(path).read_text())
+
+    def __repr__(self) -> str:
+        return f"ExpertMap(E={self.num_experts}, R={self.num_ranks}, cap={self.cap}, redundant={self.num_redundant})"

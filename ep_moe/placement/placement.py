@@ -1,0 +1,116 @@
+"""Placement: logical ids to physical ids on the device, by tables that are rewritten in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ep_moe.errors import ConfigError
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
+
+# Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
+# different experts of a token spread over replicas without a random state or a host sync.
+_ROW_FACTOR = 2654435761
+_EXPERT_FACTOR = 2246822519
+_RANK_FACTOR = 3266489917
+
+
+class Placement(nn.Module):
+    """Chooses a replica for every (token, expert) and counts load. Buffers only, none of them saved.
+
+    The choice depends on row, expert and EP rank alone: where ranks hold the same rows (the members of an etp group,
+    which share an EP rank) they choose alike.
+
+    expert_load: int64 [E], routes counted per logical expert since `reset_load`
+    slot_load: int64 [P], the same per physical expert since `reset_load` or `update`
+    """
+
+    logical_to_physical: Tensor  # int64 [E, max_replicas], padded with -1
+    replica_count: Tensor  # int64 [E]
+    expert_load: Tensor
+    slot_load: Tensor
+
+    def __init__(self, expert_map: ExpertMap, *, ep_rank: int = 0) -> None:
+        super().__init__()
+        self.expert_map = expert_map
+        self._ep_rank = ep_rank
+        experts = expert_map.num_experts
+        # room for any later plan: no expert needs more replicas than ranks or than spare slots
+        self._max_replicas = max(
+            *expert_map.replica_count, min(expert_map.num_ranks, expert_map.num_physical - experts + 1)
+        )
+        for name, shape in {
+            "logical_to_physical": (experts, self._max_replicas),
+            "replica_count": (experts,),
+            "expert_load": (experts,),
+            "slot_load": (expert_map.num_physical,),
+        }.items():
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.int64), persistent=False)
+        self._write(expert_map)
+
+    def forward(self, routing: Routing) -> PhysicalRouting:
+        """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
+        that the dispatcher refuses it on all ranks together."""
+        experts = self.expert_map.num_experts
+        ids = routing.ids.long()
+        valid = (ids >= 0) & (ids < experts)
+        safe = ids.where(valid, 0)
+        row = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
+        mixed = row * _ROW_FACTOR + safe * _EXPERT_FACTOR + self._ep_rank * _RANK_FACTOR
+        replica = ((mixed & 0xFFFFFFFF) >> 16) % self.replica_count[safe]
+        physical = self.logical_to_physical[safe, replica]
+        self._count(safe, physical, valid)
+        unknown = torch.where(ids == EMPTY, ids, self.expert_map.num_physical)
+        return PhysicalRouting(PhysicalIds(physical.where(valid, unknown)), routing.weights)
+
+    @torch.no_grad()
+    def _count(self, logical: Tensor, physical: Tensor, valid: Tensor) -> None:
+        ones = valid.long().flatten()
+        self.expert_load.index_add_(0, logical.flatten(), ones)
+        self.slot_load.index_add_(0, physical.flatten(), ones)
+
+    def update(self, expert_map: ExpertMap) -> None:
+        """Put another map in force, in place: captured graphs and held references see it. E, R and cap must stay."""
+        old = self.expert_map
+        for name in ("num_experts", "num_ranks", "cap"):
+            if getattr(expert_map, name) != getattr(old, name):
+                raise ConfigError(
+                    f"Placement.update needs a map with {name}={getattr(old, name)}, got {getattr(expert_map, name)}"
+                )
+        if max(expert_map.replica_count) > self._max_replicas:
+            raise ConfigError(
+                f"Placement.update has room for {self._max_replicas} replicas of an expert, got {max(expert_map.replica_count)}"
+            )
+        self.expert_map = expert_map
+        self._write(expert_map)
+        self.slot_load.zero_()
+
+    def reset_load(self) -> None:
+        self.expert_load.zero_()
+        self.slot_load.zero_()
+
+    def rank_load(self) -> Tensor:
+        """Routes per EP rank, int64 [R]."""
+        return self.slot_load.view(self.expert_map.num_ranks, -1).sum(1)
+
+    def _write(self, expert_map: ExpertMap) -> None:
+        if self.replica_count.is_meta:
+            return
+        table = [list(ids) + [EMPTY] * (self._max_replicas - len(ids)) for ids in expert_map.logical_to_physical]
+        self.logical_to_physical.copy_(torch.tensor(table))
+        self.replica_count.copy_(torch.tensor(expert_map.replica_count))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placement:
+        """After `to_empty` the buffers hold noise: the map on the host is their source."""
+        was_meta = self.replica_count.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.replica_count.is_meta:
+            self._write(self.expert_map)
+            self.reset_load()
+        return self
+
+    def extra_repr(self) -> str:
+        return repr(self.expert_map)

@@ -1,0 +1,129 @@
+"""Routers: from hidden states to logical expert ids and weights.
+
+The methods are plain functions of the logits, so that a model with its own linear map can use them alone. A router
+of the user's is any callable `x [T, H] -> Routing`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.types import LogicalIds, Routing
+
+
+def softmax_topk(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts in float32, then top-k. logits: [T, E]. Returns weights, ids [T, K]."""
+    weights, ids = logits.float().softmax(-1).topk(top_k)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids
+
+
+def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Top-k of the logits, then softmax over these K. logits: [T, E]. Returns weights, ids [T, K]."""
+    best, ids = logits.topk(top_k)
+    return best.softmax(-1), ids
+
+
+def topk_sigmoid(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Top-k of the logits, then sigmoid of each. logits: [T, E]. Returns weights, ids [T, K]."""
+    best, ids = logits.topk(top_k)
+    return best.float().sigmoid(), ids
+
+
+def sigmoid_topk(
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3 (arXiv:2412.19437, 2.1.2): sigmoid scores; the choice looks at score + bias, first at groups by
+    the sum of their two best, then at the experts of the best groups; the weights are the scores without bias.
+
+    logits: [T, E]; correction_bias: [E]. Returns weights, ids [T, K].
+    """
+    scores = logits.float().sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    if num_groups > 1:
+        grouped = choice.unflatten(-1, (num_groups, -1))
+        best_groups = grouped.topk(2, dim=-1).values.sum(-1).topk(top_groups, sorted=False).indices
+        allowed = torch.zeros_like(grouped[..., 0]).scatter_(-1, best_groups, 1).bool()
+        choice = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
+    ids = choice.topk(top_k, sorted=False).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights, ids
+
+
+def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Tensor | None = None) -> Routing:
+    """The configured method. logits: [T, E] of any float dtype. Weights come out in float32."""
+    match config.method:
+        case RoutingMethod.SOFTMAX_TOPK:
+            weights, ids = softmax_topk(logits, top_k, renormalize=config.renormalize)
+        case RoutingMethod.TOPK_SOFTMAX:
+            weights, ids = topk_softmax(logits, top_k)
+        case RoutingMethod.TOPK_SIGMOID:
+            weights, ids = topk_sigmoid(logits, top_k)
+        case RoutingMethod.SIGMOID_TOPK:
+            weights, ids = sigmoid_topk(
+                logits,
+                top_k,
+                renormalize=config.renormalize,
+                correction_bias=correction_bias,
+                num_groups=config.num_groups,
+                top_groups=config.top_groups,
+            )
+    weights = weights.float()
+    if config.scaling_factor != 1.0:
+        weights = weights * config.scaling_factor
+    return Routing(LogicalIds(ids), weights)
+
+
+class Router(nn.Module):
+    """A linear map [E, H] and a routing method.
+
+    weight: [E, H]; bias: [E] where configured; e_score_correction_bias: float32 [E] buffer where configured, named as
+    in DeepSeek-V3 checkpoints.
+    """
+
+    def __init__(
+        self, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config.routing
+        self.top_k = config.top_k
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype))
+        bias = torch.empty(config.num_experts, device=device, dtype=dtype) if config.routing.bias else None
+        self.bias = nn.Parameter(bias) if bias is not None else None
+        self.e_score_correction_bias: Tensor | None
+        correction = torch.empty(config.num_experts, device=device) if config.routing.correction_bias else None
+        self.register_buffer("e_score_correction_bias", correction)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        for tensor in (self.bias, self.e_score_correction_bias):
+            if tensor is not None:
+                nn.init.zeros_(tensor)
+
+    def forward(self, x: Tensor) -> Routing:
+        """x: [T, H]."""
+        if self.config.float32_logits:
+            bias = None if self.bias is None else self.bias.float()
+            logits = linear(x.float(), self.weight.float(), bias)
+        else:
+            logits = linear(x, self.weight, self.bias)
+        return route(logits, self.top_k, self.config, self.e_score_correction_bias)
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.weight.shape
+        return f"H={hidden}, E={experts}, K={self.top_k}, method={self.config.method.value}"

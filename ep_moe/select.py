@@ -1,0 +1,118 @@
+"""Which transport and which expert kernel serve a layer, and why. The layer runs what this module prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ep_moe import registry
+from ep_moe.config import MoEConfig
+from ep_moe.errors import BackendUnavailable
+from ep_moe.parallel.layout import RankLayout
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One pair. status: "chosen", "possible" or "refused"; reason: why."""
+
+    all2all: str
+    experts: str
+    status: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.status:8}  {self.all2all:12}  {self.experts:12}  {self.reason}"
+
+
+def explain(
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    all2all: str = AUTO,
+    experts: str = AUTO,
+) -> list[Choice]:
+    """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
+
+    Raises ConfigError for an unknown name.
+    """
+    for kind, name in (("dispatchers", all2all), ("experts", experts)):
+        if name != AUTO:
+            registry.load(kind, name)  # type: ignore[arg-type]
+    table = []
+    for transport, why in _ranked(config, layout):
+        for kernel in registry.targets("experts"):
+            reason = _refusal(config, layout, device, dtype, transport, kernel)
+            if reason is None and all2all not in (AUTO, transport):
+                reason = f"all2all={all2all!r} was asked for"
+            if reason is None and experts not in (AUTO, kernel):
+                reason = f"experts={experts!r} was asked for"
+            status = "refused" if reason else "possible" if any(row.status == "chosen" for row in table) else "chosen"
+            table.append(Choice(transport, kernel, status, reason or why))
+    return table
+
+
+def choose(
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    all2all: str = AUTO,
+    experts: str = AUTO,
+) -> Choice:
+    """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
+    table = explain(config, layout, device, dtype, all2all=all2all, experts=experts)
+    for row in table:
+        if row.status == "chosen":
+            return row
+    named = [row for row in table if all2all in (AUTO, row.all2all) and experts in (AUTO, row.experts)]
+    reasons = "; ".join(f"{row.all2all} with {row.experts}: {row.reason}" for row in named)
+    free = explain(config, layout, device, dtype)
+    able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
+    raise BackendUnavailable(
+        f"all2all={all2all!r} with experts={experts!r} cannot run here ({reasons}). Pairs that can: {able}"
+    )
+
+
+def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
+    """Transports, best first, each with the reason for its place."""
+    ranks, top_k = layout.ep, config.top_k
+    if top_k >= ranks:
+        gather = f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
+        order = {"local": "one rank, nothing travels", "allgather": gather, "torch_a2a": "a row per rank that needs it"}
+    else:
+        rows = f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
+        order = {"local": "one rank, nothing travels", "torch_a2a": rows, "allgather": "every row to every rank"}
+    others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
+    return list((order | others).items())
+
+
+def _refusal(
+    config: MoEConfig, layout: RankLayout, device: torch.device, dtype: torch.dtype, transport: str, kernel: str
+) -> str | None:
+    for kind, name in (("dispatchers", transport), ("experts", kernel)):
+        reason = registry.why_not(kind, name)  # type: ignore[arg-type]
+        if reason is not None:
+            return f"{name}: {reason}"
+    sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
+    can = sender.capabilities
+    for name, devices in ((transport, can.devices), (kernel, computer.capabilities.devices)):
+        if device.type not in devices:
+            return f"{name} runs on {', '.join(sorted(devices))}, not on {device.type}"
+    if can.max_ranks is not None and layout.ep > can.max_ranks:
+        return f"{transport} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={layout.ep}"
+    if can.layout not in computer.capabilities.layouts:
+        accepted = ", ".join(sorted(layout.value for layout in computer.capabilities.layouts))
+        return f"{transport} delivers {can.layout.value} rows, {kernel} takes {accepted}"
+    if can.weighting not in computer.capabilities.weightings:
+        return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
+    needed = computer.capabilities.min_compute_capability
+    if needed is not None and (device.type != "cuda" or torch.cuda.get_device_capability(device) < needed):
+        return f"{kernel} needs a GPU of compute capability {needed[0]}.{needed[1]} or newer"
+    why: str | None = computer.why_not(config, dtype, layout.etp)
+    return why

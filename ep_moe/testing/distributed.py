@@ -1,0 +1,75 @@
+"""`@distributed(2, 4)`: a test body that runs on ranks, whoever starts them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
+from ep_moe.parallel.local_ranks import run_local_ranks
+
+DEADLINE_S = 60.0
+
+
+def distributed(
+    *world_sizes: int, deadline_s: float = DEADLINE_S, expect_dead: Collection[int] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a module-level test body on each of these numbers of ranks.
+
+    Under plain pytest the ranks are forked gloo processes on this machine's CPU. Under `torchrun -m pytest` the body runs on
+    torchrun's ranks (NCCL where there are GPUs), where their number is the one asked for, and is skipped otherwise, on
+    all ranks alike. The body's arguments must be picklable; it may take `world_size`.
+    expect_dead: ranks that the body ends on purpose; such a test runs on forked ranks only.
+    """
+    import pytest
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+        wants_world = "world_size" in signature.parameters
+
+        @functools.wraps(body)
+        def test(world_size: int, **kwargs: Any) -> None:
+            if wants_world:
+                kwargs["world_size"] = world_size
+            if TorchrunEnv.present():
+                _run_under_torchrun(body, world_size, kwargs, bool(expect_dead))
+            else:
+                target = f"{body.__module__}:{body.__qualname__}.body"
+                run_local_ranks(target, world_size, kwargs, deadline_s=deadline_s, expect_dead=expect_dead)
+
+        test.body = body  # type: ignore[attr-defined]
+        parameters = [p for p in signature.parameters.values() if p.name != "world_size"]
+        first = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = signature.replace(parameters=[*parameters, first])  # type: ignore[attr-defined]
+        marked: Callable[..., None] = pytest.mark.parametrize("world_size", world_sizes)(pytest.mark.world_size(test))
+        return marked
+
+    return decorate
+
+
+def _run_under_torchrun(body: Callable[..., Any], world_size: int, kwargs: dict[str, Any], kills: bool) -> None:
+    import pytest
+
+    env = TorchrunEnv.read()
+    if env.world_size != world_size:
+        pytest.skip(f"needs {world_size} ranks, torchrun started {env.world_size}")
+    if kills:
+        pytest.skip("ends ranks on purpose; run it under plain pytest")
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    init_from_torchrun(device, deadline_s=DEADLINE_S)
+    body(**kwargs)
+    dist.barrier()
+
+
+def rank_device() -> torch.device:
+    """Where a test body should put its tensors: this rank's GPU under torchrun, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return local_device()

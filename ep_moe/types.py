@@ -1,0 +1,125 @@
+"""The data that flow between the five nouns, and the legend of the shape letters.
+
+T  tokens of this rank        E  logical experts (of the checkpoint)     K  top-k
+H  hidden size                P  physical experts = R * cap              R  ranks of the EP group
+I  expert intermediate size   L  slots of this rank                      N  received rows
+
+logical expert   an expert of the checkpoint
+physical expert  a slot of some rank that holds a copy of a logical expert; its id is `owner * cap + local`
+local expert     a physical expert counted from its rank's first slot
+One sentinel everywhere: id -1 means "no expert".
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NewType, TypeVar
+
+import torch
+from torch import Tensor
+
+LogicalIds = NewType("LogicalIds", Tensor)
+PhysicalIds = NewType("PhysicalIds", Tensor)
+LocalIds = NewType("LocalIds", Tensor)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A router's choice, in ids of the checkpoint.
+
+    ids: int64 or int32 [T, K], logical ids, -1 for none; the valid ids of a row are distinct.
+    weights: float32 [T, K], what each expert's output (or input) is multiplied by.
+    """
+
+    ids: LogicalIds
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class PhysicalRouting:
+    """A placed routing: the same shape, in physical ids. Another type, because mixing the two up is
+    this field's commonest wrong result."""
+
+    ids: PhysicalIds
+    weights: Tensor
+
+
+class RowLayout(enum.Enum):
+    """How received rows are arranged.
+
+    RANK_MAJOR  [N, H], one row per (token, rank); carries local ids, -1 for "not mine", and weights
+    CONTIGUOUS  [N, H] grouped by local expert, `expert_offsets` [L + 1] on the device
+    BATCHED     [L, cap, H], `expert_counts` [L] on the device
+    """
+
+    RANK_MAJOR = "rank_major"
+    CONTIGUOUS = "contiguous"
+    BATCHED = "batched"
+
+
+class Weighting(enum.Enum):
+    """Who multiplies by the routing weight.
+
+    EXPERTS  the expert side does, and sums over the local experts of a row
+    COMBINE  the transport does, in combine
+    """
+
+    EXPERTS = "experts"
+    COMBINE = "combine"
+
+
+@dataclass(frozen=True)
+class Received:
+    """The rows that reached this rank's experts. It says itself what it is; nothing is implied by who
+    made it. Valid until `combine`."""
+
+    x: Tensor  # [N, H] or [L, cap, H]
+    layout: RowLayout
+    weighting: Weighting
+    handle: Any  # the transport's own state for this call; opaque
+    local_ids: LocalIds | None = None  # RANK_MAJOR: int32 or int64 [N, K]
+    weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K]
+    expert_offsets: Tensor | None = None  # CONTIGUOUS
+    expert_counts: Tensor | None = None  # BATCHED
+
+
+class Activation(enum.Enum):
+    """What stands between the two expert matrices. `gate, up = (w13 @ x).chunk(2)`.
+
+    SWIGLU          silu(gate) * up
+    GEGLU           gelu(gate) * up, the exact (erf) gelu
+    SWIGLU_CLAMPED  GPT-OSS: (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both
+                    sides at `limit`
+    RELU2           relu(w13 @ x) ** 2, no gate: w13 is [I, H]
+    """
+
+    SWIGLU = "swiglu"
+    GEGLU = "geglu"
+    SWIGLU_CLAMPED = "swiglu_clamped"
+    RELU2 = "relu2"
+
+    @property
+    def gated(self) -> bool:
+        return self is not Activation.RELU2
+
+
+Result = TypeVar("Result")
+
+
+class Pending(Generic[Result]):
+    """A result under way. `wait()` gives it, once; every transport overlaps through this one shape."""
+
+    def __init__(self, finish: Callable[[], Result]) -> None:
+        self._finish: Callable[[], Result] | None = finish
+
+    def wait(self) -> Result:
+        if self._finish is None:
+            raise RuntimeError("this Pending was waited for already; keep the result of the first wait()")
+        finish, self._finish = self._finish, None
+        return finish()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,44 @@
+"""Data that every rank can compute for every other, and the single-process oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.types import LogicalIds, Routing
+from ep_moe.weights.expert_weights import expert_shapes
+
+
+def integer_expert(config: MoEConfig, expert: int, seed: int = 0) -> dict[str, Tensor]:
+    """An expert's whole tensors, of small integers: sums of their products are exact in float32, in any order."""
+    generator = torch.Generator().manual_seed(1000 * seed + expert)
+    return {
+        name: torch.randint(-2, 3, shape, generator=generator).float() for name, shape in expert_shapes(config).items()
+    }
+
+
+def integer_rows(tokens: int, hidden: int, seed: int) -> Tensor:
+    return torch.randint(-2, 3, (tokens, hidden), generator=torch.Generator().manual_seed(seed)).float()
+
+
+def integer_routing(tokens: int, config: MoEConfig, seed: int, *, drop: float = 0.2) -> Routing:
+    """Distinct ids per row with some -1, and integer weights."""
+    generator = torch.Generator().manual_seed(seed + 77)
+    ids = torch.rand(tokens, config.num_experts, generator=generator).topk(config.top_k).indices
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < drop, -1, ids)
+    weights = torch.randint(1, 4, ids.shape, generator=generator).float()
+    return Routing(LogicalIds(ids), weights)
+
+
+def fill(layer: MoELayer, make=integer_expert, seed: int = 0) -> MoELayer:
+    for expert in range(layer.config.num_experts):
+        layer.update_expert(expert, **make(layer.config, expert, seed))
+    return layer
+
+
+def oracle(config: MoEConfig, x: Tensor, routing: Routing, seed: int = 0) -> Tensor:
+    """The single-process layer on the same weights."""
+    layer = fill(MoELayer(config, EPContext.local(torch.device("cpu"))), seed=seed)
+    with torch.no_grad():
+        return layer.forward_routed(x.cpu(), Routing(LogicalIds(routing.ids.cpu()), routing.weights.cpu()))
