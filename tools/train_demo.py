@@ -11,9 +11,9 @@ import argparse
 import math
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 OUT = Path(__file__).parent.parent / "ep_moe" / "demo"
@@ -59,7 +59,7 @@ def batches(data: torch.Tensor, steps: int, batch: int, length: int, generator: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--out", type=Path, default=OUT)
@@ -69,11 +69,11 @@ def main() -> None:
     train, held_out = split_text()
     data = torch.frombuffer(bytearray(train), dtype=torch.uint8)
     model = Qwen3MoeForCausalLM(demo_config())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = 50
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps)),
+        lambda step: min(1.0, (step + 1) / warmup) * (0.51 + 0.49 * math.cos(math.pi * step / args.steps)),
     )
     generator = torch.Generator().manual_seed(1)
     start = time.time()
@@ -89,7 +89,8 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     model.config.output_router_logits = False
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    # several shards, so that the demo takes the path of a large checkpoint
+    model.to(torch.bfloat16).save_pretrained(args.out, max_shard_size="1MB")
     (args.out / "heldout.txt").write_bytes(held_out)
     print(f"{sum(p.numel() for p in model.parameters())} parameters written to {args.out}")
 

@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.link import Link, all_gather_single
 from ep_moe.types import Pending
+
+# torch 2.13 renamed both; 2.11 has the old names only
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], link: Link) -> Pending[Tensor]:
@@ -98,12 +101,12 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], link: Link) -> t
 
 def _all_gather(x: Tensor, link: Link) -> tuple[Tensor, dist.Work | None]:
     out = x.new_empty(link.size * x.shape[0], *x.shape[1:])
-    return out, dist.all_gather_into_tensor(out, x.contiguous(), group=link.group, async_op=True)
+    return out, all_gather_single(out, x.contiguous(), group=link.group, async_op=True)
 
 
 def _reduce_scatter(x: Tensor, link: Link) -> tuple[Tensor, dist.Work | None]:
     out = x.new_empty(x.shape[0] // link.size, *x.shape[1:])
-    return out, dist.reduce_scatter_tensor(out, x.contiguous(), group=link.group, async_op=True)
+    return out, reduce_scatter_single(out, x.contiguous(), group=link.group, async_op=True)
 
 
 class _AllToAll(Function):

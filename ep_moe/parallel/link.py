@@ -14,6 +14,9 @@ from torch.distributed import ProcessGroup
 from ep_moe.errors import InputError
 from ep_moe.parallel.ledger import Ledger
 
+# torch 2.13 renamed it; 2.11 has the old name only
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass(frozen=True)
 class Link:
@@ -38,7 +41,7 @@ class Link:
         if self.size == 1:
             return [values.tolist()]
         gathered = values.new_empty(self.size * len(values))
-        dist.all_gather_into_tensor(gathered, values, group=self.group)
+        all_gather_single(gathered, values, group=self.group)
         rows: list[list[int]] = gathered.view(self.size, -1).tolist()
         return rows
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,11 +25,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_moe.errors import EPMoEError
+
 _GRACE_S = 2.0  # how long the others may take to report after the first failure
 
 
 class RanksFailed(RuntimeError):
-    """One or more ranks raised, exited or hung."""
+    """One or more ranks raised, exited or hung. errors: what ranks raised on purpose (EPMoEError), by rank."""
+
+    def __init__(self, message: str, errors: Mapping[int, EPMoEError]) -> None:
+        super().__init__(message)
+        self.errors = dict(errors)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank sent: its result, or the text of its failure, with the error where that was one of ours."""
+
+    ok: bool
+    value: Any
+    error: EPMoEError | None = None
 
 
 def run_local_ranks(
@@ -61,21 +77,24 @@ def run_local_ranks(
             processes.append(process)
         try:
             reports = _collect(pipes, processes, time.monotonic() + deadline_s, set(expect_dead), Path(folder))
+            for report, process in zip(reports, processes, strict=True):
+                process.join(_GRACE_S if report.ok else 0)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-    failures = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(reports) if not ok]
+    failures = [f"--- rank {rank} ---\n{report.value}" for rank, report in enumerate(reports) if not report.ok]
     if failures:
-        raise RanksFailed(f"{len(failures)} of {world} ranks failed in {target}\n" + "\n".join(failures))
-    return [result for _, result in reports]
+        errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
+        raise RanksFailed(f"{len(failures)} of {world} ranks failed in {target}\n" + "\n".join(failures), errors)
+    return [report.value for report in reports]
 
 
 def _collect(
     pipes: list[Connection], processes: list[Any], deadline: float, expect_dead: set[int], folder: Path
-) -> list[tuple[bool, Any]]:
-    """(ok, result or text) per rank; stops early after the first failure."""
-    reports: dict[int, tuple[bool, Any]] = {}
+) -> list[_Report]:
+    """One report per rank; stops early after the first failure."""
+    reports: dict[int, _Report] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
     while open_pipes and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(open_pipes), timeout=left):
@@ -85,17 +104,15 @@ def _collect(
                 reports[rank] = pipe.recv()
             except EOFError:
                 processes[rank].join()
-                reports[rank] = (rank in expect_dead, f"exited with code {processes[rank].exitcode}")
-            if not reports[rank][0]:
+                on_purpose = rank in expect_dead
+                text = None if on_purpose else f"exited with code {processes[rank].exitcode}"
+                reports[rank] = _Report(on_purpose, text)
+            if not reports[rank].ok:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-            elif rank in expect_dead and isinstance(reports[rank][1], str):
-                reports[rank] = (True, None)
     for rank in range(len(pipes)):
         if rank not in reports:
-            reports[rank] = (
-                False,
-                f"hangs (or was stopped after another rank failed) at\n{_where(processes[rank], rank, folder)}",
-            )
+            stack = _where(processes[rank], rank, folder)
+            reports[rank] = _Report(False, f"hangs (or was stopped after another rank failed) at\n{stack}")
     return [reports[rank] for rank in range(len(pipes))]
 
 
@@ -130,11 +147,11 @@ def _rank_main(
         result = _resolve(target)(**kwargs)
         # gloo connects sub-groups in its own time: a rank that leaves early breaks a peer that still connects
         dist.barrier()
-        pipe.send((True, result))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send(_Report(True, result))
+    except BaseException as error:
+        ours = error if isinstance(error, EPMoEError) else None
+        pipe.send(_Report(False, traceback.format_exc(), ours))
     pipe.close()
-    os._exit(0)  # no destructor may wait for a peer
 
 
 def _resolve(target: str) -> Callable[..., Any]:

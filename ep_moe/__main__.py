@@ -1,0 +1,3 @@
+from ep_moe.cli import app
+
+app()

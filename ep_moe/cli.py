@@ -1,0 +1,127 @@
+"""The command line: `ep-moe run`, `ep-moe doctor`. It only parses, prints and sets exit codes."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ep_moe import doctor as doctor_report
+from ep_moe.errors import EPMoEError
+from ep_moe.parallel.local_ranks import RanksFailed
+from ep_moe.run import DIGITS, RunOptions, RunReport
+from ep_moe.run import run as run_model
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+_console = Console(soft_wrap=True)
+_WIDE = 8  # layers that fit side by side
+
+
+@app.callback()
+def _main() -> None:
+    """Expert-parallel Mixture-of-Experts for PyTorch."""
+
+
+@app.command()
+def run(
+    model: Annotated[
+        str | None, typer.Option(help="Folder of a Hugging Face checkpoint; default the bundled demo.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Text file to read; default the demo's held-out text.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel size.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks that hold the same tokens.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
+    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
+    all2all: Annotated[str, typer.Option(help="Transport: auto, local, allgather, torch_a2a, ...")] = "auto",
+    experts: Annotated[str, typer.Option(help="Expert kernel: auto, reference, ...")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = None,
+    window: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences per dp rank and forward.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
+    reference: Annotated[bool, typer.Option(help="Also run the untouched model in one process.")] = True,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a silent peer is reported lost.")] = 300.0,
+) -> None:
+    """Run a model on real text with its experts spread over ranks, and compare perplexities.
+
+    Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
+    """
+    options = RunOptions(
+        model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts, dtype=dtype,
+        window=window, batch=batch, max_tokens=max_tokens, reference=reference, deadline_s=deadline,
+    )  # fmt: skip
+    try:
+        report = run_model(options)
+    except EPMoEError as error:
+        _fail(error)
+    except RanksFailed as failure:
+        if not failure.errors:
+            raise
+        _fail(next(iter(failure.errors.values())))
+    if report is not None:
+        _print_report(report)
+        if report.exact and not report.agrees:
+            raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, the NCCL that is loaded, GPUs, and each backend as available or the reason why not."""
+    _table("", ["what", "version"], [list(row) for row in doctor_report.versions().items()])
+    for line in doctor_report.gpus() or ["no GPU"]:
+        _console.print(f"GPU {line}", highlight=False)
+    _table("", ["kind", "backend", "here"], [list(row) for row in doctor_report.backends()])
+
+
+def _fail(error: EPMoEError) -> NoReturn:
+    """A user's error is one sentence, printed once: all ranks have the same one."""
+    if os.environ.get("RANK", "0") == "0":
+        _console.print(f"error: {error}", highlight=False, markup=False)
+    raise typer.Exit(2)
+
+
+def _print_report(report: RunReport) -> None:
+    _console.print(report.title, highlight=False)
+    _console.print(f"\nperplexity over {report.tokens} tokens", highlight=False)
+    _console.print(f"  ep_moe        {report.perplexity:#.{DIGITS}g}", highlight=False)
+    if report.reference is not None:
+        verdict = f"equal to {DIGITS} digits" if report.agrees else "DIFFERENT"
+        _console.print(f"  transformers  {report.reference:#.{DIGITS}g}  (one process; {verdict})", highlight=False)
+    _print_loads(report)
+    whole = sum(report.stages.values())
+    rows = [
+        [name, f"{ms:.1f}", f"{1e3 * ms / report.forwards:.0f}", f"{ms / whole:.0%}"]
+        for name, ms in report.stages.items()
+    ]
+    _table(
+        f"time per stage, slowest rank, {report.forwards} layer calls", ["stage", "ms", "us per call", "share"], rows
+    )
+
+
+def _print_loads(report: RunReport) -> None:
+    ranks = range(len(report.rank_load[0]))
+    rows = [
+        [f"layer {index}", *map(str, load), f"{even:.3f}"]
+        for index, (load, even) in enumerate(zip(report.rank_load, report.balancedness, strict=True))
+    ]
+    _table(
+        "tokens per EP rank (a token counts once per expert)", ["", *[f"rank {r}" for r in ranks], "balancedness"], rows
+    )
+    layers = range(len(report.expert_load))
+    if len(layers) > _WIDE:
+        columns, loads = ["all layers"], [[sum(column)] for column in zip(*report.expert_load, strict=True)]
+    else:
+        columns, loads = [f"layer {i}" for i in layers], [list(c) for c in zip(*report.expert_load, strict=True)]
+    _table("tokens per expert", ["", *columns], [[f"expert {e}", *map(str, load)] for e, load in enumerate(loads)])
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right" if title else "left", no_wrap=bool(title))
+    for row in rows:
+        table.add_row(*row)
+    _console.print()
+    _console.print(table)

@@ -1,0 +1,273 @@
+"""Hugging Face models with expert-parallel MoE blocks.
+
+    model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
+    model = expert_parallel(model, context)       # a model in memory, or one on the meta device
+
+A family is one `Family` entry here and its names in `ep_moe.weights.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ep_moe import select
+from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.context import EPContext
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.layer import MoELayer
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.types import Activation
+from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, load_layers, read_experts
+from ep_moe.weights.families import names_of
+from ep_moe.weights.formats import find_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family.
+
+    block: class name of its MoE block; config: its configuration -> ours
+    shared: the block's attribute with the shared expert, None without one
+    returns: what the model expects the block to return, from (output, input)
+    """
+
+    block: str
+    config: Callable[[PretrainedConfig], MoEConfig]
+    shared: str | None = None
+    returns: Callable[[Tensor, Tensor], Any] = lambda out, x: out
+
+
+def _qwen3(c: Any) -> MoEConfig:
+    return MoEConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.moe_intermediate_size,
+        num_experts=c.num_experts,
+        top_k=c.num_experts_per_tok,
+        activation=_activation(c.hidden_act),
+        routing=RoutingConfig(renormalize=c.norm_topk_prob),
+    )
+
+
+def _mixtral(c: Any) -> MoEConfig:
+    return MoEConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_experts=c.num_local_experts,
+        top_k=c.num_experts_per_tok,
+        activation=_activation(c.hidden_act),
+        routing=RoutingConfig(renormalize=True),
+    )
+
+
+def _deepseek_v3(c: Any) -> MoEConfig:
+    return MoEConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.moe_intermediate_size,
+        num_experts=c.n_routed_experts,
+        top_k=c.num_experts_per_tok,
+        activation=_activation(c.hidden_act),
+        shared_intermediate_size=c.moe_intermediate_size * c.n_shared_experts,
+        routing=RoutingConfig(
+            method=RoutingMethod.SIGMOID_TOPK,
+            renormalize=c.norm_topk_prob,
+            scaling_factor=c.routed_scaling_factor,
+            num_groups=c.n_group,
+            top_groups=c.topk_group,
+            correction_bias=True,
+            float32_logits=True,
+        ),
+    )
+
+
+def _gpt_oss(c: Any) -> MoEConfig:
+    return MoEConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_experts=c.num_local_experts,
+        top_k=c.num_experts_per_tok,
+        activation=Activation.SWIGLU_CLAMPED,
+        activation_alpha=getattr(c, "swiglu_alpha", 1.702),
+        activation_limit=getattr(c, "swiglu_limit", 7.0),
+        expert_bias=True,
+        routing=RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True),
+    )
+
+
+def _llama4(c: Any) -> MoEConfig:
+    return MoEConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_experts=c.num_local_experts,
+        top_k=c.num_experts_per_tok,
+        activation=_activation(c.hidden_act),
+        shared_intermediate_size=c.intermediate_size,
+        routing=RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True),
+    )
+
+
+def _activation(name: str) -> Activation:
+    known = {"silu": Activation.SWIGLU, "swish": Activation.SWIGLU, "gelu": Activation.GEGLU}
+    if name not in known:
+        raise ConfigError(f"hidden_act must be one of {', '.join(known)} for expert-parallel blocks, got {name!r}")
+    return known[name]
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_moe": Family(block="Qwen3MoeSparseMoeBlock", config=_qwen3),
+    "mixtral": Family(block="MixtralSparseMoeBlock", config=_mixtral),
+    "deepseek_v3": Family(block="DeepseekV3MoE", config=_deepseek_v3, shared="shared_experts"),
+    "gpt_oss": Family(block="GptOssMLP", config=_gpt_oss, returns=lambda out, x: (out, None)),
+    "llama4_text": Family(
+        block="Llama4TextMoe", config=_llama4, shared="shared_expert", returns=lambda out, x: (out.flatten(0, -2), None)
+    ),
+}
+
+
+class ExpertParallelBlock(nn.Module):
+    """Stands where a model's MoE block stood and returns what that returned, without router logits."""
+
+    def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.moe = moe
+        self._returns = returns
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        return self._returns(self.moe(hidden_states), hidden_states)
+
+
+def expert_parallel(
+    model: PreTrainedModel,
+    context: EPContext,
+    *,
+    expert_map: ExpertMap | None = None,
+    all2all: str = select.AUTO,
+    experts: str = select.AUTO,
+) -> PreTrainedModel:
+    """Replace the MoE blocks of a model, in place, and return it. Made by all ranks alike.
+
+    A model in memory gives its weights (all ranks must hold the same ones), block by block; one on the meta device stays
+    there, for `load_pretrained` or your own loading.
+    """
+    config, family = _family_of(model.config)
+    moe_config = family.config(config)
+    names = names_of(config.model_type)
+    for name, block in _blocks(model, family):
+        first = next(block.parameters())
+        on_meta = first.device.type == "meta"
+        shared = None if family.shared is None else getattr(block, family.shared)
+        moe = MoELayer(
+            moe_config,
+            context,
+            expert_map=expert_map,
+            shared_experts=shared,
+            all2all=all2all,
+            experts=experts,
+            name=name,
+            device=first.device,
+            dtype=first.dtype,
+        )
+        if not on_meta:
+            source = ModuleSource(block, name)
+            found = find_format(source, name, names.experts)
+            assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
+            read_experts(moe, source, name, found)
+            _copy_router(moe, source, name, names.router)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, ExpertParallelBlock(moe, family.returns))
+    return model
+
+
+def load_pretrained(
+    path: str | Path,
+    context: EPContext,
+    *,
+    dtype: torch.dtype | None = None,
+    expert_map: ExpertMap | None = None,
+    all2all: str = select.AUTO,
+    experts: str = select.AUTO,
+    progress: bool = True,
+) -> PreTrainedModel:
+    """A causal language model from a checkpoint folder, with expert-parallel blocks, in eval mode on the context's device.
+
+    Each rank reads its own experts and the whole of everything else. dtype: default the checkpoint's.
+    Raises CheckpointError or ConfigError on all ranks.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{path} holds no config.json; give the folder of a Hugging Face checkpoint")
+    config, _ = _family_of(AutoConfig.from_pretrained(path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    expert_parallel(model, context, expert_map=expert_map, all2all=all2all, experts=experts)
+    model.to_empty(device=context.device)
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+    layers = {
+        int(next(part for part in name.split(".") if part.isdigit())): block.moe for name, block in blocks.items()
+    }
+    source = load_layers(layers, path, config.model_type, progress=progress)
+    _load_rest(model, source, tuple(f"{name}." for name in blocks), context)
+    return model.eval()
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """The expert-parallel layers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
+    """The text model's configuration and its family."""
+    config = config.get_text_config()
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type {config.model_type!r} is not among the known families {', '.join(FAMILIES)}; add it to "
+            f"ep_moe.integrations.transformers.FAMILIES and ep_moe.weights.families.FAMILIES"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            "config.output_router_logits=True is not supported with expert-parallel blocks, which keep their logits to "
+            "themselves; set it to False"
+        )
+    return config, FAMILIES[config.model_type]
+
+
+def _blocks(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ == family.block]
+    if not found:
+        raise ConfigError(f"the model has no block of class {family.block}; was it replaced already?")
+    return found
+
+
+@torch.no_grad()
+def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) -> None:
+    assert isinstance(moe.router, nn.Module)
+    for key, tensor in moe.router.state_dict().items():
+        tensor.copy_(source.read(f"{block}.{names[key]}"))
+
+
+@torch.no_grad()
+def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...], context: EPContext) -> None:
+    """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has."""
+    model.tie_weights()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    problem: Exception | None = None
+    try:
+        for name, tensor in model.state_dict().items():
+            if not name.startswith(blocks) and name not in tied:
+                if not source.has(name) or source.shape(name) != tuple(tensor.shape):
+                    found = list(source.shape(name)) if source.has(name) else "nothing"
+                    raise CheckpointError(
+                        f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}"
+                    )
+                tensor.copy_(source.read(name))
+    except CheckpointError as error:
+        problem = error
+    context.agreement.healthy(f"checkpoint {source.folder}", problem)
+    for name, module in model.named_modules():
+        if module._non_persistent_buffers_set and not name.startswith(blocks):
+            model._init_weights(module)  # rotary tables and the like are computed, not stored

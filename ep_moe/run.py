@@ -1,0 +1,259 @@
+"""`ep-moe run`: a real model on real text on ranks, and the proof that its perplexity is the single process's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ep_moe.config import ParallelConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.layer import MoELayer
+from ep_moe.observe import StageTimes, balancedness
+from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
+from ep_moe.parallel.layout import share
+from ep_moe.parallel.local_ranks import run_local_ranks
+
+LAPTOP_RANKS = 4
+DEMO = resources.files("ep_moe") / "demo"
+DIGITS = 5  # to which the perplexities must agree in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What `ep-moe run` was asked for. None: chosen by `settle`.
+
+    model: folder of a Hugging Face checkpoint; text: a file, read as UTF-8
+    window: tokens per sequence; batch: sequences per dp rank and forward; max_tokens: of the text
+    dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
+    reference: also run the untouched model in one process
+    """
+
+    model: str | None = None
+    text: str | None = None
+    dp: int | None = None
+    tp: int | None = None
+    ep: int | None = None
+    etp: int = 1
+    all2all: str = "auto"
+    experts: str = "auto"
+    dtype: str | None = None
+    window: int = 256
+    batch: int = 8
+    max_tokens: int = 16384
+    reference: bool = True
+    deadline_s: float = 300.0
+
+    @property
+    def is_demo(self) -> bool:
+        return self.model is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What a run found. Loads are routes (token, expert) per layer; times are milliseconds, the slowest rank's."""
+
+    title: str
+    tokens: int
+    perplexity: float
+    reference: float | None
+    exact: bool  # float32: the perplexities must agree
+    expert_load: list[list[int]]  # [layer][logical expert]
+    rank_load: list[list[int]]  # [layer][EP rank]
+    stages: dict[str, float]
+    forwards: int
+
+    @property
+    def agrees(self) -> bool:
+        return self.reference is None or f"{self.perplexity:#.{DIGITS}g}" == f"{self.reference:#.{DIGITS}g}"
+
+    @property
+    def balancedness(self) -> list[float]:
+        return [balancedness(load) for load in self.rank_load]
+
+
+def run(options: RunOptions) -> RunReport | None:
+    """Run on torchrun's ranks where there are any, else on ranks forked here. None on ranks other than 0."""
+    _check(options)
+    if TorchrunEnv.present():
+        world = TorchrunEnv.read().world_size
+        device = local_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        init_from_torchrun(device, deadline_s=options.deadline_s)
+        try:
+            return run_on_rank(settle(options, world), device)
+        finally:
+            dist.destroy_process_group()
+    world = (options.dp or 1) * (options.tp or 1) if options.dp or options.tp else LAPTOP_RANKS
+    arguments = {"options": settle(options, world), "device": torch.device("cpu")}
+    preload = ("ep_moe.testing.preload", "ep_moe.integrations.transformers")
+    report: RunReport = run_local_ranks(
+        "ep_moe.run:run_on_rank", world, arguments, deadline_s=3 * options.deadline_s, preload=preload
+    )[0]
+    return report
+
+
+def settle(options: RunOptions, world: int) -> RunOptions:
+    """Fill in what was left open for this number of ranks. The demo shows tp = 2 where it can."""
+    tp = options.tp
+    if tp is None:
+        tp = world // options.dp if options.dp and world % options.dp == 0 else 1
+        if options.dp is None and options.is_demo and world % 2 == 0:
+            tp = 2
+    if options.dp is None and world % tp:
+        raise ConfigError(f"tp={tp} must divide the number of ranks, got {world}; give --dp and --tp")
+    dp = options.dp if options.dp is not None else world // tp
+    return replace(options, dp=dp, tp=tp, dtype=options.dtype or ("float32" if options.is_demo else "auto"))
+
+
+def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
+    """One rank's part, within an initialised process group."""
+    from ep_moe.integrations.transformers import load_pretrained, moe_layers
+
+    assert options.dp is not None
+    assert options.tp is not None
+    parallel = ParallelConfig(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp)
+    folder = Path(options.model) if options.model else Path(str(DEMO))
+    with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s) as context:
+        dtype = _dtype(options.dtype, folder)
+        windows = _windows(options, folder)
+        model = load_pretrained(folder, context, dtype=dtype, all2all=options.all2all, experts=options.experts)
+        layers = moe_layers(model)
+        mine = windows[slice(*share(len(windows), options.dp, context.layout.dp_rank))]
+        most = -(-len(windows) // options.dp)
+        steps = -(-most // options.batch)
+        _step(model, layers, mine[:1])  # warm up, and leave it out of times and loads
+        for layer in layers:
+            layer.placement.reset_load()
+        context.stage_times = StageTimes(device)
+        nll, count = 0.0, 0
+        for step in range(steps):
+            part_nll, part_count = _step(model, layers, mine[step * options.batch : (step + 1) * options.batch])
+            nll, count = nll + part_nll, count + part_count
+        stages = context.stage_times.milliseconds()
+        context.stage_times = None
+        first_tp = context.layout.tp_rank == 0
+        total = _sum(torch.tensor([nll, count] if first_tp else [0.0, 0.0], dtype=torch.float64), device)
+        loads = _sum(torch.stack([layer.placement.expert_load for layer in layers]), device)
+        rank_loads = _sum(torch.stack([layer.placement.rank_load() for layer in layers]), device)
+        slowest = _slowest(stages, device)
+        # each member of an etp group places the same routes
+        copies = context.layout.etp
+        reference = None
+        if options.reference and context.layout.rank == 0:
+            reference = _reference(folder, windows, options.batch, dtype, device)
+        context.agreement.healthy("reference", None)  # the others wait for rank 0 here and not in a collective
+        if context.layout.rank != 0:
+            return None
+        return RunReport(
+            title=_title(options, context, layers[0], folder),
+            tokens=int(total[1]) + len(windows),
+            perplexity=math.exp(total[0] / total[1]),
+            reference=reference,
+            exact=dtype == torch.float32,
+            expert_load=(loads // copies).tolist(),
+            rank_load=(rank_loads // copies).tolist(),
+            stages=slowest,
+            forwards=steps * len(layers),
+        )
+
+
+def _check(options: RunOptions) -> None:
+    for name in ("window", "batch", "max_tokens"):
+        if getattr(options, name) < 1 + (name == "window"):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be at least {1 + (name == 'window')}, got {getattr(options, name)}"
+            )
+    for name, path in (("model", options.model), ("text", options.text)):
+        if path is not None and not Path(path).exists():
+            raise ConfigError(f"--{name} {path} does not exist")
+    if options.model is not None and options.text is None:
+        raise ConfigError("--model needs --text: a file to read")
+
+
+def _dtype(name: str | None, folder: Path) -> torch.dtype:
+    if name == "auto":
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        return config.dtype or torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ConfigError(f"--dtype must be auto or one of {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+def _windows(options: RunOptions, folder: Path) -> Tensor:
+    """int64 [windows, window]: the text's tokens, what does not fill a window left out."""
+    path = Path(options.text) if options.text else Path(str(DEMO / "heldout.txt"))
+    raw = path.read_bytes()
+    if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer
+
+        ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(raw.decode("utf-8", "replace"))["input_ids"])
+    else:
+        ids = torch.tensor(list(raw))  # byte-level, as the demo is
+    ids = ids[: options.max_tokens]
+    if len(ids) < options.window:
+        raise ConfigError(f"{path} holds {len(ids)} tokens, fewer than one window of {options.window}; lower --window")
+    return ids[: len(ids) // options.window * options.window].view(-1, options.window)
+
+
+@torch.no_grad()
+def _step(model: Any, layers: Sequence[MoELayer], windows: Tensor) -> tuple[float, int]:
+    """Summed negative log likelihood and number of predicted tokens. A rank without windows still serves its experts."""
+    if not len(windows):
+        for layer in layers:
+            layer(torch.empty(0, layer.config.hidden_size, dtype=layer.dtype, device=layer.device))
+        return 0.0, 0
+    return _nll(model, windows)
+
+
+def _nll(model: Any, windows: Tensor) -> tuple[float, int]:
+    ids = windows.to(model.device)
+    logits = model(input_ids=ids).logits[:, :-1].double()
+    targets = ids[:, 1:]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return float(loss), targets.numel()
+
+
+@torch.no_grad()
+def _reference(folder: Path, windows: Tensor, batch: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The untouched model's perplexity, in this process alone."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    parts = [_nll(model, part) for part in windows.split(batch)]
+    return math.exp(sum(nll for nll, _ in parts) / sum(count for _, count in parts))
+
+
+def _sum(values: Tensor, device: torch.device) -> Tensor:
+    values = values.to(device)
+    dist.all_reduce(values)
+    return values.cpu()
+
+
+def _slowest(stages: dict[str, float], device: torch.device) -> dict[str, float]:
+    values = torch.tensor(list(stages.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(stages, values.tolist(), strict=True))
+
+
+def _title(options: RunOptions, context: EPContext, layer: MoELayer, folder: Path) -> str:
+    layout = context.layout
+    where = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
+    return (
+        f"{'demo' if options.is_demo else folder.name}: {layout.world} ranks (dp {layout.dp}, tp {layout.tp}; ep {layout.ep}, "
+        f"etp {layout.etp}), {dist.get_backend()} on {where}, all2all {layer.choice.all2all}, experts {layer.choice.experts}"
+    )

@@ -1,0 +1,205 @@
+"""Reading Hugging Face safetensors: each rank reads its own experts' bytes and nothing of the others'."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ep_moe.errors import CheckpointError
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.layout import share
+from ep_moe.placement.expert_map import EMPTY
+from ep_moe.router import Router
+from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks
+from ep_moe.weights.expert_weights import expert_shapes
+from ep_moe.weights.families import CheckpointNames, names_of
+from ep_moe.weights.formats import ExpertFormat, Source, find_format, wrong_shapes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# checkpoints of multimodal models keep the text model one level deeper
+_WRAPPERS = ("language_model.",)
+
+
+class CheckpointSource:
+    """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
+
+    Opens only the shards that are asked for. bytes_read: bytes of tensor data read so far.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.bytes_read = 0
+        self._open: dict[str, Any] = {}
+        self._slices: dict[str, Any] = {}
+        self._where = self._index()
+
+    def _index(self) -> dict[str, tuple[str, str]]:
+        """Our name of a tensor -> (file, name in the file)."""
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if index.is_file():
+            try:
+                files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError) as error:
+                raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+        elif single.is_file():
+            files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        else:
+            raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
+        wrapper = {name: next((w for w in _WRAPPERS if name.startswith(w)), "") for name in files}
+        return {name.removeprefix(wrapper[name]): (file, name) for name, file in files.items()}
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, though {INDEX} names it; fetch the checkpoint again")
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except Exception as error:
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+        return self._open[file]
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._slices:
+            if name not in self._where:
+                raise CheckpointError(f"{name} is missing in {self.folder}")
+            file, name_in_file = self._where[name]
+            handle = self._file(file)
+            try:
+                self._slices[name] = handle.get_slice(name_in_file)
+            except Exception as error:
+                raise CheckpointError(f"{name_in_file} is not in {file}, though {INDEX} says so") from error
+        return self._slices[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, *index: int | slice) -> Tensor:
+        """The part at `index`; fp8 with `_scale_inv` block factors beside it comes as float32."""
+        part = self._raw(name, *index)
+        scale = f"{name}_scale_inv"
+        if part.dtype != torch.float8_e4m3fn or not self.has(scale):
+            return part
+        rows, columns = (list(index) + [slice(None)] * 2)[:2]
+        spans = [_span(axis, size) for axis, size in zip((rows, columns), self.shape(name), strict=True)]
+        blocks = [slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in spans]
+        return dequantize_fp8_blocks(part, self._raw(scale, *blocks), row=spans[0][0], column=spans[1][0])
+
+    def _raw(self, name: str, *index: int | slice) -> Tensor:
+        part: Tensor = self._slice(name)[index if index else ...]
+        self.bytes_read += part.numel() * part.itemsize
+        return part
+
+
+class ModuleSource:
+    """A module in memory, read as a checkpoint is: names are those of its state dict behind `prefix`."""
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self._tensors = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, *index: int | slice) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor[index] if index else tensor
+
+
+def _span(axis: int | slice, size: int) -> tuple[int, int]:
+    assert isinstance(axis, slice), "matrices are cut by slices"
+    start, stop, _ = axis.indices(size)
+    return start, stop
+
+
+def load_layers(
+    layers: Mapping[int, MoELayer], path: str | Path, family: str, *, progress: bool = True
+) -> CheckpointSource:
+    """Fill layers (number in the checkpoint -> layer) from a checkpoint: experts, router, shared expert.
+
+    Every rank checks names and shapes of all experts first (headers only), all ranks agree, then each reads its own
+    experts. Raises CheckpointError on all ranks. progress: a bar on rank 0. Returns the source, for its `bytes_read`.
+    """
+    names = names_of(family)
+    agreement = next(iter(layers.values())).context.agreement
+    problem: Exception | None = None
+    plan: list[tuple[MoELayer, str, ExpertFormat]] = []
+    source: CheckpointSource | None = None
+    try:
+        source = CheckpointSource(path)
+        plan = [(layer, *_checked(source, names, number, layer)) for number, layer in layers.items()]
+    except CheckpointError as error:
+        problem = error
+    agreement.healthy(f"checkpoint {path}", problem)
+    assert source is not None
+    rank = plan[0][0].context.layout.rank
+    total = sum(_slots(layer) for layer, _, _ in plan)
+    with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and rank == 0 else True) as bar:
+        for layer, block, found in plan:
+            read_experts(layer, source, block, found, bar)
+            _read_rest(layer, source, block, names)
+    return source
+
+
+def _slots(layer: MoELayer) -> int:
+    return sum(expert != EMPTY for expert in layer.expert_weights.local_experts)
+
+
+def _checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer) -> tuple[str, ExpertFormat]:
+    block = names.block.format(layer=number)
+    found = find_format(source, block, names.experts)
+    if found is None:
+        markers = " or ".join(known.marker() for known in names.experts)
+        raise CheckpointError(f"{block} has no experts: neither {markers} is there; is it another family's checkpoint?")
+    wrong = wrong_shapes(source, block, found.shapes(layer.config))
+    if wrong is None and isinstance(layer.router, Router):
+        shapes = {names.router[key]: tuple(t.shape) for key, t in layer.router.state_dict().items()}
+        wrong = wrong_shapes(source, block, shapes)
+    if wrong is None and layer.shared_experts is not None and names.shared is not None:
+        shapes = {f"{names.shared}.{key}": tuple(t.shape) for key, t in layer.shared_experts.state_dict().items()}
+        wrong = wrong_shapes(source, block, shapes)
+    if wrong is not None:
+        raise CheckpointError(wrong)
+    return block, found
+
+
+@torch.no_grad()
+def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
+    """Copy this rank's experts, cut over etp, into their slots. An expert is read once, however many replicas it has."""
+    weights, config = layer.expert_weights, layer.config
+    inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
+    by_expert: dict[int, list[int]] = {}
+    for slot, expert in enumerate(weights.local_experts):
+        if expert != EMPTY:
+            by_expert.setdefault(expert, []).append(slot)
+    for expert, slots in by_expert.items():
+        tensors = found.read(source, block, config, expert, inner)
+        assert tensors.keys() == expert_shapes(config).keys(), "format and configuration disagree"
+        for name, tensor in tensors.items():
+            for slot in slots:
+                weights.get_parameter(name)[slot].copy_(tensor)
+        if bar is not None:
+            bar.update(len(slots))
+
+
+@torch.no_grad()
+def _read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNames) -> None:
+    if isinstance(layer.router, Router):
+        for key, tensor in layer.router.state_dict().items():
+            tensor.copy_(source.read(f"{block}.{names.router[key]}"))
+    if layer.shared_experts is not None and names.shared is not None:
+        for key, tensor in layer.shared_experts.state_dict().items():
+            tensor.copy_(source.read(f"{block}.{names.shared}.{key}"))

@@ -1,0 +1,57 @@
+"""The names of published model families: where a block's tensors lie in a checkpoint. A new family is one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ep_moe.errors import ConfigError
+from ep_moe.weights.formats import ExpertFormat, Fused, FusedMxfp4, PerExpert
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointNames:
+    """block: the MoE block's prefix, `{layer}` stands for the layer's number
+    experts: the formats in use, looked for in this order
+    router: a Router's tensor -> its name in the block
+    shared: the shared expert's prefix in the block, None without one
+    """
+
+    block: str
+    experts: tuple[ExpertFormat, ...]
+    router: Mapping[str, str] = field(default_factory=lambda: {"weight": "gate.weight"})
+    shared: str | None = None
+
+
+_QWEN_EXPERTS = PerExpert("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight")
+
+FAMILIES: dict[str, CheckpointNames] = {
+    "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=(_QWEN_EXPERTS, Fused())),
+    "mixtral": CheckpointNames(
+        block="model.layers.{layer}.block_sparse_moe",
+        experts=(PerExpert("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight"), Fused()),
+    ),
+    "deepseek_v3": CheckpointNames(
+        block="model.layers.{layer}.mlp",
+        experts=(_QWEN_EXPERTS, Fused()),
+        router={"weight": "gate.weight", "e_score_correction_bias": "gate.e_score_correction_bias"},
+        shared="shared_experts",
+    ),
+    "gpt_oss": CheckpointNames(
+        block="model.layers.{layer}.mlp",
+        experts=(FusedMxfp4(), Fused(transposed=True, interleaved=True, bias=True)),
+        router={"weight": "router.weight", "bias": "router.bias"},
+    ),
+    "llama4_text": CheckpointNames(
+        block="model.layers.{layer}.feed_forward",
+        experts=(Fused(transposed=True),),
+        router={"weight": "router.weight"},
+        shared="shared_expert",
+    ),
+}
+
+
+def names_of(family: str) -> CheckpointNames:
+    if family not in FAMILIES:
+        raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    return FAMILIES[family]
