@@ -91,6 +91,7 @@ def main() -> None:
     model.config.output_router_logits = False
     # several shards, so that the demo takes the path of a large checkpoint
     model.to(torch.bfloat16).save_pretrained(args.out, max_shard_size="1MB")
+    (args.out / "generation_config.json").unlink(missing_ok=True)  # the demo generates nothing
     (args.out / "heldout.txt").write_bytes(held_out)
     print(f"{sum(p.numel() for p in model.parameters())} parameters written to {args.out}")
 
