@@ -123,7 +123,7 @@ class EPContext:
         agreement = Agreement(PrefixStore("connect", store), range(layout.world), layout.rank, deadline_s)
         problem = None
         try:
-            made.append(Links(layout, ledger, groups))
+            made.append(Links(layout, ledger, device, groups))
         except EPMoEError as error:
             problem = error
         try:
@@ -162,7 +162,8 @@ class EPContext:
         """One process, no torch.distributed."""
         layout = RankLayout(world=1, rank=0)
         ledger = Ledger()
-        return cls(layout, device or local_device(), None, Links(layout, ledger), ledger)
+        device = device or local_device()
+        return cls(layout, device, None, Links(layout, ledger, device), ledger)
 
     # --- what layers use ---------------------------------------------------------------------------------------
 

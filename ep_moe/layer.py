@@ -41,8 +41,8 @@ class MoELayer(nn.Module):
     name: what errors call this layer
     device, dtype: of the parameters; default the context's device (or meta) and torch's default dtype
 
-    Gradients: expert parameters get the whole EP group's gradient, summed; router and shared experts get that of this dp
-    rank's tokens, as any replicated module does (average or sum them over dp as usual).
+    Gradients: expert parameters get the whole EP group's gradient, summed; router and shared experts get that of this
+    dp rank's tokens, as any replicated module does (average or sum them over dp as usual).
     """
 
     def __init__(
@@ -177,8 +177,12 @@ class MoELayer(nn.Module):
 
     def plan(self) -> dict[str, int]:
         """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated."""
-        modules = {"experts": self.expert_weights, "router": self.router, "placement": self.placement}
-        modules["shared_experts"] = self.shared_experts
+        modules: dict[str, Any] = {
+            "experts": self.expert_weights,
+            "router": self.router,
+            "placement": self.placement,
+            "shared_experts": self.shared_experts,
+        }
         return {
             kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
             for kind, module in modules.items()
@@ -269,7 +273,7 @@ def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
 
 def _flat(config: Any, prefix: str) -> dict[str, Any]:
     """A configuration as plain facts, field by field, so that a difference between ranks has a name."""
-    facts = {}
+    facts: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = f"{prefix}.{field.name}"

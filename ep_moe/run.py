@@ -210,7 +210,7 @@ def _windows(options: RunOptions, folder: Path) -> Tensor:
 
 @torch.no_grad()
 def _step(model: Any, layers: Sequence[MoELayer], windows: Tensor) -> tuple[float, int]:
-    """Summed negative log likelihood and number of predicted tokens. A rank without windows still serves its experts."""
+    """Summed negative log likelihood and predicted tokens. A rank without windows still serves its experts."""
     if not len(windows):
         for layer in layers:
             layer(torch.empty(0, layer.config.hidden_size, dtype=layer.dtype, device=layer.device))
@@ -254,6 +254,7 @@ def _title(options: RunOptions, context: EPContext, layer: MoELayer, folder: Pat
     layout = context.layout
     where = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     return (
-        f"{'demo' if options.is_demo else folder.name}: {layout.world} ranks (dp {layout.dp}, tp {layout.tp}; ep {layout.ep}, "
-        f"etp {layout.etp}), {dist.get_backend()} on {where}, all2all {layer.choice.all2all}, experts {layer.choice.experts}"
+        f"{'demo' if options.is_demo else folder.name}: {layout.world} ranks (dp {layout.dp}, tp {layout.tp}; "
+        f"ep {layout.ep}, etp {layout.etp}), {dist.get_backend()} on {where}, all2all {layer.choice.all2all}, "
+        f"experts {layer.choice.experts}"
     )

@@ -120,7 +120,8 @@ class Dispatcher(ABC):
         if x.dim() != 2 or x.shape[1] != g.hidden_size:
             return f"x must be [T, {g.hidden_size}], got {list(x.shape)}"
         if x.dtype != g.dtype:
-            return f"x must be {dtype_name(g.dtype)}, got {dtype_name(x.dtype)}; convert it or build the layer in that dtype"
+            found, wanted = dtype_name(x.dtype), dtype_name(g.dtype)
+            return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
         return routing_problem(routing.ids, routing.weights, x, g.top_k)
 
     def _out_of_range(self, routing: PhysicalRouting) -> Tensor:

@@ -61,7 +61,8 @@ class Experts(ABC):
         if dtype not in can.dtypes:
             return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, can.dtypes)))}"
         if config.activation not in can.activations:
-            return f"activation {config.activation.value} is not among {', '.join(sorted(a.value for a in can.activations))}"
+            known = ", ".join(sorted(activation.value for activation in can.activations))
+            return f"activation {config.activation.value} is not among {known}"
         if config.expert_bias and not can.biases:
             return "it has no expert biases (expert_bias=True)"
         if etp > 1 and not can.etp:

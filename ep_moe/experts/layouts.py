@@ -27,7 +27,9 @@ class GroupedRows:
 
 def group_rows(received: Received, num_slots: int) -> GroupedRows:
     """RANK_MAJOR to grouped. Waits for the device once, for M."""
-    assert received.layout is RowLayout.RANK_MAJOR and received.local_ids is not None and received.weights is not None
+    assert received.layout is RowLayout.RANK_MAJOR
+    assert received.local_ids is not None
+    assert received.weights is not None
     ids = received.local_ids.long()
     rows, top_k = ids.shape
     flat = ids.flatten()

@@ -10,8 +10,8 @@ from ep_moe.experts.activations import activate
 
 
 class SharedExperts(nn.Module):
-    """gate_proj, up_proj, down_proj as in Hugging Face models, and optionally `shared_gate` [1, H], whose sigmoid scales
-    the output. Replicated on every rank."""
+    """gate_proj, up_proj, down_proj as in Hugging Face models, and optionally `shared_gate` [1, H], whose sigmoid
+    scales the output. Replicated on every rank."""
 
     def __init__(
         self, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None

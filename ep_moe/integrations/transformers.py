@@ -152,8 +152,8 @@ def expert_parallel(
 ) -> PreTrainedModel:
     """Replace the MoE blocks of a model, in place, and return it. Made by all ranks alike.
 
-    A model in memory gives its weights (all ranks must hold the same ones), block by block; one on the meta device stays
-    there, for `load_pretrained` or your own loading.
+    A model in memory gives its weights (all ranks must hold the same ones), block by block; one on the meta device
+    stays there, for `load_pretrained` or your own loading.
     """
     config, family = _family_of(model.config)
     moe_config = family.config(config)
@@ -194,7 +194,7 @@ def load_pretrained(
     experts: str = select.AUTO,
     progress: bool = True,
 ) -> PreTrainedModel:
-    """A causal language model from a checkpoint folder, with expert-parallel blocks, in eval mode on the context's device.
+    """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
     Each rank reads its own experts and the whole of everything else. dtype: default the checkpoint's.
     Raises CheckpointError or ConfigError on all ranks.

@@ -62,8 +62,8 @@ class Agreement:
             self._store.wait([key], 2 * self._deadline)
         except DistError as error:
             raise PeerTimeout(
-                f"{what}: no verdict from rank {self._ranks[0]} within {2 * self._deadline.total_seconds():g} s; it died "
-                f"or never got here"
+                f"{what}: no verdict from rank {self._ranks[0]} within {2 * self._deadline.total_seconds():g} s; "
+                f"it died or never got here"
             ) from error
         return bytes(self._store.get(key))
 

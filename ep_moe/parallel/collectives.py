@@ -61,7 +61,8 @@ def gather_replicated(x: Tensor, counts: Sequence[int], link: Link) -> Tensor:
     (replicated) gradient instead of summing copies of it."""
     if link.size == 1 or max(counts) == 0:
         return x
-    return _GatherReplicated.apply(x, list(counts), link)
+    out: Tensor = _GatherReplicated.apply(x, list(counts), link)
+    return out
 
 
 def sum_gradients(x: Tensor, link: Link) -> Tensor:
@@ -69,7 +70,8 @@ def sum_gradients(x: Tensor, link: Link) -> Tensor:
     for a part of the work."""
     if link.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _SumGradients.apply(x, link)
+    out: Tensor = _SumGradients.apply(x, link)
+    return out
 
 
 def _pending(out: Tensor, works: list[dist.Work]) -> Pending[Tensor]:

@@ -78,8 +78,8 @@ def local_device() -> torch.device:
     local_rank = TorchrunEnv.read().local_rank if TorchrunEnv.present() else 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} has no GPU of its own, there are {torch.cuda.device_count()}; start one process a GPU "
-            f"(torchrun --nproc-per-node {torch.cuda.device_count()}), or pass device=torch.device('cpu')"
+            f"LOCAL_RANK={local_rank} has no GPU of its own, there are {torch.cuda.device_count()}; start one process "
+            f"a GPU (torchrun --nproc-per-node {torch.cuda.device_count()}), or pass device=torch.device('cpu')"
         )
     return torch.device("cuda", local_rank)
 
@@ -90,12 +90,21 @@ class Links:
     existing: groups of the caller's, used for the kinds whose ranks they hold; they are not destroyed here.
     """
 
-    def __init__(self, layout: RankLayout, ledger: Ledger, existing: Mapping[str, ProcessGroup] | None = None) -> None:
+    def __init__(
+        self,
+        layout: RankLayout,
+        ledger: Ledger,
+        device: torch.device,
+        existing: Mapping[str, ProcessGroup] | None = None,
+    ) -> None:
         self._made: list[ProcessGroup] = []
         known: dict[tuple[int, ...], ProcessGroup] = {}
         for kind, group in (existing or {}).items():
             known[_checked_ranks(layout, kind, group)] = group
-        timeout = timedelta(seconds=ledger.deadline_s)
+        # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the ledger, which raises
+        # in the caller instead, must come first
+        seconds = 2 * ledger.deadline_s + 60 if device.type == "cuda" else ledger.deadline_s
+        timeout = timedelta(seconds=seconds)
         for kind in LINKED:
             for ranks in map(tuple, layout.groups[kind]):
                 # every rank creates every group in the same order; torch.distributed requires it
@@ -128,8 +137,8 @@ def _checked_ranks(layout: RankLayout, kind: str, group: ProcessGroup) -> tuple[
         raise ConfigError(f"groups[{kind!r}] is no kind of group; known are {', '.join(layout.groups)}")
     if list(ranks) != layout.group(kind):
         raise ConfigError(
-            f"groups[{kind!r}] holds ranks {list(ranks)}, but {layout} puts rank {layout.rank} into {layout.group(kind)}; "
-            f"build the group from RankLayout.groups[{kind!r}]"
+            f"groups[{kind!r}] holds ranks {list(ranks)}, but {layout} puts rank {layout.rank} into "
+            f"{layout.group(kind)}; build the group from RankLayout.groups[{kind!r}]"
         )
     return ranks
 

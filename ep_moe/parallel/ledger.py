@@ -68,9 +68,8 @@ class Ledger:
         self._shared: dict[tuple[int, ...], int] = {}
         self._store = store
         if store is not None and len(self._ranks) > 1:
-            self._thread = threading.Thread(
-                target=self._watch, args=(store.clone(),), daemon=True, name="ep_moe ledger"
-            )
+            own = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a waiting call holds its lock
+            self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True, name="ep_moe ledger")
             self._thread.start()
 
     @property
@@ -87,7 +86,9 @@ class Ledger:
         self._started = time.monotonic()
         try:
             yield
-        except EPMoEError:
+        except EPMoEError as error:
+            if self._failure is not None:  # what an aborted collective left behind is no news of its own
+                raise self._failure from error
             raise
         except RuntimeError as error:
             if not _is_communication_error(error):

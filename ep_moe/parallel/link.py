@@ -62,7 +62,7 @@ class Link:
             name = self.ledger.share(self.ledger.where, owner=self.ranks[0], group=self.ranks)
             odd = [self.ranks[index] for index, row in enumerate(rows) if row[1] != rows[0][1]]
             raise InputError(
-                f"the ranks are not in the same layer: rank {self.ranks[0]} is in {name!r}, rank {odd[0]} elsewhere (this "
-                f"rank is in {self.ledger.where!r}); call the layers in the same order on all ranks"
+                f"the ranks are not in the same layer: rank {self.ranks[0]} is in {name!r}, rank {odd[0]} elsewhere "
+                f"(this rank is in {self.ledger.where!r}); call the layers in the same order on all ranks"
             )
         return [row[2:] for row in rows]

@@ -75,8 +75,8 @@ class TokenFlow:
             if len(found) > 1:
                 counts = ", ".join(f"{totals[rank]} on rank {rank}" for rank in range(base, base + tp))
                 raise InputError(
-                    f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks, got x with "
-                    f"{counts} rows; pass the same x, or tokens={Tokens.SHARDED.value} where each rank has its own"
+                    f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks, got x "
+                    f"with {counts} rows; pass the same x, or tokens={Tokens.SHARDED.value} where each rank has its own"
                 )
 
     def shared_gradients(self, x: Tensor) -> Tensor:

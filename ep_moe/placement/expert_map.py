@@ -37,8 +37,8 @@ class ExpertMap:
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
-                f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks={self.num_ranks} "
-                f"ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
+                f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
+                f"{self.num_ranks} ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
             )
         for slot, expert in enumerate(self.physical_to_logical):
             if not EMPTY <= expert < self.num_experts:
@@ -53,8 +53,8 @@ class ExpertMap:
             twice = sorted(expert for expert in set(held) if held.count(expert) > 1)
             if twice:
                 raise ConfigError(
-                    f"ExpertMap puts logical expert {twice[0]} twice on rank {rank}, which costs memory and balances nothing; "
-                    f"pass allow_duplicates=True if that is wanted"
+                    f"ExpertMap puts logical expert {twice[0]} twice on rank {rank}, which costs memory and "
+                    f"balances nothing; pass allow_duplicates=True if that is wanted"
                 )
 
     # --- constructors ------------------------------------------------------------------------------------------

@@ -82,7 +82,8 @@ class Placement(nn.Module):
                 )
         if max(expert_map.replica_count) > self._max_replicas:
             raise ConfigError(
-                f"Placement.update has room for {self._max_replicas} replicas of an expert, got {max(expert_map.replica_count)}"
+                f"Placement.update has room for {self._max_replicas} replicas of an expert, got "
+                f"{max(expert_map.replica_count)}"
             )
         self.expert_map = expert_map
         self._write(expert_map)

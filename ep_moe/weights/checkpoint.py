@@ -115,7 +115,7 @@ class ModuleSource:
         return tuple(self._tensors[name].shape)
 
     def read(self, name: str, *index: int | slice) -> Tensor:
-        tensor = self._tensors[name]
+        tensor: Tensor = self._tensors[name]
         return tensor[index] if index else tensor
 
 
@@ -178,7 +178,7 @@ def _checked(source: Source, names: CheckpointNames, number: int, layer: MoELaye
 
 @torch.no_grad()
 def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
-    """Copy this rank's experts, cut over etp, into their slots. An expert is read once, however many replicas it has."""
+    """Copy this rank's experts, cut over etp, into their slots. An expert is read once, whatever its replicas."""
     weights, config = layer.expert_weights, layer.config
     inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
     by_expert: dict[int, list[int]] = {}

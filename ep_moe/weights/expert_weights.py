@@ -85,8 +85,8 @@ class ExpertWeights(nn.Module):
         self.etp = etp or Link.alone()
         if config.intermediate_size % self.etp.size:
             raise ConfigError(
-                f"ParallelConfig.etp must divide MoEConfig.intermediate_size, got etp={self.etp.size}, intermediate_size="
-                f"{config.intermediate_size}"
+                f"ParallelConfig.etp must divide MoEConfig.intermediate_size, got etp={self.etp.size}, "
+                f"intermediate_size={config.intermediate_size}"
             )
         self.num_slots = expert_map.num_slots(ep_rank)
         self.names = tuple(expert_shapes(config))

@@ -1,6 +1,6 @@
 """How a checkpoint stores the experts of a block, and how to read one expert's piece of it and nothing more.
 
-A format knows names relative to the block and turns slices into canonical tensors (`w13` with gate first, `w2`, biases).
+A format knows names relative to the block and turns slices into canonical tensors (`w13` gate first, `w2`, biases).
 `inner` is the [start, stop) of the intermediate size that an etp rank holds.
 """
 
@@ -130,8 +130,8 @@ class Fused(ExpertFormat):
 
 @dataclass(frozen=True)
 class FusedMxfp4(ExpertFormat):
-    """GPT-OSS as published: `_blocks` [E, rows, columns / 32, 16] and `_scales` [E, rows, columns / 32] of MXFP4, gate and
-    up rows alternating, and biases."""
+    """GPT-OSS as published: `_blocks` [E, rows, columns / 32, 16] and `_scales` [E, rows, columns / 32] of MXFP4, gate
+    and up rows alternating, and biases."""
 
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
