@@ -59,6 +59,7 @@ class RoutingConfig:
     float32_logits: bool = False
 
     def __post_init__(self) -> None:
+        _check_positive(self, "scaling_factor")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(
                 f"RoutingConfig.top_groups must be between 1 and num_groups, got top_groups="
@@ -69,6 +70,11 @@ class RoutingConfig:
             raise ConfigError(
                 f"RoutingConfig.num_groups and correction_bias belong to method sigmoid_topk, got method="
                 f"{self.method.value}, num_groups={self.num_groups}, correction_bias={self.correction_bias}"
+            )
+        if self.renormalize and self.method in (RoutingMethod.TOPK_SOFTMAX, RoutingMethod.TOPK_SIGMOID):
+            raise ConfigError(
+                f"RoutingConfig.renormalize belongs to methods softmax_topk and sigmoid_topk, got method="
+                f"{self.method.value}; leave it False"
             )
 
 
@@ -97,8 +103,10 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"MoEConfig.{name} must be at least 1, got {getattr(self, name)}")
+            _check_count(self, name, at_least=1)
+        _check_count(self, "shared_intermediate_size", at_least=0)
+        for name in ("activation_alpha", "activation_limit"):
+            _check_positive(self, name)
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"MoEConfig.top_k must not exceed num_experts, got top_k={self.top_k}, num_experts={self.num_experts}"
@@ -191,6 +199,15 @@ class ModelConfig:
     dense_layers: int = 0
     moe: MoEConfig
 
+    def __post_init__(self) -> None:
+        _check_count(self, "num_layers", at_least=1)
+        _check_count(self, "dense_layers", at_least=0)
+        if self.dense_layers >= self.num_layers:
+            raise ConfigError(
+                f"ModelConfig.dense_layers must be less than num_layers, got dense_layers={self.dense_layers}, "
+                f"num_layers={self.num_layers}"
+            )
+
     @property
     def moe_layers(self) -> int:
         return self.num_layers - self.dense_layers
@@ -200,6 +217,18 @@ class ModelConfig:
         """Parameters in routed experts of the whole model, biases not counted."""
         moe = self.moe
         return self.moe_layers * moe.num_experts * moe.hidden_size * (moe.w13_rows + moe.intermediate_size)
+
+
+def _check_count(config: Any, name: str, *, at_least: int) -> None:
+    value = getattr(config, name)
+    if type(value) is not int or value < at_least:
+        raise ConfigError(f"{type(config).__name__}.{name} must be an integer of at least {at_least}, got {value!r}")
+
+
+def _check_positive(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    if not (isinstance(value, int | float) and 0 < value < float("inf")):
+        raise ConfigError(f"{type(config).__name__}.{name} must be a positive number, got {value!r}")
 
 
 def model_configs() -> list[str]:
@@ -214,17 +243,17 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     if path.suffix == ".toml":
         if not path.is_file():
             raise ConfigError(f"config file {path} does not exist")
-        text = path.read_text()
+        raw = path.read_bytes()
     elif str(name_or_path) in model_configs():
-        text = (resources.files("ep_moe") / "configs" / f"{name_or_path}.toml").read_text()
+        raw = (resources.files("ep_moe") / "configs" / f"{name_or_path}.toml").read_bytes()
     else:
         raise ConfigError(
             f"no bundled config is named {str(name_or_path)!r}; there are {', '.join(model_configs())}, or give a path "
             f"that ends in .toml"
         )
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name_or_path} is not valid TOML: {error}") from error
     return from_table(ModelConfig, table, where=str(name_or_path))
 

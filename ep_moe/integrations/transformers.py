@@ -44,71 +44,64 @@ class Family:
     returns: Callable[[Tensor, Tensor], Any] = lambda out, x: out
 
 
-def _qwen3(c: Any) -> MoEConfig:
+def _moe_config(c: Any, *, experts: int, intermediate: int, routing: RoutingConfig, **rest: Any) -> MoEConfig:
+    """What all families call alike, and the rest."""
+    rest.setdefault("activation", _activation(c.hidden_act))
     return MoEConfig(
         hidden_size=c.hidden_size,
-        intermediate_size=c.moe_intermediate_size,
-        num_experts=c.num_experts,
+        intermediate_size=intermediate,
+        num_experts=experts,
         top_k=c.num_experts_per_tok,
-        activation=_activation(c.hidden_act),
-        routing=RoutingConfig(renormalize=c.norm_topk_prob),
+        routing=routing,
+        **rest,
     )
+
+
+def _qwen3(c: Any) -> MoEConfig:
+    routing = RoutingConfig(renormalize=c.norm_topk_prob)
+    return _moe_config(c, experts=c.num_experts, intermediate=c.moe_intermediate_size, routing=routing)
 
 
 def _mixtral(c: Any) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_experts=c.num_local_experts,
-        top_k=c.num_experts_per_tok,
-        activation=_activation(c.hidden_act),
-        routing=RoutingConfig(renormalize=True),
-    )
+    routing = RoutingConfig(renormalize=True)
+    return _moe_config(c, experts=c.num_local_experts, intermediate=c.intermediate_size, routing=routing)
 
 
 def _deepseek_v3(c: Any) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=c.hidden_size,
-        intermediate_size=c.moe_intermediate_size,
-        num_experts=c.n_routed_experts,
-        top_k=c.num_experts_per_tok,
-        activation=_activation(c.hidden_act),
-        shared_intermediate_size=c.moe_intermediate_size * c.n_shared_experts,
-        routing=RoutingConfig(
-            method=RoutingMethod.SIGMOID_TOPK,
-            renormalize=c.norm_topk_prob,
-            scaling_factor=c.routed_scaling_factor,
-            num_groups=c.n_group,
-            top_groups=c.topk_group,
-            correction_bias=True,
-            float32_logits=True,
-        ),
+    routing = RoutingConfig(
+        method=RoutingMethod.SIGMOID_TOPK,
+        renormalize=c.norm_topk_prob,
+        scaling_factor=c.routed_scaling_factor,
+        num_groups=c.n_group,
+        top_groups=c.topk_group,
+        correction_bias=True,
+        float32_logits=True,
+    )
+    inner = c.moe_intermediate_size
+    shared = inner * c.n_shared_experts
+    return _moe_config(
+        c, experts=c.n_routed_experts, intermediate=inner, routing=routing, shared_intermediate_size=shared
     )
 
 
 def _gpt_oss(c: Any) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_experts=c.num_local_experts,
-        top_k=c.num_experts_per_tok,
+    return _moe_config(
+        c,
+        experts=c.num_local_experts,
+        intermediate=c.intermediate_size,
+        routing=RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True),
         activation=Activation.SWIGLU_CLAMPED,
         activation_alpha=getattr(c, "swiglu_alpha", 1.702),
         activation_limit=getattr(c, "swiglu_limit", 7.0),
         expert_bias=True,
-        routing=RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True),
     )
 
 
 def _llama4(c: Any) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_experts=c.num_local_experts,
-        top_k=c.num_experts_per_tok,
-        activation=_activation(c.hidden_act),
-        shared_intermediate_size=c.intermediate_size,
-        routing=RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True),
+    inner = c.intermediate_size
+    routing = RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True)
+    return _moe_config(
+        c, experts=c.num_local_experts, intermediate=inner, routing=routing, shared_intermediate_size=inner
     )
 
 
