@@ -169,18 +169,22 @@ class EPContext:
 
     def dispatcher(self, name: str, geometry: Geometry) -> Dispatcher:
         """The pool's dispatcher of that name and geometry, made on first use."""
+        self._check_alive()
         key = (name, geometry)
         if key not in self._dispatchers:
             made: Dispatcher = registry.load("dispatchers", name)(geometry, self.links["ep"])
             self._dispatchers[key] = made
         return self._dispatchers[key]
 
-    def register(self, layer: Any, name: str | None) -> str:
-        """Count a layer in; returns its name, which is what errors and the ledger call it."""
+    def name_layer(self, name: str | None) -> str:
+        """What errors and the ledger call the next layer."""
         self._check_alive()
-        self._layers.add(layer)
         self._layer_count += 1
         return name or f"moe{self._layer_count - 1}"
+
+    def register(self, layer: Any) -> None:
+        """Count a finished layer in for `plan`."""
+        self._layers.add(layer)
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:

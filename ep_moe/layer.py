@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ep_moe.parallel.tokens import Share
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.types import LogicalIds, Routing, dtype_name
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 
 
@@ -62,7 +62,7 @@ class MoELayer(nn.Module):
         super().__init__()
         layout = context.layout
         self.config, self.context = config, context
-        self.name = context.register(self, name)
+        self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         self._asked = {"all2all": all2all, "experts": experts}
         self.choice, expert_map = self._agree(expert_map, dtype)
@@ -78,6 +78,7 @@ class MoELayer(nn.Module):
             if shared_experts is None and config.shared_intermediate_size:
                 self.shared_experts = SharedExperts(config, dtype=dtype)
         self.experts: Experts = registry.load("experts", self.choice.experts)(config, self.expert_weights)
+        context.register(self)
 
     # --- the story ---------------------------------------------------------------------------------------------
 
@@ -92,11 +93,11 @@ class MoELayer(nn.Module):
     def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
         problem = self._problem(x, routing)
         if problem is not None:
-            x, routing = self._nothing(), None  # take part in the exchange that tells the others, then raise
+            self._refuse(problem)
         flow = self.context.tokens
         with self.context.entered(self.name):
             rows = flow.shared_gradients(x.reshape(-1, self.config.hidden_size))
-            call = flow.enter(len(rows), problem, rows.device)
+            call = flow.enter(len(rows), None, rows.device)
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):
                 routing = self._route(mine, call, routing)
@@ -104,7 +105,7 @@ class MoELayer(nn.Module):
             with self._stage("place"):
                 placed = self.placement(routing)
             with self._stage("dispatch"):
-                pending = self.dispatcher.dispatch_start(mine, placed, problem)
+                pending = self.dispatcher.dispatch_start(mine, placed)
             with self._stage("shared"):  # while the tokens travel
                 shared = None if self.shared_experts is None else self._replicated(self.shared_experts, own)
             with self._stage("dispatch wait"):
@@ -119,8 +120,12 @@ class MoELayer(nn.Module):
     def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing:
         flow = self.context.tokens
         if routing is not None:
-            return Routing(LogicalIds(flow.union(routing.ids, call)), flow.union(routing.weights, call))
+            weights = flow.union(flow.shared_gradients(routing.weights), call)
+            return Routing(LogicalIds(flow.union(routing.ids, call)), weights)
         chosen: Routing = self._replicated(self.router, rows)
+        problem = self._routing_problem(rows, chosen)
+        if problem is not None:  # of a router of the user's
+            self._refuse_dispatch(problem)
         return chosen
 
     def _weigh_input(self, rows: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
@@ -245,18 +250,36 @@ class MoELayer(nn.Module):
             return f"x must be {dtype_name(self.dtype)} as the layer is, got {dtype_name(x.dtype)}"
         if x.device != self.device:
             return f"x must be on {self.device} as the layer is, got {x.device}"
-        return None if routing is None else self._routing_problem(x.reshape(-1, hidden), routing)
+        if routing is None:
+            return None
+        return self._routing_problem(x.reshape(-1, hidden), routing) or self._id_problem(routing)
 
     def _routing_problem(self, rows: Tensor, routing: Routing) -> str | None:
         if not isinstance(routing, Routing):
             return f"routing must be a Routing of logical ids, got {type(routing).__name__}"
-        problem = routing_problem(routing.ids, routing.weights, rows, self.config.top_k)
-        if problem is None and self.dispatcher.capabilities.host_sync:
-            experts = self.config.num_experts
-            bad = routing.ids[(routing.ids < -1) | (routing.ids >= experts)]
-            if len(bad):
-                return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"
-        return problem
+        return routing_problem(routing.ids, routing.weights, rows, self.config.top_k)
+
+    def _id_problem(self, routing: Routing) -> str | None:
+        """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
+        if not self.dispatcher.capabilities.host_sync and routing.ids.is_cuda:
+            return None
+        experts = self.config.num_experts
+        bad = routing.ids[(routing.ids < -1) | (routing.ids >= experts)]
+        if not len(bad):
+            return None
+        return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
+        with self.context.entered(self.name):
+            self.context.tokens.enter(0, problem, self._nothing().device)
+            self._refuse_dispatch(problem)
+
+    def _refuse_dispatch(self, problem: str) -> NoReturn:
+        x = self._nothing()
+        ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
+        self.dispatcher.dispatch_start(x, PhysicalRouting(PhysicalIds(ids), ids.float()), problem)
+        raise AssertionError("a dispatcher raises the problem that it is given")
 
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device

@@ -5,6 +5,7 @@ A third party registers an entry point in the group `ep_moe.dispatchers` or `ep_
 
 from __future__ import annotations
 
+import functools
 import importlib
 from importlib.metadata import entry_points
 from typing import Any, Literal
@@ -27,7 +28,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
 
 def targets(kind: Kind) -> dict[str, str]:
     """Every known backend's name and "module:Class"."""
-    plugins = {point.name: point.value for point in entry_points(group=f"ep_moe.{kind}")}
+    plugins = _plugins(kind)
     clash = sorted(plugins.keys() & _BUILT_IN[kind].keys())
     if clash:
         raise ConfigError(
@@ -36,21 +37,33 @@ def targets(kind: Kind) -> dict[str, str]:
     return _BUILT_IN[kind] | plugins
 
 
+@functools.cache
+def _plugins(kind: Kind) -> dict[str, str]:
+    """Entry points of other packages. Kept, because looking reads the metadata of everything installed."""
+    return {point.name: point.value for point in entry_points(group=f"ep_moe.{kind}")}
+
+
+def check(kind: Kind, name: str) -> None:
+    """Raise ConfigError, with the known names, for an unknown one."""
+    if name not in targets(kind):
+        raise ConfigError(f"no backend among {kind} is named {name!r}; there are {', '.join(targets(kind))}")
+
+
 def load(kind: Kind, name: str) -> Any:
     """The class of a backend. Imports its file, not the libraries it drives."""
-    known = targets(kind)
-    if name not in known:
-        raise ConfigError(f"no backend among {kind} is named {name!r}; there are {', '.join(known)}")
-    module, _, attribute = known[name].partition(":")
+    check(kind, name)
+    module, _, attribute = targets(kind)[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def why_not(kind: Kind, name: str) -> str | None:
     """None if the backend can run in this installation, else the reason."""
+    check(kind, name)
     try:
-        reason: str | None = load(kind, name).available()
-    except ImportError as error:
-        return f"its module does not import: {error}"
+        backend = load(kind, name)
+    except Exception as error:  # a library that is half there raises what it likes
+        return f"{targets(kind)[name]} does not import: {error}"
+    reason: str | None = backend.available()
     return reason
 
 

@@ -7,6 +7,7 @@ of the user's is any callable `x [T, H] -> Routing`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,8 @@ class Router(nn.Module):
     in DeepSeek-V3 checkpoints.
     """
 
+    e_score_correction_bias: Tensor | None
+
     def __init__(
         self, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -104,9 +107,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype))
         bias = torch.empty(config.num_experts, device=device, dtype=dtype) if config.routing.bias else None
         self.bias = nn.Parameter(bias) if bias is not None else None
-        self.e_score_correction_bias: Tensor | None
-        correction = torch.empty(config.num_experts, device=device) if config.routing.correction_bias else None
-        self.register_buffer("e_score_correction_bias", correction)
+        shape = config.num_experts if config.routing.correction_bias else 0
+        correction = torch.empty(shape, device=device, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", correction if shape else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -114,6 +117,16 @@ class Router(nn.Module):
         for tensor in (self.bias, self.e_score_correction_bias):
             if tensor is not None:
                 nn.init.zeros_(tensor)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """`.to(torch.bfloat16)` leaves the correction bias in float32: the scores that it is added to differ by less
+        than bfloat16's steps."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
 
     def forward(self, x: Tensor) -> Routing:
         """x: [T, H]."""

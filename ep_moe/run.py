@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ep_moe import registry
 from ep_moe.config import ParallelConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
@@ -21,10 +23,12 @@ from ep_moe.observe import StageTimes, balancedness
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
 from ep_moe.parallel.layout import share
 from ep_moe.parallel.local_ranks import run_local_ranks
+from ep_moe.select import AUTO
 
 LAPTOP_RANKS = 4
 DEMO = resources.files("ep_moe") / "demo"
 DIGITS = 5  # to which the perplexities must agree in float32
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,11 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
         dtype = _dtype(options.dtype, folder)
         windows = _windows(options, folder)
         model = load_pretrained(folder, context, dtype=dtype, all2all=options.all2all, experts=options.experts)
+        if int(windows.max()) >= model.config.vocab_size:
+            raise ConfigError(
+                f"--text has token {int(windows.max())}, but --model knows {model.config.vocab_size}; without "
+                f"tokenizer files the text is read as bytes"
+            )
         layers = moe_layers(model)
         mine = windows[slice(*share(len(windows), options.dp, context.layout.dp_rank))]
         most = -(-len(windows) // options.dp)
@@ -168,28 +177,38 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
 
 
 def _check(options: RunOptions) -> None:
-    for name in ("window", "batch", "max_tokens"):
-        if getattr(options, name) < 1 + (name == "window"):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must be at least {1 + (name == 'window')}, got {getattr(options, name)}"
-            )
-    for name, path in (("model", options.model), ("text", options.text)):
-        if path is not None and not Path(path).exists():
-            raise ConfigError(f"--{name} {path} does not exist")
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("ep-moe run needs transformers; install ep-moe[hf]")
+    least = {"dp": 1, "tp": 1, "ep": 1, "etp": 1, "window": 2, "batch": 1, "max_tokens": 1}
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+    if options.deadline_s <= 0:
+        raise ConfigError(f"--deadline must be positive, got {options.deadline_s:g}")
+    if options.dtype not in (None, "auto", *_DTYPES):
+        raise ConfigError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {options.dtype!r}")
+    backends: dict[registry.Kind, tuple[str, str]] = {
+        "dispatchers": ("all2all", options.all2all),
+        "experts": ("experts", options.experts),
+    }
+    for kind, (flag, backend) in backends.items():
+        if backend not in (AUTO, *registry.targets(kind)):
+            raise ConfigError(f"--{flag} must be auto or one of {', '.join(registry.targets(kind))}, got {backend!r}")
+    if options.model is not None and not Path(options.model).is_dir():
+        raise ConfigError(f"--model {options.model} is not a folder")
+    if options.text is not None and not Path(options.text).is_file():
+        raise ConfigError(f"--text {options.text} is not a file")
     if options.model is not None and options.text is None:
         raise ConfigError("--model needs --text: a file to read")
 
 
 def _dtype(name: str | None, folder: Path) -> torch.dtype:
     if name == "auto":
-        from transformers import AutoConfig
+        from ep_moe.integrations.transformers import read_config
 
-        config = AutoConfig.from_pretrained(folder).get_text_config()
-        return config.dtype or torch.float32
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise ConfigError(f"--dtype must be auto or one of {', '.join(known)}, got {name!r}")
-    return known[name]
+        return read_config(folder).dtype or torch.float32
+    return _DTYPES[name or "float32"]
 
 
 def _windows(options: RunOptions, folder: Path) -> Tensor:
@@ -204,7 +223,9 @@ def _windows(options: RunOptions, folder: Path) -> Tensor:
         ids = torch.tensor(list(raw))  # byte-level, as the demo is
     ids = ids[: options.max_tokens]
     if len(ids) < options.window:
-        raise ConfigError(f"{path} holds {len(ids)} tokens, fewer than one window of {options.window}; lower --window")
+        raise ConfigError(
+            f"{path} gives {len(ids)} tokens (at most --max-tokens), fewer than one --window of {options.window}"
+        )
     return ids[: len(ids) // options.window * options.window].view(-1, options.window)
 
 

@@ -42,7 +42,7 @@ def explain(
     """
     for kind, name in (("dispatchers", all2all), ("experts", experts)):
         if name != AUTO:
-            registry.load(kind, name)  # type: ignore[arg-type]
+            registry.check(kind, name)  # type: ignore[arg-type]
     table: list[Choice] = []
     for transport, why in _ranked(config, layout):
         for kernel in registry.targets("experts"):

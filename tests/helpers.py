@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -37,8 +39,23 @@ def fill(layer: MoELayer, make=integer_expert, seed: int = 0) -> MoELayer:
     return layer
 
 
+@functools.cache
+def oracle_layer(config: MoEConfig, seed: int = 0) -> MoELayer:
+    """The single-process layer on the CPU, with the weights that `fill` writes."""
+    return fill(MoELayer(config, EPContext.local(torch.device("cpu"))), seed=seed)
+
+
 def oracle(config: MoEConfig, x: Tensor, routing: Routing, seed: int = 0) -> Tensor:
     """The single-process layer on the same weights."""
-    layer = fill(MoELayer(config, EPContext.local(torch.device("cpu"))), seed=seed)
     with torch.no_grad():
-        return layer.forward_routed(x.cpu(), Routing(LogicalIds(routing.ids.cpu()), routing.weights.cpu()))
+        return oracle_layer(config, seed).forward_routed(x.cpu(), moved(routing, torch.device("cpu")))
+
+
+def moved(routing: Routing, device: torch.device) -> Routing:
+    return Routing(LogicalIds(routing.ids.to(device)), routing.weights.to(device))
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: object = "", *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Equal, bit for bit unless bounds are given; a NaN is never equal."""
+    found = actual.detach().cpu()
+    torch.testing.assert_close(found, expected.detach().cpu(), rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")

@@ -142,6 +142,8 @@ def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str 
     """What is wrong with the shapes, dtypes or devices of a routing for x [T, H]."""
     expected = [x.shape[0], top_k]
     for name, tensor in (("ids", ids), ("weights", weights)):
+        if not isinstance(tensor, Tensor):
+            return f"routing.{name} must be a Tensor, got {type(tensor).__name__}"
         if list(tensor.shape) != expected:
             return f"routing.{name} must be [T, K] = {expected}, got {list(tensor.shape)}"
         if tensor.device != x.device:

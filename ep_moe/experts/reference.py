@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import grouped_mm
 
 from ep_moe.experts.activations import activate
@@ -32,7 +35,8 @@ class ReferenceExperts(Experts):
         weights = self.weights
         grouped = group_rows(received, weights.num_slots)
         if not len(grouped.expert):
-            return reduce_rows(grouped.x, grouped)  # nothing for us; stays in the autograd graph, as peers' rows do
+            nothing: Tensor = _Attached.apply(reduce_rows(grouped.x, grouped), *weights.parameters())
+            return nothing
         h = _linear(grouped.x, weights.w13, grouped.ends)
         if weights.w13_bias is not None:
             h = h + weights.w13_bias[grouped.expert]
@@ -40,6 +44,20 @@ class ReferenceExperts(Experts):
         if weights.w2_bias is not None and weights.adds_output_bias:
             y = y + weights.w2_bias[grouped.expert]
         return reduce_rows(y, grouped)
+
+
+class _Attached(Function):
+    """The identity on y, which keeps it in the graph of parameters that no row used: backward then enters the same
+    collectives on a rank without rows as on its peers."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = len(parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (grad, *[None] * ctx.parameters)
 
 
 def _linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

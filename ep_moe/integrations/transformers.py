@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ep_moe import select
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
 from ep_moe.context import EPContext
-from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import Activation
@@ -192,9 +192,7 @@ def load_pretrained(
     Each rank reads its own experts and the whole of everything else. dtype: default the checkpoint's.
     Raises CheckpointError or ConfigError on all ranks.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{path} holds no config.json; give the folder of a Hugging Face checkpoint")
-    config, _ = _family_of(AutoConfig.from_pretrained(path))
+    config = _agreed_config(path, context)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     expert_parallel(model, context, expert_map=expert_map, all2all=all2all, experts=experts)
@@ -208,9 +206,30 @@ def load_pretrained(
     return model.eval()
 
 
+def read_config(path: str | Path) -> Any:
+    """The configuration of the (text) model in a checkpoint folder."""
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{path} holds no config.json; give the folder of a Hugging Face checkpoint")
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as error:
+        raise CheckpointError(f"{path}/config.json is nothing that transformers can read: {error}") from error
+
+
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The expert-parallel layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def _agreed_config(path: str | Path, context: EPContext) -> Any:
+    """`read_config`, refused by all ranks together."""
+    config, problem = None, None
+    try:
+        config, _ = _family_of(read_config(path))
+    except EPMoEError as error:
+        problem = error
+    context.agreement.healthy("checkpoint", problem)
+    return config
 
 
 def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
@@ -260,7 +279,7 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 tensor.copy_(source.read(name))
     except CheckpointError as error:
         problem = error
-    context.agreement.healthy(f"checkpoint {source.folder}", problem)
+    context.agreement.healthy("checkpoint", problem)
     for name, module in model.named_modules():
         if module._non_persistent_buffers_set and not name.startswith(blocks):
             model._init_weights(module)  # rotary tables and the like are computed, not stored

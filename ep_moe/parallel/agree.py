@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 from ep_moe.errors import BackendUnavailable, CheckpointError, ConfigError, EPMoEError, PeerTimeout
 
@@ -60,7 +60,7 @@ class Agreement:
         try:
             # the comparing rank may itself wait one deadline for a missing peer before it can publish that
             self._store.wait([key], 2 * self._deadline)
-        except DistError as error:
+        except RuntimeError as error:  # DistStoreError, but FileStore has no type of its own
             raise PeerTimeout(
                 f"{what}: no verdict from rank {self._ranks[0]} within {2 * self._deadline.total_seconds():g} s; "
                 f"it died or never got here"
@@ -72,7 +72,7 @@ class Agreement:
         keys = [f"{key}/{rank}" for rank in self._ranks]
         try:
             self._store.wait(keys, self._deadline)
-        except DistError:
+        except RuntimeError:
             missing = [rank for rank, k in zip(self._ranks, keys, strict=True) if not self._store.check([k])]
             return PeerTimeout.__name__, (
                 f"{what}: {_ranks(missing)} did not arrive within {self._deadline.total_seconds():g} s; all ranks must "

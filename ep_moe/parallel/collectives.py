@@ -76,8 +76,9 @@ def sum_gradients(x: Tensor, link: Link) -> Tensor:
 
 def _pending(out: Tensor, works: list[dist.Work]) -> Pending[Tensor]:
     def finish() -> Tensor:
-        for work in works:
-            work.wait()
+        with torch.no_grad():  # gloo's wait may copy into `out`, which autograd would take for its origin
+            for work in works:
+                work.wait()
         return out
 
     return Pending(finish)

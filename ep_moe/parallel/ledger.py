@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, PeerTimeout
 
@@ -108,6 +109,10 @@ class Ledger:
         key = f"text/{'-'.join(map(str, group))}/{number}"
         if self._rank == owner:
             self._store.set(key, text or "")
+        try:
+            self._store.wait([key], timedelta(seconds=self.deadline_s))
+        except RuntimeError as error:
+            raise self._diagnose(f"rank {owner} did not say what is wrong there") from error
         return self._store.get(key).decode()
 
     def close(self) -> None:
@@ -127,7 +132,7 @@ class Ledger:
                 if overdue and self._failure is None and self._abort is not None:
                     self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
                     self._abort()
-        except DistError:
+        except RuntimeError:  # DistError, but FileStore has no type of its own
             pass  # the store is gone, and with it the job
 
     def _beat(self, store: Store) -> None:
@@ -160,7 +165,7 @@ class Ledger:
             self._beat(store)
             verdict = _compare(step, self._rank, before, self._read(store))
             verdict = store.compare_set("verdict", "", verdict).decode() or verdict
-        except DistError:
+        except RuntimeError:
             return PeerTimeout(f"{text} The store is gone too, so that no rank can be named.")
         return PeerTimeout(f"{text} {verdict} Raise deadline_s (now {self.deadline_s:g} s) if it was only slow.")
 

@@ -51,18 +51,22 @@ class Link:
         and not in a hang: it rides on the exchange of counts that the call needs anyway.
         """
         where = zlib.crc32(self.ledger.where.encode())
-        header = torch.tensor([problem is not None, where], dtype=torch.int64).to(device)
         facts = [torch.as_tensor(value, dtype=torch.int64, device=device).reshape(-1) for value in values]
+        count = sum(map(len, facts))
+        # one width whatever the call, so that ranks in different layers still understand each other
+        filler = [0] * (self.size + 1 - count)
+        header = torch.tensor([problem is not None, where, *filler], dtype=torch.int64).to(device)
         rows = self.exchange(torch.cat([header, *facts]))
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
             text = self.ledger.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)
             raise InputError(f"rank {self.ranks[troubled[0]]}: {text}")
-        if len({row[1] for row in rows}) > 1:
-            name = self.ledger.share(self.ledger.where, owner=self.ranks[0], group=self.ranks)
-            odd = [self.ranks[index] for index, row in enumerate(rows) if row[1] != rows[0][1]]
+        odd = [index for index, row in enumerate(rows) if row[1] != rows[0][1]]
+        if odd:
+            pair = (self.ranks[0], self.ranks[odd[0]])
+            names = [self.ledger.share(self.ledger.where, owner=rank, group=self.ranks) for rank in pair]
             raise InputError(
-                f"the ranks are not in the same layer: rank {self.ranks[0]} is in {name!r}, rank {odd[0]} elsewhere "
-                f"(this rank is in {self.ledger.where!r}); call the layers in the same order on all ranks"
+                f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
+                f"{names[1]!r}; call the layers in the same order on all ranks"
             )
-        return [row[2:] for row in rows]
+        return [row[len(row) - count :] for row in rows]

@@ -35,13 +35,14 @@ class ExpertMap:
     allow_duplicates: bool = False
 
     def __post_init__(self) -> None:
+        _check_count("num_experts", self.num_experts)
         if self.num_ranks < 1 or not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
                 f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
                 f"{self.num_ranks} ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
             )
         for slot, expert in enumerate(self.physical_to_logical):
-            if not EMPTY <= expert < self.num_experts:
+            if type(expert) is not int or not EMPTY <= expert < self.num_experts:
                 raise ConfigError(
                     f"ExpertMap.physical_to_logical[{slot}] must be -1 or in [0, {self.num_experts}), got {expert}"
                 )
@@ -81,6 +82,7 @@ class ExpertMap:
     @classmethod
     def redundant(cls, num_experts: int, num_ranks: int, num_redundant: int) -> ExpertMap:
         """E + num_redundant slots in order: the experts once, then again from expert 0."""
+        _check_count("num_ranks", num_ranks)
         if num_redundant < 0:
             raise ConfigError(f"num_redundant must not be negative, got {num_redundant}")
         slots = num_experts + num_redundant
@@ -171,17 +173,25 @@ class ExpertMap:
             return cls.from_ranks(
                 table["ranks"], table["num_experts"], allow_duplicates=bool(table["allow_duplicates"])
             )
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not an ExpertMap file: {error!r}; write one with ExpertMap.save") from error
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> ExpertMap:
         if not Path(path).is_file():
             raise ConfigError(f"ExpertMap file {path} does not exist")
-        return cls.from_json(Path(path).read_text())
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not an ExpertMap file: {error}; write one with ExpertMap.save") from error
 
     def __repr__(self) -> str:
         return f"ExpertMap(E={self.num_experts}, R={self.num_ranks}, cap={self.cap}, redundant={self.num_redundant})"
+
+
+def _check_count(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"ExpertMap.{name} must be an integer of at least 1, got {value!r}")

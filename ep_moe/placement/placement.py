@@ -105,10 +105,10 @@ class Placement(nn.Module):
         self.replica_count.copy_(torch.tensor(expert_map.replica_count))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placement:
-        """After `to_empty` the buffers hold noise: the map on the host is their source."""
-        was_meta = self.replica_count.is_meta
+        """After `to_empty` the buffers hold noise, and nothing tells that from a move: the tables are written again
+        from the map on the host, and loads begin anew."""
         super()._apply(fn, recurse)
-        if was_meta and not self.replica_count.is_meta:
+        if not self.replica_count.is_meta:
             self._write(self.expert_map)
             self.reset_load()
         return self

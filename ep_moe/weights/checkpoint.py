@@ -46,8 +46,8 @@ class CheckpointSource:
         index, single = self.folder / INDEX, self.folder / SINGLE
         if index.is_file():
             try:
-                files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError) as error:
+                files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
         elif single.is_file():
             files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
@@ -79,22 +79,39 @@ class CheckpointSource:
             try:
                 self._slices[name] = handle.get_slice(name_in_file)
             except Exception as error:
-                raise CheckpointError(f"{name_in_file} is not in {file}, though {INDEX} says so") from error
+                raise CheckpointError(
+                    f"{name_in_file} is not in {self.folder / file}, though {INDEX} says so"
+                ) from error
         return self._slices[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Raises CheckpointError for an fp8 tensor that cannot be read for want of its block factors."""
+        shape = self._shape(name)
+        if self._slice(name).get_dtype() == "F8_E4M3":
+            self._check_scale(name, shape)
+        return shape
+
+    def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
+    def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
+        scale, blocks = _scale_of(name), [-(-size // FP8_BLOCK) for size in shape]
+        found = list(self._shape(scale)) if self.has(scale) else "nothing"
+        if len(shape) != 2 or found != blocks:
+            raise CheckpointError(
+                f"{self.folder}: {name} is float8 of shape {list(shape)}; only matrices with {scale} of shape "
+                f"{blocks}, one factor per {FP8_BLOCK} x {FP8_BLOCK} block, can be read, got {found} there"
+            )
+
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`; fp8 with `_scale_inv` block factors beside it comes as float32."""
+        """The part at `index`; fp8 comes as float32, multiplied by the `_scale_inv` block factors beside it."""
         part = self._raw(name, *index)
-        scale = f"{name}_scale_inv"
-        if part.dtype != torch.float8_e4m3fn or not self.has(scale):
+        if part.dtype != torch.float8_e4m3fn:
             return part
         rows, columns = (list(index) + [slice(None)] * 2)[:2]
-        spans = [_span(axis, size) for axis, size in zip((rows, columns), self.shape(name), strict=True)]
+        spans = [_span(axis, size) for axis, size in zip((rows, columns), self._shape(name), strict=True)]
         blocks = [slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in spans]
-        return dequantize_fp8_blocks(part, self._raw(scale, *blocks), row=spans[0][0], column=spans[1][0])
+        return dequantize_fp8_blocks(part, self._raw(_scale_of(name), *blocks), row=spans[0][0], column=spans[1][0])
 
     def _raw(self, name: str, *index: int | slice) -> Tensor:
         part: Tensor = self._slice(name)[index if index else ...]
@@ -117,6 +134,10 @@ class ModuleSource:
     def read(self, name: str, *index: int | slice) -> Tensor:
         tensor: Tensor = self._tensors[name]
         return tensor[index] if index else tensor
+
+
+def _scale_of(name: str) -> str:
+    return f"{name}_scale_inv"
 
 
 def _span(axis: int | slice, size: int) -> tuple[int, int]:
@@ -143,7 +164,7 @@ def load_layers(
         plan = [(layer, *_checked(source, names, number, layer)) for number, layer in layers.items()]
     except CheckpointError as error:
         problem = error
-    agreement.healthy(f"checkpoint {path}", problem)
+    agreement.healthy("checkpoint", problem)
     assert source is not None
     rank = plan[0][0].context.layout.rank
     total = sum(_slots(layer) for layer, _, _ in plan)
@@ -158,12 +179,16 @@ def _slots(layer: MoELayer) -> int:
     return sum(expert != EMPTY for expert in layer.expert_weights.local_experts)
 
 
-def _checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer) -> tuple[str, ExpertFormat]:
+def _checked(
+    source: CheckpointSource, names: CheckpointNames, number: int, layer: MoELayer
+) -> tuple[str, ExpertFormat]:
     block = names.block.format(layer=number)
     found = find_format(source, block, names.experts)
     if found is None:
         markers = " or ".join(known.marker() for known in names.experts)
-        raise CheckpointError(f"{block} has no experts: neither {markers} is there; is it another family's checkpoint?")
+        raise CheckpointError(
+            f"{source.folder}: {block} has no experts, {markers} is missing; is it another family's checkpoint?"
+        )
     wrong = wrong_shapes(source, block, found.shapes(layer.config))
     if wrong is None and isinstance(layer.router, Router):
         shapes = {names.router[key]: tuple(t.shape) for key, t in layer.router.state_dict().items()}
@@ -172,7 +197,7 @@ def _checked(source: Source, names: CheckpointNames, number: int, layer: MoELaye
         shapes = {f"{names.shared}.{key}": tuple(t.shape) for key, t in layer.shared_experts.state_dict().items()}
         wrong = wrong_shapes(source, block, shapes)
     if wrong is not None:
-        raise CheckpointError(wrong)
+        raise CheckpointError(f"{source.folder}: {wrong}")
     return block, found
 
 

@@ -32,4 +32,5 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     low, high = _E2M1[(blocks & 0xF).long()], _E2M1[(blocks >> 4).long()]
     values = torch.stack([low, high], dim=-1).flatten(-2)  # [..., c / 32, 32]
-    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(-2)
+    factors = scales.view(torch.float8_e8m0fnu).float()  # 255 is its NaN
+    return (values * factors.unsqueeze(-1)).flatten(-2)

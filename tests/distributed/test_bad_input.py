@@ -1,0 +1,269 @@
+"""Bad input on one rank: one sentence on all of them, before any row travels, and the next good call works."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import (
+    Activation,
+    ConfigError,
+    EPContext,
+    ExpertMap,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    Routing,
+    RoutingConfig,
+    Tokens,
+)
+from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.testing import distributed, rank_device
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
+from tests.distributed.cases import batch_of, check_call, no_payload, same_error
+from tests.helpers import fill, integer_routing, integer_rows, moved
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
+BAD = 1  # the rank that passes it
+LAYOUTS = {
+    "dp=4": ParallelConfig(dp=4),
+    "tp=4": ParallelConfig(tp=4),
+    "tp=4 sharded": ParallelConfig(tp=4, tokens=Tokens.SHARDED),
+    "dp=2 tp=2 etp=2": ParallelConfig(dp=2, tp=2, ep=2, etp=2),
+    "dp=4 etp=2": ParallelConfig(dp=4, ep=2, etp=2),
+    "tp=4 ep=2": ParallelConfig(tp=4, ep=2),
+}
+every_layout = pytest.mark.parametrize("parallel", list(LAYOUTS.values()), ids=list(LAYOUTS))
+
+
+def made(parallel: ParallelConfig, deadline_s: float = 10) -> EPContext:
+    return EPContext.from_groups(parallel, device=rank_device(), deadline_s=deadline_s)
+
+
+def bad_calls(x: torch.Tensor, routing: Routing) -> list[tuple[tuple, str]]:
+    """Arguments of `forward_routed` (or, alone, of `forward`) and the sentence they deserve."""
+    ids, weights = routing.ids, routing.weights
+    far, low = ids.clone(), ids.clone()
+    far[1, 0], low[2, 1] = 8, -2
+    return [
+        ((x[:, :15],), "x must be [..., 16] (hidden_size), got [3, 15]"),
+        ((x.double(),), "x must be float32 as the layer is, got float64"),
+        ((x.tolist(),), "x must be a Tensor, got list"),
+        ((torch.tensor(1.0, device=x.device),), "x must be [..., 16] (hidden_size), got []"),
+        ((x, Routing(ids[:2], weights)), "routing.ids must be [T, K] = [3, 2], got [2, 2]"),
+        ((x, Routing(ids, weights[:, :1])), "routing.weights must be [T, K] = [3, 2], got [3, 1]"),
+        ((x, Routing(ids.float(), weights)), "routing.ids must be int32 or int64, got float32"),
+        ((x, Routing(ids, weights.half())), "routing.weights must be float32, got float16; call .float()"),
+        ((x, Routing(ids.tolist(), weights)), "routing.ids must be a Tensor, got list"),
+        ((x, (ids, weights)), "routing must be a Routing of logical ids, got tuple"),
+        ((x, PhysicalRouting(PhysicalIds(ids), weights)), "routing must be a Routing of logical ids"),
+        ((x, Routing(LogicalIds(far), weights)), "routing.ids must be -1 or in [0, 8), got 8 (1 ids out of range)"),
+        ((x, Routing(LogicalIds(low), weights)), "routing.ids must be -1 or in [0, 8), got -2 (1 ids out of range)"),
+    ]
+
+
+@distributed(4)
+@every_layout
+def test_bad_arguments(parallel, world_size):
+    rank = dist.get_rank()
+    with made(parallel) as context:
+        layers = [fill(MoELayer(CONFIG, context, all2all=all2all)) for all2all in ("allgather", "torch_a2a")]
+        batch = batch_of(context.layout, rank)
+        x, routing = integer_rows(3, 16, batch).to(context.device), moved(integer_routing(3, CONFIG, batch), context.device)
+        for index, (arguments, sentence) in enumerate(bad_calls(x, routing)):
+            layer = layers[index % 2]
+            mine = arguments if rank == BAD else (x, routing) if len(arguments) > 1 else (x,)
+            call = layer.forward_routed if len(arguments) > 1 else layer.forward
+            with no_payload():
+                text = same_error(InputError, lambda call=call, mine=mine: call(*mine))
+            assert f"rank {BAD}: {sentence}" in text, text
+            if index % 4 == 3:
+                check_call(layer, context, what=f"after {text}")
+        for layer in layers:
+            check_call(layer, context)
+
+
+@distributed(4)
+@every_layout
+def test_a_users_router_that_errs(parallel, world_size):
+    """What a router returns is known only after the ranks agreed on the call."""
+    rank = dist.get_rank()
+    wrong: list[Callable[[Routing], Routing]] = [
+        lambda r: Routing(LogicalIds(r.ids + 8), r.weights),
+        lambda r: Routing(LogicalIds(r.ids[:, :1]), r.weights),
+        lambda r: Routing(r.ids, r.weights.double()),
+        lambda r: (r.ids, r.weights),
+    ]
+    with made(parallel, deadline_s=4) as context:
+        turn = [-1]
+
+        def router(x: torch.Tensor) -> Routing:
+            ids = torch.arange(2, device=x.device).expand(len(x), 2)
+            good = Routing(LogicalIds(ids), torch.ones(len(x), 2, device=x.device))
+            return wrong[turn[0]](good) if rank == BAD and turn[0] >= 0 else good
+
+        layer = fill(MoELayer(CONFIG, context, router=router))
+        x = integer_rows(8, 16, batch_of(context.layout, rank)).to(context.device)
+        for turn[0] in range(len(wrong)):
+            text = same_error(InputError, lambda: layer(x))
+            assert f"rank {BAD}" in text, text
+            assert "routing" in text, text
+        turn[0] = -1
+        layer(x)
+        check_call(layer, context)
+
+
+@distributed(4)
+@every_layout
+def test_different_token_counts_where_they_are_replicated(parallel, world_size):
+    if parallel.tokens is Tokens.SHARDED or parallel.tp == 1:
+        return
+    with made(parallel) as context, no_payload():
+        layer = fill(MoELayer(CONFIG, context))
+        x = torch.zeros(2 if dist.get_rank() == BAD else 3, 16, device=context.device)
+        text = same_error(InputError, lambda: layer(x))
+        assert "needs the same tokens on all tp ranks, got x with 3 on rank 0, 2 on rank 1" in text, text
+        assert "tokens=sharded" in text, text
+
+
+@distributed(4)
+@every_layout
+def test_ranks_in_different_layers(parallel, world_size):
+    """Also where the two layers exchange different things."""
+    with made(parallel) as context:
+        config = dataclasses.replace(CONFIG, top_k=3)
+        a = fill(MoELayer(CONFIG, context, all2all="allgather", name="a"))
+        b = fill(MoELayer(config, context, all2all="torch_a2a", name="b"))
+        x = torch.zeros(3, 16, device=context.device)
+        with no_payload():
+            text = same_error(InputError, lambda: (b if dist.get_rank() == BAD else a)(x))
+        assert "rank 0 is in 'a', rank 1 in 'b'; call the layers in the same order on all ranks" in text, text
+        check_call(a, context)
+        check_call(b, context)
+
+
+@distributed(4)
+def test_layers_that_were_given_different_things(world_size):
+    bad = dist.get_rank() == BAD
+    with made(LAYOUTS["dp=4"]) as context:
+        good = dict(config=CONFIG, expert_map=None, all2all="torch_a2a", dtype=torch.float32)
+
+        def change(**what):
+            return dict(good, **what)
+
+        routing = RoutingConfig(renormalize=True)
+        for other, sentence in (
+            (change(config=dataclasses.replace(CONFIG, top_k=1)), "MoEConfig.top_k: 2 on ranks 0, 2, 3, 1 on rank 1"),
+            (change(config=dataclasses.replace(CONFIG, routing=routing)), "MoEConfig.routing.renormalize: false on"),
+            (change(expert_map=ExpertMap.round_robin(8, 4)), "expert_map: "),
+            (change(all2all="allgather"), 'all2all: "torch_a2a" on ranks 0, 2, 3, "allgather" on rank 1'),
+            (change(dtype=torch.bfloat16), 'dtype: "float32" on ranks 0, 2, 3, "bfloat16" on rank 1'),
+            (change(expert_map=ExpertMap.linear(6, 4)), "rank 1: expert_map.num_experts must be 8"),
+            (change(expert_map=ExpertMap.linear(8, 2)), "rank 1: expert_map.num_ranks must be 4"),
+            (change(all2all="pigeon"), "rank 1: no backend among dispatchers is named 'pigeon'"),
+        ):
+            given = other if bad else good
+
+            def make(given=given):
+                MoELayer(given["config"], context, **{name: given[name] for name in ("expert_map", "all2all", "dtype")})
+
+            text = same_error(ConfigError, make)
+            assert text.startswith("MoELayer moe"), text
+            assert sentence in text, text
+        layer = fill(MoELayer(CONFIG, context))
+        check_call(layer, context)
+        assert context.plan() == layer.plan()
+
+
+@distributed(4)
+def test_contexts_that_were_given_different_things(world_size):
+    bad = dist.get_rank() == BAD
+    for good, other, sentence in (
+        (dict(dp=4), dict(tp=4), "ParallelConfig.dp: 4 on ranks 0, 2, 3, 1 on rank 1"),
+        (dict(dp=4), dict(dp=4, ep=2), "ParallelConfig.ep: null on ranks 0, 2, 3, 2 on rank 1"),
+        (dict(tp=4), dict(tp=4, tokens=Tokens.SHARDED), 'ParallelConfig.tokens: "replicated" on ranks 0, 2, 3'),
+        (dict(dp=3), dict(dp=3), "world must equal pp * dp * tp, got world=4 and pp=1 * dp=3 * tp=1 = 3"),
+        (dict(dp=4, ep=3), dict(dp=4, ep=3), "ep * etp must divide dp * tp, got ep=3 * etp=1 = 3 and dp=4 * tp=1 = 4"),
+        (dict(dp=4, etp=3), dict(dp=4, etp=3), "ParallelConfig.etp must divide dp * tp, got etp=3"),
+    ):
+        text = same_error(ConfigError, lambda given=other if bad else good: made(ParallelConfig(**given)))
+        assert sentence in text, text
+    text = same_error(ConfigError, lambda: made(ParallelConfig(dp=4), deadline_s=20 if bad else 10))
+    assert "deadline_s: 10 on ranks 0, 2, 3, 20 on rank 1" in text, text
+    with made(ParallelConfig(dp=4)) as context:
+        check_call(fill(MoELayer(CONFIG, context)), context)
+
+
+@distributed(4)
+def test_given_groups(world_size):
+    rank, parallel = dist.get_rank(), ParallelConfig(dp=2, tp=2, ep=2, etp=2)
+    device = rank_device()
+
+    def groups_of(blocks: list[list[int]]) -> dist.ProcessGroup:
+        made = [dist.new_group(ranks) for ranks in blocks]
+        return next(group for group, ranks in zip(made, blocks, strict=True) if rank in ranks)
+
+    pairs, strides, two = groups_of([[0, 1], [2, 3]]), groups_of([[0, 2], [1, 3]]), groups_of([[0, 3], [1, 2]])
+
+    def make(**groups: dist.ProcessGroup) -> EPContext:
+        return EPContext.from_groups(parallel, groups, device=device, deadline_s=4)
+
+    with make(tp=pairs, ep=strides, etp=pairs) as context:
+        for kind, group in (("tp", pairs), ("ep", strides), ("etp", pairs)):
+            assert context.links[kind].group is group
+        check_call(fill(MoELayer(CONFIG, context)), context)
+    assert dist.get_process_group_ranks(pairs)  # destroy leaves the caller's groups alone
+
+    text = same_error(ConfigError, lambda: make(ep=two))
+    assert "groups['ep'] holds ranks [0, 3], but rank 0 of 4" in text, text
+    assert "build the group from RankLayout.groups['ep']" in text, text
+    text = same_error(ConfigError, lambda: make(expert=pairs))
+    assert "groups['expert'] is no kind of group; known are tp, dp, pp, ep, etp" in text, text
+    # one rank alone errs: its peers must not wait for it inside new_group
+    text = same_error(ConfigError, lambda: make(ep=two if rank == BAD else strides))
+    assert "rank 1: groups['ep'] holds ranks [1, 2]" in text, text
+    text = same_error(ConfigError, lambda: make(**({} if rank == BAD else {"ep": strides})))
+    assert "ep" in text, text
+    with make(ep=strides) as context:
+        check_call(fill(MoELayer(CONFIG, context)), context)
+
+
+@distributed(2)
+def test_a_bad_deadline_is_refused_on_all_ranks(world_size):
+    text = same_error(ConfigError, lambda: made(ParallelConfig(dp=2), deadline_s=0))
+    assert text == "deadline_s must be positive, got 0"
+
+
+def test_without_torch_distributed():
+    with pytest.raises(ConfigError, match="torch.distributed is not initialised; call EPContext.from_torchrun"):
+        EPContext.from_groups(device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({}, r"environment variable RANK must be a number, got None; launch with torchrun, or use EPContext\.local\(\)"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "environment variable RANK must be a number, got 'one'"),
+        ({"RANK": "1"}, "environment variable WORLD_SIZE must be a number, got None"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "environment variable LOCAL_RANK must be a number, got '-1'"),
+    ],
+)
+def test_torchruns_environment_is_incomplete(env, sentence, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=sentence):
+        TorchrunEnv.read()
+
+
+def test_torchruns_environment(monkeypatch):
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert TorchrunEnv.read() == TorchrunEnv(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert TorchrunEnv.read() == TorchrunEnv(rank=5, local_rank=5, world_size=8, local_world_size=8)

@@ -1,0 +1,254 @@
+"""The contract of a transport, without experts' weights: every expert is the identity.
+
+A row's first column is `100 * rank + token`, so that a row that went astray names itself; all numbers are exact.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext
+from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.errors import InputError
+from ep_moe.testing import distributed, rank_device
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Received, Routing, RowLayout, Weighting
+from tests.distributed.cases import no_payload, same_error
+from tests.helpers import assert_same, integer_rows
+
+HIDDEN, TOP_K, CAP = 8, 4, 3
+TRANSPORTS = ["allgather", "torch_a2a"]
+
+
+def geometry(ranks: int, dtype: torch.dtype = torch.float32) -> Geometry:
+    return Geometry(hidden_size=HIDDEN, top_k=TOP_K, cap=CAP, num_ranks=ranks, dtype=dtype)
+
+
+def rows(rank: int, tokens: int) -> torch.Tensor:
+    x = integer_rows(tokens, HIDDEN, rank)
+    x[:, 0] = 100 * rank + torch.arange(tokens)
+    return x
+
+
+def routes(rank: int, tokens: int, ranks: int, drop: float = 0.3) -> PhysicalRouting:
+    """Distinct physical ids with some -1, and integer weights."""
+    generator = torch.Generator().manual_seed(rank)
+    width = max(ranks * CAP, TOP_K)
+    ids = torch.rand(tokens, width, generator=generator).topk(TOP_K).indices
+    dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * CAP)
+    weights = torch.randint(1, 5, ids.shape, generator=generator).float()
+    return PhysicalRouting(PhysicalIds(ids.masked_fill(dropped, -1)), weights)
+
+
+def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
+    return PhysicalRouting(PhysicalIds(routing.ids.to(device)), routing.weights.to(device))
+
+
+def identity(received: Received) -> torch.Tensor:
+    """x times the sum of this rank's weights; exactly zero where it has none, whatever x holds."""
+    assert received.layout is RowLayout.RANK_MAJOR
+    assert received.weighting is Weighting.EXPERTS
+    mine = received.local_ids >= 0
+    assert int(received.local_ids.max() if mine.numel() else -1) < CAP
+    total = received.weights.masked_fill(~mine, 0).sum(1, keepdim=True).to(received.x.dtype)
+    return (received.x * total).masked_fill(~mine.any(1, keepdim=True), 0)
+
+
+def expected(x: torch.Tensor, routing: PhysicalRouting) -> torch.Tensor:
+    return x * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True).to(x.dtype)
+
+
+def once(dispatcher: Dispatcher, x: torch.Tensor, routing: PhysicalRouting) -> tuple[torch.Tensor, Received]:
+    received = dispatcher.dispatch(x, routing)
+    return dispatcher.combine(identity(received), received.handle), received
+
+
+def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[int]:
+    """The first columns of the rows that must reach rank `mine`, in order."""
+    found = []
+    for rank in range(ranks):
+        ids = routes(rank, counts[rank], ranks).ids
+        here = ((ids // CAP == mine) & (ids >= 0)).any(1)
+        wanted = here if name == "torch_a2a" else torch.ones_like(here)
+        found += rows(rank, counts[rank])[wanted][:, 0].int().tolist()
+    return found
+
+
+@contextmanager
+def poisoned():
+    """Memory that nobody has written holds NaN."""
+    was = torch.utils.deterministic.fill_uninitialized_memory
+    # what torch.use_deterministic_algorithms calls; that one imports inductor, a second a rank
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = was
+
+
+def for_each_transport(check: Callable[[Dispatcher, torch.device], None]) -> None:
+    device = rank_device()
+    with EPContext.from_groups(device=device, deadline_s=30) as context, poisoned():
+        for name in TRANSPORTS:
+            check(context.dispatcher(name, geometry(context.layout.world)), device)
+
+
+@pytest.mark.parametrize("name", ["local", *TRANSPORTS])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_one_rank(name, tokens):
+    context = EPContext.local(torch.device("cpu"))
+    dispatcher = context.dispatcher(name, geometry(1))
+    x, routing = rows(0, tokens), routes(0, tokens, 1)
+    y, received = once(dispatcher, x, routing)
+    assert_same(y, expected(x, routing))
+    assert len(received.x) <= tokens
+    wrong = PhysicalRouting(PhysicalIds(routing.ids + CAP), routing.weights)
+    if tokens:
+        with pytest.raises(InputError, match=r"routing\.ids must be -1 or an expert id in range"):
+            dispatcher.dispatch(x, wrong)
+    with pytest.raises(InputError, match="must be a PhysicalRouting"):
+        dispatcher.dispatch(x, Routing(LogicalIds(routing.ids), routing.weights))
+
+
+@distributed(2, 4)
+def test_identity_experts_give_x_times_the_weights(world_size):
+    for_each_transport(gives_x_times_the_weights)
+
+
+def gives_x_times_the_weights(dispatcher: Dispatcher, device: torch.device) -> None:
+    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    for counts in ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2)):
+        x, routing = rows(rank, counts[rank]), routes(rank, counts[rank], ranks)
+        y, received = once(dispatcher, x.to(device), moved(routing, device))
+        assert_same(y, expected(x, routing), f"{dispatcher.name}, T={counts}")
+        arrived = received.x[:, 0].int().tolist()
+        assert arrived == arrivals(counts, ranks, rank, dispatcher.name), f"{dispatcher.name}: {arrived}"
+
+
+@distributed(4)
+def test_half_precision_rows(world_size):
+    rank, device = dist.get_rank(), rank_device()
+    with EPContext.from_groups(device=device, deadline_s=30) as context, poisoned():
+        for name in TRANSPORTS:
+            for dtype in (torch.bfloat16, torch.float16):
+                x, routing = integer_rows(5, HIDDEN, rank).to(dtype), routes(rank, 5, world_size)
+                dispatcher = context.dispatcher(name, geometry(world_size, dtype))
+                y, received = once(dispatcher, x.to(device), moved(routing, device))
+                assert (received.x.dtype, received.weights.dtype, y.dtype) == (dtype, torch.float32, dtype)
+                assert_same(y, expected(x, routing), f"{name} {dtype}")
+
+
+@distributed(2, 4)
+def test_where_rows_go(world_size):
+    for_each_transport(sends_rows_where_they_belong)
+
+
+def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -> None:
+    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    home, x = (ranks - 1) * CAP, rows(rank, 4)
+    for local, what in (
+        ([0, 1, 2, -1], "three experts of one rank: the row travels once"),
+        ([-1, -1, 0, -1], "all tokens to one expert"),
+        ([-1, -1, -1, -1], "no expert at all"),
+    ):
+        ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * 4)
+        weights = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 4)
+        routing = PhysicalRouting(PhysicalIds(ids), weights)
+        y, received = once(dispatcher, x.to(device), moved(routing, device))
+        what = f"{dispatcher.name}, {what}"
+        assert_same(y, expected(x, routing), what)
+        here = 4 * ranks if rank == ranks - 1 and max(local) >= 0 else 0
+        carried = (received.local_ids >= 0).any(1)
+        assert int(carried.sum()) == here, what
+        if dispatcher.name == "torch_a2a":
+            assert len(received.x) == here, what
+        assert received.local_ids[carried].tolist() == [local] * here, what
+        mine = torch.tensor(local) >= 0
+        assert_same(received.weights[carried].cpu()[:, mine], weights[:1, mine].expand(here, -1), what)
+
+
+@distributed(2, 4)
+def test_two_calls_in_flight(world_size):
+    for_each_transport(keeps_two_calls_apart)
+
+
+def keeps_two_calls_apart(dispatcher: Dispatcher, device: torch.device) -> None:
+    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    a, b = rows(rank, 3 + rank), rows(rank, 2) + 10
+    to_a, to_b = routes(rank, 3 + rank, ranks), routes(rank + 50, 2, ranks)
+    first = dispatcher.dispatch_start(a.to(device), moved(to_a, device))
+    second = dispatcher.dispatch_start(b.to(device), moved(to_b, device))
+    got_a, got_b = first.wait(), second.wait()
+    with pytest.raises(RuntimeError, match="waited for already"):
+        first.wait()
+    back_a = dispatcher.combine_start(identity(got_a), got_a.handle)
+    back_b = dispatcher.combine_start(identity(got_b), got_b.handle)
+    assert_same(back_b.wait(), expected(b, to_b), f"{dispatcher.name}, second call")
+    assert_same(back_a.wait(), expected(a, to_a), f"{dispatcher.name}, first call")
+
+
+@distributed(4)
+def test_one_ranks_nan_stays_its_own(world_size):
+    for_each_transport(keeps_nan_to_its_owner)
+
+
+def keeps_nan_to_its_owner(dispatcher: Dispatcher, device: torch.device) -> None:
+    """Rank 0's tokens are NaN; whoever shares experts with it is none the worse."""
+    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    x, routing = rows(rank, 5), routes(rank, 5, ranks)
+    if rank == 0:
+        x.fill_(float("nan"))
+    y = once(dispatcher, x.to(device), moved(routing, device))[0].cpu()
+    if rank:
+        assert_same(y, expected(x, routing), dispatcher.name)
+    else:
+        routed = (routing.ids >= 0).any(1)
+        assert y[routed].isnan().all(), dispatcher.name
+        assert_same(y[~routed], torch.zeros(int((~routed).sum()), HIDDEN), dispatcher.name)
+
+
+@distributed(4)
+def test_equal_calls_give_equal_bits(world_size):
+    for_each_transport(repeats_bit_for_bit)
+
+
+def repeats_bit_for_bit(dispatcher: Dispatcher, device: torch.device) -> None:
+    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    assert dispatcher.capabilities.deterministic
+    x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device)
+    routing = moved(routes(rank, 64, ranks), device)
+    first = once(dispatcher, x, routing)[0]
+    for _ in range(3):
+        assert_same(once(dispatcher, x, routing)[0], first, dispatcher.name)
+
+
+@distributed(2, 4)
+def test_bad_calls_are_refused_on_all_ranks(world_size):
+    for_each_transport(refuses_bad_calls)
+
+
+def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
+    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    x, good = rows(rank, 3).to(device), moved(routes(rank, 3, ranks), device)
+    ids, weights = good.ids, good.weights
+    for call, sentence in (
+        ((x, Routing(LogicalIds(ids), weights)), "routing must be a PhysicalRouting (pass it through Placement)"),
+        ((x[:, :4], good), "x must be [T, 8], got [3, 4]"),
+        ((x.double(), good), "x must be float32, got float64"),
+        ((x, PhysicalRouting(ids[:2], weights)), "routing.ids must be [T, K] = [3, 4], got [2, 4]"),
+        ((x, PhysicalRouting(ids.float(), weights)), "routing.ids must be int32 or int64, got float32"),
+        ((x, PhysicalRouting(ids, weights.double())), "routing.weights must be float32, got float64"),
+        ((x, PhysicalRouting(ids.tolist(), weights)), "routing.ids must be a Tensor, got list"),
+        ((x, PhysicalRouting(ids + ranks * CAP, weights)), None),
+    ):
+        arguments = call if rank == 1 else (x, good)
+        with no_payload():
+            text = same_error(InputError, lambda arguments=arguments: dispatcher.dispatch(*arguments))
+        assert (f"rank 1: {sentence}" if sentence else "got ids out of range: ") in text, text
+        assert sentence or text.endswith("on rank 1"), text
+        assert_same(once(dispatcher, x, good)[0], expected(x.cpu(), moved(good, torch.device("cpu"))), f"after: {text}")

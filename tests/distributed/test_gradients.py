@@ -1,0 +1,207 @@
+"""Backward on ranks against backward in one process.
+
+With routing given and integer data all gradients are exact. With the router in it they are floats; the bound is
+BOUND of the largest entry: a few hundred float32 additions in another order.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, RankLayout, Routing, Tokens
+from ep_moe.testing import distributed, rank_device
+from ep_moe.weights.expert_weights import CUT_DIM, join
+from tests.distributed.cases import batch_of, batches, everywhere
+from tests.helpers import assert_same, fill, integer_routing, integer_rows
+
+BOUND = 1e-5
+INTEGER = MoEConfig(
+    hidden_size=16, intermediate_size=16, num_experts=6, top_k=2, activation=Activation.RELU2, expert_bias=True
+)
+FLOAT = MoEConfig(
+    hidden_size=16,
+    intermediate_size=16,
+    num_experts=6,
+    top_k=3,
+    expert_bias=True,
+    shared_intermediate_size=16,
+    shared_gate=True,
+)
+REDUNDANT = "redundant"
+LAYOUTS = {
+    2: [
+        dict(dp=2),
+        dict(tp=2),
+        dict(tp=2, tokens=Tokens.SHARDED),
+        dict(dp=2, ep=1, etp=2),
+        dict(tp=2, ep=1, etp=2),
+        dict(dp=2, ep=1),
+        dict(dp=2, map=REDUNDANT),
+    ],
+    4: [
+        dict(dp=4),
+        dict(tp=4),
+        dict(dp=2, tp=2),
+        dict(dp=4, ep=2, etp=2),
+        dict(tp=4, ep=2, etp=2),
+        dict(dp=2, tp=2, ep=2, etp=2),
+        dict(dp=2, tp=2, ep=1, etp=4),
+        dict(tp=4, tokens=Tokens.SHARDED),
+        dict(dp=2, tp=2, ep=2, etp=2, tokens=Tokens.SHARDED),
+        dict(dp=4, ep=2),
+        dict(tp=4, ep=2),
+        dict(dp=4, map=REDUNDANT),
+        dict(dp=2, tp=2, ep=2, etp=2, map=REDUNDANT),
+    ],
+}
+UNEVEN, ONE_ONLY = (5, 3, 0, 7), (0, 6, 0, 0)
+
+
+def make(config: MoEConfig, context: EPContext, all2all: str = "auto", expert_map: ExpertMap | None = None) -> MoELayer:
+    """A layer with the same weights everywhere: integers in the experts of INTEGER, floats otherwise."""
+    layer = MoELayer(config, context, all2all=all2all, expert_map=expert_map)
+    if config is INTEGER:
+        return fill(layer)
+    generator = torch.Generator().manual_seed(1)
+    for expert in range(config.num_experts):
+        sizes = {"w13": (32, 16), "w2": (16, 16), "w13_bias": (32,), "w2_bias": (16,)}
+        layer.update_expert(expert, **{n: torch.randn(s, generator=generator) / 4 for n, s in sizes.items()})
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if not name.startswith("expert_weights"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return layer
+
+
+def data(config: MoEConfig, batch: int, tokens: int) -> tuple[torch.Tensor, Routing | None, torch.Tensor]:
+    """x, routing (None: the layer routes) and the gradient that comes in from behind."""
+    if config is INTEGER:
+        return integer_rows(tokens, 16, batch), integer_routing(tokens, config, batch), integer_rows(tokens, 16, batch + 50)
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randn(tokens, 16, generator=generator), None, torch.randn(tokens, 16, generator=generator)
+
+
+def backward(layer: MoELayer, x: torch.Tensor, routing: Routing | None, behind: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients by name; "x" and, where routing is given, "weights" beside the parameters."""
+    layer.zero_grad()
+    device = layer.device
+    x = x.detach().to(device).requires_grad_()
+    leaves = {"x": x}
+    if routing is None:
+        y = layer(x)
+    else:
+        leaves["weights"] = routing.weights.detach().to(device).requires_grad_()
+        y = layer.forward_routed(x, Routing(routing.ids.to(device), leaves["weights"]))
+    y.backward(behind.to(device))
+    leaves |= dict(layer.named_parameters())
+    return {name: (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).cpu() for name, leaf in leaves.items()}
+
+
+@functools.cache
+def single(config: MoEConfig) -> MoELayer:
+    return make(config, EPContext.local(torch.device("cpu")))
+
+
+def one_process(config: MoEConfig, parts: list) -> dict[str, torch.Tensor]:
+    """Gradients of all batches together, in one process."""
+    layer = single(config)
+    x, behind = torch.cat([part[0] for part in parts]), torch.cat([part[2] for part in parts])
+    routing = None
+    if config is INTEGER:
+        routing = Routing(torch.cat([part[1].ids for part in parts]), torch.cat([part[1].weights for part in parts]))
+    return backward(layer, x, routing, behind)
+
+
+def logical_gradients(config: MoEConfig, layout: RankLayout, ranks: list) -> dict[str, torch.Tensor]:
+    """Expert gradients by name [E, ...], of all ranks' (slots, gradients): pieces joined over etp, replicas summed."""
+    total = {}
+    for members in dict.fromkeys(map(tuple, layout.groups["etp"])):
+        for slot, expert in enumerate(ranks[members[0]][0]):
+            for name in CUT_DIM:
+                pieces = [ranks[rank][1][f"expert_weights.{name}"][slot] for rank in members]
+                # w2_bias is not cut: one rank of the group adds it and has its gradient
+                whole = sum(pieces) if CUT_DIM[name] is None else join(config, name, pieces)
+                total[name, expert] = total.get((name, expert), 0) + whole
+    return {name: torch.stack([total[name, expert] for expert in range(config.num_experts)]) for name in CUT_DIM}
+
+
+def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str) -> None:
+    layout, rank = layer.context.layout, dist.get_rank()
+    batch, replicated = batch_of(layout, rank), layout.tokens is Tokens.REPLICATED
+    parts = [data(config, batch, counts[batch]) for batch in range(batches(layout))]
+    expected, found = one_process(config, parts), backward(layer, *parts[batch])
+
+    def compare(actual: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+        atol = 0.0 if config is INTEGER or not wanted.numel() else BOUND * float(wanted.abs().max())
+        assert_same(actual, wanted, f"{what}, gradient of {name}", atol=atol)
+
+    for name in ("x", "weights"):
+        if name in found:
+            compare(found[name], expected[name].split([len(part[0]) for part in parts])[batch], name)
+    parameters = {name: gradient for name, gradient in found.items() if "." in name}
+    ranks = everywhere((layer.expert_weights.local_experts, parameters))
+    for name, gradient in logical_gradients(config, layout, ranks).items():
+        compare(gradient, expected[f"expert_weights.{name}"], name)
+
+    if config is INTEGER:
+        return
+    alone = one_process(config, [parts[batch]])
+    for name in parameters:
+        if name.startswith("expert_weights"):
+            continue
+        if layout.etp <= (layout.tp if replicated else 1):  # etp inside the batch: its own gradient, on every rank
+            compare(found[name], alone[name], f"{name} of this batch")
+        total = sum(gradients[name] for _, gradients in (ranks[:: layout.tp] if replicated else ranks))
+        compare(total, expected[name], f"{name} summed over batches")
+
+
+@distributed(2, 4)
+def test_gradients_equal_one_process(world_size):
+    device = rank_device()
+    for sizes in LAYOUTS[world_size]:
+        sizes = dict(sizes)
+        redundant = sizes.pop("map", None) is REDUNDANT
+        with EPContext.from_groups(ParallelConfig(**sizes), device=device, deadline_s=30) as context:
+            expert_map = ExpertMap.redundant(6, context.layout.ep, 3) if redundant else None
+            for all2all in ("allgather", "torch_a2a"):
+                what = f"{context.layout}, {all2all}"
+                layer = make(INTEGER, context, all2all, expert_map)
+                for counts in (UNEVEN, ONE_ONLY):
+                    check(INTEGER, layer, counts, f"{what}, T={counts}")
+                check(FLOAT, make(FLOAT, context, all2all, expert_map), UNEVEN, what)
+
+
+@distributed(2)
+@pytest.mark.parametrize("all2all", ["allgather", "torch_a2a"])
+def test_backward_where_only_the_experts_learn(all2all, world_size):
+    """Neither x nor the routing needs a gradient, and one rank's experts get no token: its backward must still take
+    part in the collectives."""
+    with EPContext.from_groups(device=rank_device(), deadline_s=5) as context:
+        layer = make(INTEGER, context, all2all)
+        x = integer_rows(3, 16, dist.get_rank()).to(context.device)
+        ids = torch.tensor([[0, -1]] * 3, device=context.device)
+        y = layer.forward_routed(x, Routing(ids, torch.ones(3, 2, device=context.device)))
+        y.sum().backward()
+        assert (layer.expert_weights.w2.grad is not None) or dist.get_rank() > 0
+
+
+@distributed(2, 4)
+def test_two_calls_before_their_backwards(world_size):
+    """Activation state is the call's own: gradients of two calls add up, in either order of backward."""
+    rank = dist.get_rank()
+    with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
+        layer = make(INTEGER, context, "torch_a2a")
+        parts = [data(INTEGER, 10 * call + rank, 4) for call in range(2)]
+        alone = [backward(layer, *part) for part in parts]
+        layer.zero_grad()
+        device = context.device
+        outs = []
+        for x, routing, _ in parts:
+            outs.append(layer.forward_routed(x.to(device), Routing(routing.ids.to(device), routing.weights.to(device))))
+        for y, (_, _, behind) in reversed(list(zip(outs, parts, strict=True))):
+            y.backward(behind.to(device))
+        for name in ("w13", "w2", "w13_bias", "w2_bias"):
+            total = alone[0][f"expert_weights.{name}"] + alone[1][f"expert_weights.{name}"]
+            assert_same(layer.expert_weights.get_parameter(name).grad, total, name)

@@ -1,0 +1,276 @@
+"""Models of five families with expert-parallel blocks against the untouched ones, in float32."""
+
+import functools
+import json
+import multiprocessing
+import shutil
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext, ExpertMap, ParallelConfig
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations import transformers as integration
+from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
+from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.testing import distributed, rank_device
+from ep_moe.weights.checkpoint import INDEX
+from tests.test_checkpoint import CONFIGS, FAMILIES, LAYERS, quiet, tiny_config, tiny_model, written
+
+transformers = pytest.importorskip("transformers")
+
+MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4")
+PRELOAD = ["ep_moe.testing.preload", "ep_moe.integrations.transformers"]
+PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in MODELS]
+
+
+@functools.cache
+def ranks_import_transformers():
+    """Start the ranks' fork server again with transformers in it, which otherwise each rank imports for 3 s."""
+    if not TorchrunEnv.present():
+        forkserver._forkserver._stop()
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks():
+    ranks_import_transformers()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    return written(tmp_path_factory.getbasetemp())
+
+
+def untouched(folder):
+    quiet()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(rank_device()).eval()
+
+
+def batch(layout):
+    """Token ids of a dp rank; ranks differ in number and length of sequences, which are longer than any window."""
+    generator = torch.Generator().manual_seed(layout.dp_rank)
+    shape = (1 + layout.dp_rank % 3, 20 - 3 * layout.dp_rank)
+    return torch.randint(0, 64, shape, generator=generator).to(rank_device())
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(input_ids=ids).logits
+
+
+def expert_parameters(config, etp=1):
+    """Of one expert on one rank."""
+    matrices = config.hidden_size * (config.w13_rows + config.intermediate_size) // etp
+    return matrices + config.expert_bias * (config.w13_rows // etp + config.hidden_size)
+
+
+def check_parameters(model, plain, family, layout):
+    """All of the untouched model's parameters but other ranks' experts, and no others."""
+    layers, config = moe_layers(model), CONFIGS[family]
+    held = sum(layer.expert_weights.num_slots for layer in layers) * expert_parameters(config, layout.etp)
+    of_experts = len(layers) * config.num_experts * expert_parameters(config)
+    count = {name: sum(p.numel() for p in m.parameters()) for name, m in (("ours", model), ("plain", plain))}
+    assert count["ours"] == count["plain"] - of_experts + held
+    shapes = {tuple(p.shape[:1]) for layer in layers for p in layer.expert_weights.parameters()}
+    assert shapes == {(layers[0].expert_weights.num_slots,)}
+
+
+# sizes, map (None: linear), transport
+LAYOUTS = {
+    1: [({}, None, "auto")],
+    2: [
+        ({"dp": 2}, None, "torch_a2a"),
+        ({"tp": 2}, None, "allgather"),
+        ({"tp": 2, "ep": 1, "etp": 2}, None, "auto"),
+        ({"dp": 2}, ExpertMap.redundant(8, 2, 4), "auto"),
+    ],
+    4: [
+        ({"dp": 4}, None, "auto"),
+        ({"tp": 4}, None, "auto"),
+        ({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, None, "auto"),
+        ({"dp": 4}, ExpertMap.redundant(8, 4, 6), "allgather"),
+        ({"dp": 2, "tp": 2}, ExpertMap.from_ranks([[7, 1, 0], [], [2, -1, 7, 3], [4, 5, 6]], 8), "torch_a2a"),
+    ],
+}
+
+
+@distributed(1, 2, 4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_untouched_model(checkpoints, family, world_size):
+    folder = checkpoints[f"{family} shards"].folder
+    plain = untouched(folder)
+    for sizes, expert_map, all2all in LAYOUTS[world_size]:
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+            ids = batch(context.layout)
+            expected = logits(plain, ids)
+            assert expected.std() > 0.5  # numbers that a wrong expert would change
+            options = {"expert_map": expert_map, "all2all": all2all}
+            models = {
+                "from disk": load_pretrained(folder, context, dtype=torch.float32, **options),
+                "in memory": expert_parallel(untouched(folder), context, **options),
+            }
+            for name, model in models.items():
+                where = f"{family} {sizes} {expert_map} {name}"
+                torch.testing.assert_close(
+                    logits(model, ids), expected, rtol=1e-5, atol=1e-5, msg=lambda m, where=where: f"{where}: {m}"
+                )
+                check_parameters(model, plain, family, context.layout)
+                assert not model.training
+                assert all(not t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+
+@distributed(2)
+@pytest.mark.parametrize("kind", ["deepseek_v3 fp8", "gpt_oss mxfp4", "llama4_text wrapped", "qwen3_moe fused"])
+def test_other_forms_on_disk(checkpoints, kind):
+    """Against transformers on the same numbers without the packing."""
+    checkpoint = checkpoints[kind]
+    plain = untouched(checkpoint.plain)
+    for sizes in ({"dp": 2}, {"tp": 2, "ep": 1, "etp": 2}):
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+            model = load_pretrained(checkpoint.folder, context, dtype=torch.float32)
+            ids = batch(context.layout)
+            expected = logits(plain, ids)
+            torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
+
+
+@distributed(2)
+def test_what_is_not_experts_is_the_untouched_models(checkpoints):
+    """Every parameter and buffer outside the blocks, bit for bit, also computed ones (rotary tables) and tied ones."""
+    with EPContext.from_groups(device=rank_device()) as context:
+        for family in FAMILIES:
+            folder = checkpoints[f"{family} single"].folder
+            plain, model = untouched(folder), load_pretrained(folder, context)
+            blocks = tuple(name for name, m in model.named_modules() if isinstance(m, ExpertParallelBlock))
+            assert len(blocks) == len(LAYERS[family])
+            ours = dict([*model.named_parameters(), *model.named_buffers()])
+            theirs = dict([*plain.named_parameters(), *plain.named_buffers()])
+            rest = {name for name in theirs if not name.startswith(blocks)}
+            assert rest == {name for name in ours if not name.startswith(blocks)}
+            for name in rest:
+                assert torch.equal(ours[name], theirs[name]), f"{family}: {name}"
+            if family == "qwen3_moe":
+                assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_configurations_are_read():
+    assert {family: integration.FAMILIES[family].config(tiny_config(family)) for family in FAMILIES} == CONFIGS
+    assert integration.FAMILIES.keys() == CONFIGS.keys()
+
+
+def test_dtype_is_the_checkpoints(tmp_path):
+    tiny_model("deepseek_v3").to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)
+    assert model.dtype == torch.bfloat16
+    assert {layer.dtype for layer in moe_layers(model)} == {torch.bfloat16}
+    assert {layer.router.e_score_correction_bias.dtype for layer in moe_layers(model)} == {torch.float32}
+
+
+def test_meta_model_stays_on_meta():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"))
+    context = EPContext.local(torch.device("cpu"))
+    expert_parallel(model, context)
+    assert len(moe_layers(model)) == 2
+    for layer in moe_layers(model):
+        tensors = [*layer.parameters(), *layer.buffers()]
+        assert tensors
+        assert all(t.is_meta for t in tensors)
+
+
+def local():
+    return EPContext.local(torch.device("cpu"))
+
+
+def test_replaced_model_is_refused():
+    model = expert_parallel(tiny_model("mixtral"), local())
+    with pytest.raises(ConfigError, match="no block of class MixtralSparseMoeBlock; was it replaced already"):
+        expert_parallel(model, local())
+
+
+def test_unknown_model_type_is_refused(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    for call in (lambda: expert_parallel(model, local()), lambda: load_pretrained(tmp_path, local())):
+        with pytest.raises(ConfigError, match="model_type 'llama' is not among the known families"):
+            call()
+
+
+def test_router_logits_are_refused(tmp_path):
+    model = tiny_model("qwen3_moe", output_router_logits=True)
+    model.save_pretrained(tmp_path)
+    for call in (lambda: expert_parallel(model, local()), lambda: load_pretrained(tmp_path, local())):
+        with pytest.raises(ConfigError, match="output_router_logits=True is not supported"):
+            call()
+
+
+def test_unknown_activation_is_refused():
+    with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*, got 'relu'"):
+        expert_parallel(tiny_model("mixtral", hidden_act="relu"), local())
+
+
+def damage(good, root):
+    """name -> (folder, error, what it says), each a copy with one thing wrong outside the experts."""
+    cases = {}
+
+    def spoiled(name, change, error, pattern):
+        shutil.copytree(good, root / name)
+        change(root / name)
+        cases[name] = (str(root / name), error, pattern)
+
+    def without(tensor):
+        def change(folder):
+            index = json.loads((folder / INDEX).read_text())
+            del index["weight_map"][tensor]
+            (folder / INDEX).write_text(json.dumps(index))
+
+        return change
+
+    def config(**changes):
+        def change(folder):
+            text = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(text | changes))
+
+        return change
+
+    name = "model.layers.1.self_attn.q_proj.weight"
+    spoiled("missing", without(name), CheckpointError, rf"{name} must have shape \[32, 32\], got nothing")
+    spoiled("no config", lambda f: (f / "config.json").unlink(), CheckpointError, "holds no config.json")
+    spoiled("broken config", lambda f: (f / "config.json").write_text("{"), CheckpointError, "config.json is nothing")
+    spoiled("no such type", config(model_type="mixtrel"), CheckpointError, "config.json is nothing.*mixtrel")
+    spoiled("other type", config(model_type="olmoe"), ConfigError, "model_type 'olmoe' is not among the known families")
+    spoiled(
+        "wide norm", config(head_dim=16), CheckpointError, r"q_proj\.weight must have shape \[64, 32\], got \[32, 32\]"
+    )
+    return cases
+
+
+@pytest.fixture(scope="session")
+def damaged(checkpoints, tmp_path_factory):
+    return damage(checkpoints["mixtral shards"].folder, tmp_path_factory.mktemp("damaged_models"))
+
+
+@distributed(1, 2)
+def test_damage_is_one_error_on_all_ranks(checkpoints, damaged, world_size):
+    """The whole checkpoint damaged, then rank 1's copy alone."""
+    good = checkpoints["mixtral shards"].folder
+    with EPContext.from_groups(device=rank_device()) as context:
+        for name, (folder, error, pattern) in damaged.items():
+            for hit in ({0, 1}, {1}) if world_size == 2 else ({0},):
+                path = folder if dist.get_rank() in hit else good
+                with pytest.raises(error, match=pattern) as caught:
+                    load_pretrained(Path(path), context, dtype=torch.float32)
+                said = [None] * world_size
+                dist.all_gather_object(said, str(caught.value))
+                assert len(set(said)) == 1, f"{name} on {hit}: {said}"
+        model = load_pretrained(good, context, dtype=torch.float32)
+        ids = batch(context.layout)
+        torch.testing.assert_close(logits(model, ids), logits(untouched(good), ids), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,276 @@
+"""`ep-moe run` and `ep-moe doctor` from end to end."""
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_moe import registry
+from ep_moe import run as run_module
+from ep_moe.cli import app
+from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.parallel.local_ranks import run_local_ranks
+from ep_moe.run import DEMO, RunOptions, run
+from tests.distributed.test_transformers import ranks_import_transformers
+from tests.test_checkpoint import tiny_model
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
+
+EXPERTS, TOP_K, MOE_LAYERS = 16, 2, 3  # of the demo
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks():
+    ranks_import_transformers()
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
+
+
+def windows_of(text, tokens, window):
+    return torch.tensor(list(text[:tokens])).view(-1, window)
+
+
+@torch.no_grad()
+def single_process(folder, windows):
+    """Perplexity and loads [layer][expert] of the untouched model, by hooks on its routers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loads = []
+
+    def count(router, _, outputs):
+        loads.append(torch.bincount(outputs[2].flatten(), minlength=router.weight.shape[0]).tolist())
+
+    hooks = [m.register_forward_hook(count) for n, m in model.named_modules() if n.endswith("mlp.gate")]
+    assert hooks
+    logits = model(input_ids=windows).logits[:, :-1].double().log_softmax(-1)
+    nll = -logits.gather(-1, windows[:, 1:].unsqueeze(-1)).mean()
+    return math.exp(nll), loads
+
+
+# --- the demo ----------------------------------------------------------------------------------------------------
+
+
+def test_demo_on_four_ranks():
+    result = invoke("run")
+    assert result.exit_code == 0, result.output
+    assert "demo: 4 ranks (dp 2, tp 2; ep 4, etp 1), gloo on cpu" in result.output
+    assert "perplexity over 16384 tokens" in result.output
+    both = re.search(r"ep_moe +([\d.]+)\n +transformers +([\d.]+) +\(one process; equal", result.output)
+    ours, theirs = both.groups()
+    assert ours == theirs
+    assert len(ours.replace(".", "")) == 5
+    assert 1 < float(ours) < 256  # bytes, better than guessing
+    for line in (r"layer 2( +\d+){4} +[01]\.\d{3}\n", r"expert 15( +\d+){3}\n", r"combine +[\d.]+ +\d+ +\d+%\n"):
+        assert re.search(line, result.output), line
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dp": 4, "max_tokens": 384},  # three windows: dp rank 3 has none
+        {"dp": 4, "max_tokens": 640, "batch": 1},  # five windows: dp rank 0 steps twice
+        {"etp": 2},
+        {"dp": 4, "ep": 2, "all2all": "allgather", "max_tokens": 640, "etp": 2},
+        {"tp": 4, "ep": 2},
+        {"dp": 1, "tp": 1},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
+)
+def test_report_is_that_of_one_process(options):
+    options = {"window": 128, "max_tokens": 1024, **options}
+    report = run(RunOptions(**options))
+    tokens = options["max_tokens"]
+    perplexity, loads = single_process(DEMO, windows_of((DEMO / "heldout.txt").read_bytes(), tokens, options["window"]))
+    assert report.tokens == tokens
+    assert report.exact
+    assert report.agrees
+    assert report.perplexity == pytest.approx(perplexity, rel=2e-6)
+    assert report.reference == pytest.approx(perplexity, rel=2e-6)
+    assert report.expert_load == loads
+    assert [sum(load) for load in loads] == [tokens * TOP_K] * MOE_LAYERS
+    # the linear map: each EP rank has the next experts
+    world = options.get("dp", 1) * options.get("tp", 1) if {"dp", "tp"} & options.keys() else 4
+    ep = options.get("ep") or world // options.get("etp", 1)
+    each = EXPERTS // ep
+    assert report.rank_load == [[sum(load[r * each : (r + 1) * each]) for r in range(ep)] for load in loads]
+    assert report.balancedness == [pytest.approx(sum(load) / ep / max(load)) for load in report.rank_load]
+    windows, dp = tokens // options["window"], options.get("dp") or world // options.get("tp", 2)
+    assert report.forwards == math.ceil(math.ceil(windows / dp) / options.get("batch", 8)) * MOE_LAYERS
+    assert list(report.stages) == ["route", "place", "dispatch", "shared", "dispatch wait", "experts", "combine"]
+    assert all(ms >= 0 for ms in report.stages.values())
+
+
+def planted(**kwargs):
+    """run_on_rank with a reference that is wrong in the fourth digit."""
+    honest = run_module._reference
+    run_module._reference = lambda *args: 1.001 * honest(*args)
+    return run_module.run_on_rank(**kwargs)
+
+
+def test_a_difference_is_exit_code_1(monkeypatch):
+    def ranks(target, *args, **kwargs):
+        assert target == "ep_moe.run:run_on_rank"
+        return run_local_ranks("tests.test_run:planted", *args, **kwargs)
+
+    monkeypatch.setattr(run_module, "run_local_ranks", ranks)
+    result = invoke("run", "--max-tokens", 512)
+    assert result.exit_code == 1
+    assert "DIFFERENT" in result.output
+    # in bfloat16 nothing is promised
+    result = invoke("run", "--max-tokens", 512, "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+
+
+def test_without_reference():
+    result = invoke("run", "--max-tokens", 512, "--no-reference", "--dp", 2)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"ep_moe +[\d.]+\n", result.output)
+    assert "transformers" not in result.output
+    assert "demo: 2 ranks (dp 2, tp 1; ep 2, etp 1)" in result.output
+
+
+# --- the user's model --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory):
+    """A folder with a byte-level model, one with a small vocabulary, one with a tokenizer, and a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("users")
+    tiny_model("mixtral", vocab_size=256).to(torch.bfloat16).save_pretrained(root / "bytes")
+    tiny_model("deepseek_v3").save_pretrained(root / "small")
+    words = ["what", "is", "said", "here", "means", "nothing", "[UNK]"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    shutil.copytree(root / "small", root / "words")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(root / "words")
+    (root / "text.txt").write_text("what is said here means nothing \N{EURO SIGN}\n" * 40)
+    return root
+
+
+def test_a_models_own_folder_and_text(users):
+    result = invoke(
+        "run", "--model", users / "bytes", "--text", users / "text.txt", "--dp", 3, "--dtype", "float32",
+        "--window", 32, "--max-tokens", 1000, "--batch", 4,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "bytes: 3 ranks (dp 3, tp 1; ep 3, etp 1)" in result.output
+    assert "perplexity over 992 tokens" in result.output
+    assert "equal to 5 digits" in result.output
+
+
+def test_dtype_is_the_checkpoints(users):
+    options = RunOptions(
+        model=str(users / "bytes"), text=str(users / "text.txt"), dp=1, tp=2, window=64, max_tokens=256, reference=False
+    )
+    report = run(options)
+    assert not report.exact
+    text = (users / "text.txt").read_bytes()
+    perplexity, loads = single_process(users / "bytes", windows_of(text, 256, 64))
+    assert report.perplexity == pytest.approx(perplexity, rel=0.2)
+    assert [sum(load) for load in report.expert_load] == [sum(load) for load in loads] == [256 * 2] * 2
+
+
+def test_tokenizer_of_the_checkpoint(users):
+    report = run(RunOptions(model=str(users / "words"), text=str(users / "text.txt"), dp=2, tp=1, window=35))
+    assert report.tokens == 7 * 40
+    words = torch.tensor([0, 1, 2, 3, 4, 5, 6]).repeat(40).view(-1, 35)
+    perplexity, loads = single_process(users / "words", words)
+    assert report.perplexity == pytest.approx(perplexity, rel=2e-6)
+    assert report.expert_load == loads
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "--window 1": "--window must be at least 2, got 1",
+    "--batch 0": "--batch must be at least 1, got 0",
+    "--max-tokens 0": "--max-tokens must be at least 1, got 0",
+    "--dp 0": "--dp must be at least 1, got 0",
+    "--tp 0": "--tp must be at least 1, got 0",
+    "--dp -2 --tp 2": "--dp must be at least 1, got -2",
+    "--ep 0": "--ep must be at least 1, got 0",
+    "--etp 0": "--etp must be at least 1, got 0",
+    "--deadline 0": "--deadline must be positive, got 0",
+    "--dtype float8": "--dtype must be auto or one of float32, bfloat16, float16, got 'float8'",
+    "--all2all carrier_pigeon": "--all2all must be auto or one of local, .*, got 'carrier_pigeon'",
+    "--experts nobody": "--experts must be auto or one of reference.*, got 'nobody'",
+    "--model /nowhere --text {text}": "--model /nowhere is not a folder",
+    "--model {text} --text {text}": "--model .*text.txt is not a folder",
+    "--model {bytes}": "--model needs --text: a file to read",
+    "--text /nowhere": "--text /nowhere is not a file",
+    "--text {bytes}": "--text .*bytes is not a file",
+    # found by the ranks
+    "--window 64 --max-tokens 63": "gives 63 tokens .at most --max-tokens., fewer than one --window of 64",
+    "--etp 3": "etp must divide dp . tp, got etp=3, dp=2, tp=2",
+    "--ep 3": "ep.*=3",
+    "--all2all local": "all2all='local' with experts='auto' cannot run here",
+    "--model {empty} --text {text} --dp 2": "empty holds no config.json",
+    "--model {broken} --text {text} --dp 2": "broken/config.json is nothing that transformers can read",
+    "--model {small} --text {text} --dp 2": "--text has token 226, but --model knows 64",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_flags_are_one_sentence(flags, users):
+    (users / "empty").mkdir(exist_ok=True)
+    (users / "broken").mkdir(exist_ok=True)
+    (users / "broken" / "config.json").write_text("{")
+    paths = {name: users / name for name in ("bytes", "empty", "broken", "small")} | {"text": users / "text.txt"}
+    result = invoke("run", *flags.format_map(paths).split())
+    assert result.exit_code == 2, result.output
+    lines = result.output.splitlines()
+    assert len(lines) == 1, result.output
+    assert re.match(f"error: .*{BAD[flags]}", lines[0])
+
+
+def test_unparsable_flags():
+    assert invoke("run", "--dp", "two").exit_code == 2
+    assert invoke("run", "--dpp", 2).exit_code == 2
+    assert invoke("walk").exit_code == 2
+
+
+# --- the rest of the command line --------------------------------------------------------------------------------
+
+
+def test_doctor_names_every_backend():
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    assert re.search(rf"torch +{re.escape(torch.__version__)}", result.output)
+    assert re.search(rf"transformers +{re.escape(transformers.__version__)}", result.output)
+    for kind in ("dispatchers", "experts"):
+        for name in registry.targets(kind):
+            reason = registry.why_not(kind, name) or "available"
+            assert re.search(rf"{kind} +{name} +{re.escape(reason.split()[0])}", result.output), name
+
+
+def command(*args):
+    root = Path(__file__).parent.parent
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=100, cwd=root, check=False)
+
+
+def test_module_form():
+    result = command("-m", "ep_moe", "--help")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"run +Run a model", result.stdout)
+    assert re.search(r"doctor +Print versions", result.stdout)
+
+
+def test_torchrun_form():
+    """About ten seconds: two processes that each import everything."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    result = command(*torchrun, "-m", "ep_moe", "run", "--max-tokens", "2048")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("perplexity over 2048 tokens") == 1
+    assert result.stdout.count("2 ranks (dp 1, tp 2; ep 2, etp 1)") == 1
+    assert "equal to 5 digits" in result.stdout

@@ -1,0 +1,352 @@
+"""The choice of a backend: the order of preference, every refusal with its reason, and backends of other packages."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, registry
+from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.select import choose, explain
+from ep_moe.types import RowLayout, Weighting
+
+CPU = torch.device("cpu")
+
+
+class Batched(LocalDispatcher):
+    name = "batched"
+    capabilities = dataclasses.replace(LocalDispatcher.capabilities, layout=RowLayout.BATCHED)
+
+
+class Weighing(LocalDispatcher):
+    name = "weighing"
+    capabilities = dataclasses.replace(LocalDispatcher.capabilities, weighting=Weighting.COMBINE)
+
+
+class Sibling(LocalDispatcher):
+    name = "sibling"
+
+
+class Missing(LocalDispatcher):
+    name = "missing"
+
+    @classmethod
+    def available(cls) -> str | None:
+        return "libsibling.so is not installed"
+
+
+class OfGpus(ReferenceExperts):
+    name = "of_gpus"
+    capabilities = dataclasses.replace(ReferenceExperts.capabilities, min_compute_capability=(9, 0))
+
+
+class TakesBatches(ReferenceExperts):
+    name = "takes_batches"
+    capabilities = dataclasses.replace(ReferenceExperts.capabilities, layouts=frozenset({RowLayout.BATCHED}))
+
+
+def config(top_k: int = 2, **fields) -> MoEConfig:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_experts": 8} | fields
+    return MoEConfig(**sizes, top_k=top_k)
+
+
+def layout(ep: int, etp: int = 1) -> RankLayout:
+    return RankLayout(world=ep * etp, rank=0, dp=ep * etp, ep=ep, etp=etp)
+
+
+def table(top_k: int, ep: int, etp: int) -> dict[tuple[str, str], str]:
+    rows = explain(config(top_k), layout(ep, etp), CPU, torch.float32)
+    return {(row.all2all, row.experts): row.status for row in rows}
+
+
+def refusal(*names: str, **fields) -> str:
+    """The reason in the row of these names, which must be refused."""
+    arguments = {"config": config(), "layout": layout(1), "device": CPU, "dtype": torch.float32} | fields
+    rows = explain(**arguments)
+    (row,) = (row for row in rows if (row.all2all, row.experts) == names)
+    assert row.status == "refused"
+    return row.reason
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """Registers classes of this file, or any import string, as another package's entry points would."""
+
+    def register(**kinds: dict[str, str]) -> None:
+        def entry_points(*, group: str) -> list[SimpleNamespace]:
+            found = kinds.get(group.removeprefix("ep_moe."), {})
+            return [SimpleNamespace(name=name, value=value) for name, value in found.items()]
+
+        monkeypatch.setattr(registry, "entry_points", entry_points)
+        registry._plugins.cache_clear()
+
+    yield register
+    registry._plugins.cache_clear()
+
+
+# --- the built-in ones ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("top_k", "ep", "chosen"),
+    [
+        (1, 1, "local"),
+        (8, 1, "local"),
+        (2, 2, "allgather"),
+        (4, 2, "allgather"),
+        (8, 8, "allgather"),
+        (1, 2, "torch_a2a"),
+        (2, 4, "torch_a2a"),
+        (7, 8, "torch_a2a"),
+    ],
+)
+@pytest.mark.parametrize("etp", [1, 2])
+def test_the_transport_that_is_chosen(top_k, ep, etp, chosen):
+    found = table(top_k, ep, etp)
+    assert found == {
+        ("local", "reference"): "chosen" if ep == 1 else "refused",
+        ("allgather", "reference"): "chosen" if chosen == "allgather" else "possible",
+        ("torch_a2a", "reference"): "chosen" if chosen == "torch_a2a" else "possible",
+    }
+    assert choose(config(top_k), layout(ep, etp), CPU, torch.float32).all2all == chosen
+
+
+def test_reasons_have_the_numbers():
+    reasons = {row.all2all: row.reason for row in explain(config(2), layout(4), CPU, torch.float32)}
+    assert reasons["local"] == "local serves at most 1 rank, ep=4"
+    assert "top_k=2 < ep=4" in reasons["torch_a2a"]
+    assert "top_k=2 >= ep=2" in choose(config(2), layout(2), CPU, torch.float32).reason
+    assert choose(config(2), layout(1), CPU, torch.float32).reason == "one rank, nothing travels"
+
+
+def test_best_comes_first():
+    for ep in (1, 2, 8):
+        rows = [row for row in explain(config(4), layout(ep), CPU, torch.float32) if row.status != "refused"]
+        assert [row.status for row in rows] == ["chosen"] + ["possible"] * (len(rows) - 1)
+
+
+def test_a_row_is_printed_in_columns():
+    row = choose(config(2), layout(1), CPU, torch.float32)
+    assert str(row).split() == ["chosen", "local", "reference", "one", "rank,", "nothing", "travels"]
+
+
+def test_choice_with_experts_cut_over_one_ep_rank():
+    assert choose(config(2), layout(1, etp=4), CPU, torch.float32).all2all == "local"
+
+
+# --- backends by name -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["allgather", "torch_a2a"])
+def test_a_named_transport_is_chosen(name):
+    assert choose(config(2), layout(4), CPU, torch.float32, all2all=name).all2all == name
+    found = explain(config(2), layout(4), CPU, torch.float32, all2all=name, experts="reference")
+    for row in found:
+        if row.all2all not in (name, "local"):
+            assert (row.status, row.reason) == ("refused", f"all2all={name!r} was asked for")
+
+
+def test_a_named_kernel_is_chosen(plugins):
+    plugins(experts={"of_gpus": "tests.test_select:OfGpus", "second": "ep_moe.experts.reference:ReferenceExperts"})
+    assert choose(config(), layout(1), CPU, torch.float32).experts == "reference"
+    row = choose(config(), layout(1), CPU, torch.float32, experts="second")
+    assert (row.all2all, row.experts) == ("local", "second")
+    assert refusal("local", "reference", experts="second") == "experts='second' was asked for"
+
+
+def test_named_transport_that_cannot_run_names_the_reason_and_those_that_can():
+    with pytest.raises(BackendUnavailable) as error:
+        choose(config(2), layout(4), CPU, torch.float32, all2all="local")
+    text = str(error.value)
+    assert "all2all='local' with experts='auto' cannot run here" in text
+    assert "local with reference: local serves at most 1 rank, ep=4" in text
+    assert "Pairs that can: torch_a2a with reference, allgather with reference" in text
+    assert "was asked for" not in text
+
+
+def test_where_nothing_can_run_that_is_said():
+    with pytest.raises(BackendUnavailable) as error:
+        choose(config(2), layout(1), CPU, torch.float64)
+    assert "dtype float64 is not among bfloat16, float16, float32" in str(error.value)
+    assert "Pairs that can: none" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"all2all": "nvshmem"},
+            "no backend among dispatchers is named 'nvshmem'; there are local, allgather, torch_a2a",
+        ),
+        ({"experts": "cutlas"}, "no backend among experts is named 'cutlas'; there are reference"),
+    ],
+)
+def test_unknown_name_lists_the_known_ones(asked, message):
+    with pytest.raises(ConfigError) as error:
+        choose(config(), layout(1), CPU, torch.float32, **asked)
+    assert message in str(error.value)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_in_another_layout_are_refused_by_name(plugins):
+    plugins(dispatchers={"batched": "tests.test_select:Batched"})
+    reason = refusal("batched", "reference")
+    assert reason == "batched delivers batched rows, reference takes rank_major"
+    with pytest.raises(BackendUnavailable) as error:
+        choose(config(), layout(1), CPU, torch.float32, all2all="batched")
+    assert reason in str(error.value)
+
+
+def test_kernel_for_another_layout_is_refused_by_name(plugins):
+    plugins(
+        dispatchers={"batched": "tests.test_select:Batched"},
+        experts={"takes_batches": "tests.test_select:TakesBatches"},
+    )
+    assert refusal("local", "takes_batches") == "local delivers rank_major rows, takes_batches takes batched"
+    row = choose(config(), layout(1), CPU, torch.float32, all2all="batched", experts="takes_batches")
+    assert row.status == "chosen"
+
+
+def test_weights_left_to_the_transport_are_refused_by_name(plugins):
+    plugins(dispatchers={"weighing": "tests.test_select:Weighing"})
+    assert refusal("weighing", "reference") == (
+        "weighing leaves the routing weights to combine, reference does not work that way"
+    )
+
+
+def test_layer_refuses_a_mismatch_at_construction(plugins):
+    plugins(dispatchers={"batched": "tests.test_select:Batched"})
+    with pytest.raises(BackendUnavailable) as error:
+        MoELayer(config(), EPContext.local(CPU), all2all="batched")
+    assert "batched delivers batched rows, reference takes rank_major" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"dtype": torch.float64}, "dtype float64 is not among bfloat16, float16, float32"),
+        ({"config": config(hidden_size=18)}, "hidden_size must be a multiple of 4 in float32, got 18"),
+        (
+            {"config": config(hidden_size=20), "dtype": torch.bfloat16},
+            "hidden_size must be a multiple of 8 in bfloat16, got 20",
+        ),
+        ({"config": config(intermediate_size=6)}, "intermediate_size / etp must be a multiple of 4 in float32, got 6"),
+        ({"layout": layout(1, etp=8)}, "intermediate_size / etp must be a multiple of 4 in float32, got 2"),
+        ({"device": torch.device("xpu")}, "local runs on cpu, cuda, not on xpu"),
+    ],
+)
+def test_shape_dtype_and_device_are_refused_with_the_value(fields, reason):
+    assert refusal("local", "reference", **fields) == reason
+
+
+def test_kernel_that_needs_a_newer_gpu_is_refused(plugins):
+    plugins(experts={"of_gpus": "tests.test_select:OfGpus"})
+    assert refusal("local", "of_gpus") == "of_gpus needs a GPU of compute capability 9.0 or newer"
+
+
+# --- other packages' backends ---------------------------------------------------------------------------------------
+
+
+def test_entry_point_is_a_backend(plugins):
+    plugins(dispatchers={"sibling": "tests.test_select:Sibling"})
+    assert registry.targets("dispatchers")["sibling"] == "tests.test_select:Sibling"
+    assert list(registry.targets("experts")) == ["reference"]
+    assert registry.load("dispatchers", "sibling").name == "sibling"
+    assert registry.available("dispatchers", "sibling")
+    rows = explain(config(), layout(1), CPU, torch.float32)
+    assert (rows[-1].all2all, rows[-1].status, rows[-1].reason) == (
+        "sibling",
+        "possible",
+        "registered by another package",
+    )
+    assert choose(config(), layout(1), CPU, torch.float32).all2all == "local"
+
+
+def test_layer_runs_on_another_packages_transport(plugins):
+    plugins(dispatchers={"sibling": "tests.test_select:Sibling"})
+    layer = MoELayer(config(), EPContext.local(CPU), all2all="sibling")
+    assert layer(torch.ones(3, 16)).shape == (3, 16)
+    assert layer.dispatcher.name == "sibling"
+    assert [row.all2all for row in layer.explain() if row.status == "chosen"] == ["sibling"]
+
+
+def test_entry_point_with_the_name_of_a_built_in_is_an_error(plugins):
+    plugins(dispatchers={"local": "tests.test_select:Sibling"})
+    with pytest.raises(ConfigError) as error:
+        registry.targets("dispatchers")
+    assert "'local' in group ep_moe.dispatchers has the name of a built-in backend" in str(error.value)
+
+
+def test_backend_that_says_it_is_unavailable(plugins):
+    plugins(dispatchers={"missing": "tests.test_select:Missing"})
+    assert registry.why_not("dispatchers", "missing") == "libsibling.so is not installed"
+    assert not registry.available("dispatchers", "missing")
+    assert refusal("missing", "reference") == "missing: libsibling.so is not installed"
+    with pytest.raises(BackendUnavailable) as error:
+        choose(config(), layout(1), CPU, torch.float32, all2all="missing")
+    assert "libsibling.so is not installed" in str(error.value)
+
+
+BROKEN = {
+    "no such module": ("nowhere_at_all.module:Class", "nowhere_at_all"),
+    "no such class": ("tests.test_select:Nobody", "Nobody"),
+    "no class named": ("tests.test_select", "tests.test_select"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_backend_that_does_not_import_has_a_reason(plugins, name):
+    target, word = BROKEN[name]
+    plugins(dispatchers={"broken": target})
+    reason = registry.why_not("dispatchers", "broken")
+    assert reason is not None
+    assert word in reason
+    assert not registry.available("dispatchers", "broken")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_backend_that_does_not_import_stops_nobody_else(plugins, name):
+    target, word = BROKEN[name]
+    plugins(dispatchers={"broken": target}, experts={"broken": target})
+    assert choose(config(), layout(1), CPU, torch.float32).all2all == "local"
+    assert word in refusal("broken", "reference")
+    assert word in refusal("local", "broken")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("kind", ["all2all", "experts"])
+def test_named_backend_that_does_not_import_is_unavailable(plugins, kind, name):
+    """And no ImportError, which one rank alone would raise while the others wait for it."""
+    target, word = BROKEN[name]
+    plugins(dispatchers={"broken": target}, experts={"broken": target})
+    with pytest.raises(BackendUnavailable) as error:
+        choose(config(), layout(1), CPU, torch.float32, **{kind: "broken"})
+    assert word in str(error.value)
+    assert "Pairs that can: local with reference" in str(error.value)
+
+
+def test_backend_whose_library_does_not_load_has_a_reason(plugins, tmp_path, monkeypatch):
+    """As ctypes.CDLL says it: OSError, not ImportError."""
+    (tmp_path / "needs_a_library.py").write_text("raise OSError('libcudart.so.99: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins(dispatchers={"broken": "needs_a_library:Class"})
+    assert "libcudart.so.99" in registry.why_not("dispatchers", "broken")
+    assert choose(config(), layout(1), CPU, torch.float32).all2all == "local"
+
+
+@pytest.mark.parametrize("kind", ["dispatchers", "experts"])
+def test_every_built_in_runs_here(kind):
+    for name in registry.targets(kind):
+        assert registry.load(kind, name).name == name
+        assert registry.why_not(kind, name) is None
+
+
+def test_activation_is_part_of_the_choice(plugins, monkeypatch):
+    narrow = dataclasses.replace(ReferenceExperts.capabilities, activations=frozenset({Activation.SWIGLU}))
+    monkeypatch.setattr(ReferenceExperts, "capabilities", narrow)
+    wide = dataclasses.replace(config(), activation=Activation.RELU2)
+    assert refusal("local", "reference", config=wide) == "activation relu2 is not among swiglu"
