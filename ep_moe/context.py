@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ep_moe import registry
 from ep_moe._version import __version__
 from ep_moe.config import ParallelConfig, Tokens
-from ep_moe.errors import ConfigError, EPMoEError, PeerTimeout
+from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
-from ep_moe.parallel.groups import Links, default_store, init_from_torchrun, local_device, sizes_from_mesh
+from ep_moe.parallel.groups import Links, check_groups, default_store, init_from_torchrun, local_device, sizes_from_mesh
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.tokens import TokenFlow
@@ -115,22 +115,21 @@ class EPContext:
         groups: Mapping[str, ProcessGroup] | None,
         deadline_s: float,
     ) -> EPContext:
+        agreement = Agreement(PrefixStore("connect", store), range(layout.world), layout.rank, deadline_s)
+        problem = None
+        try:
+            check_groups(layout, groups or {})
+        except ConfigError as error:
+            problem = error
+        # before any group is made: a rank that makes another set of them would leave the others waiting
+        agreement.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
         made: list[Links] = []
         abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
         ledger = Ledger(
             PrefixStore("ledger", store), layout.group("lockstep"), layout.rank, deadline_s=deadline_s, abort=abort
         )
-        agreement = Agreement(PrefixStore("connect", store), range(layout.world), layout.rank, deadline_s)
-        problem = None
-        try:
-            made.append(Links(layout, ledger, device, groups))
-        except EPMoEError as error:
-            problem = error
-        try:
-            agreement.healthy("EPContext groups", problem)
-        except EPMoEError:
-            ledger.close()
-            raise
+        made.append(Links(layout, ledger, device, groups))
+        agreement.healthy("EPContext", None)  # all have their groups before any uses one
         return cls(layout, device, store, made[0], ledger)
 
     @classmethod

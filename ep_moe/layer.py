@@ -123,9 +123,11 @@ class MoELayer(nn.Module):
             weights = flow.union(flow.shared_gradients(routing.weights), call)
             return Routing(LogicalIds(flow.union(routing.ids, call)), weights)
         chosen: Routing = self._replicated(self.router, rows)
-        problem = self._routing_problem(rows, chosen)
-        if problem is not None:  # of a router of the user's
-            self._refuse_dispatch(problem)
+        if not isinstance(self.router, Router):
+            problem = self._routing_problem(rows, chosen) or self._id_problem(chosen)
+            flow.agree(problem, rows.device)
+            if problem is not None:
+                self._refuse_dispatch(problem)
         return chosen
 
     def _weigh_input(self, rows: Tensor, routing: Routing) -> tuple[Tensor, Routing]:

@@ -271,8 +271,18 @@ def test_output_stays_in_the_graph_without_rows(kind):
     assert (call.x.grad == 0).all()
 
 
+@pytest.mark.parametrize("slots", [EXPERTS, 0])
+def test_output_without_rows_hangs_on_the_parameters_too(slots):
+    """As where rows come, whose input may need no gradient."""
+    weights = ExpertWeights(shape(), ExpertMap.uneven([slots, EXPERTS - slots]))
+    y = ReferenceExperts(shape(), weights)(received(local_ids("rows for nobody")))
+    assert y.requires_grad
+    y.sum().backward()
+    assert all(parameter.grad is None or (parameter.grad == 0).all() for parameter in weights.parameters())
+
+
 def test_a_sum_as_the_loss():
-    """Its gradient is expanded, which grouped_mm's backward refuses."""
+    """Its gradient is an expanded scalar, which grouped_mm's backward would refuse."""
     run, call = experts(shape()), received(local_ids("some of them"))
     run(call).sum().backward()
     assert run.weights.w13.grad.abs().max() > 0
@@ -344,6 +354,18 @@ def test_reducing_undoes_grouping():
     present = (call.local_ids >= 0).float()
     total = reduce_rows(group_rows(call, EXPERTS).x, group_rows(call, EXPERTS))
     torch.testing.assert_close(total, call.x * (call.weights * present).sum(1, keepdim=True))
+
+
+def test_rows_are_weighted_and_summed_in_float32():
+    """256 + 1 - 256 is 0 in bfloat16, and so is 256 * 1.0039 - 256."""
+    ids = torch.tensor([[0, 1, 2], [0, -1, 2]])
+    call = dataclasses.replace(
+        received(ids, torch.bfloat16), weights=torch.tensor([[1.0, 1.0, 1.0], [1.00390625, 1.0, 1.0]])
+    )
+    grouped = group_rows(call, 3)
+    assert grouped.expert.tolist() == [0, 0, 1, 2, 2]
+    y = torch.tensor([256.0, 256.0, 1.0, -256.0, -256.0]).unsqueeze(1).bfloat16()
+    assert reduce_rows(y, grouped).tolist() == [[1.0], [1.0]]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -62,7 +62,4 @@ class _Attached(Function):
 
 def _linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [M, in], sorted by expert, times weight [L, out, in]: [M, out]."""
-    y = grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    if y.requires_grad:
-        y.register_hook(torch.Tensor.contiguous)  # grouped_mm's backward refuses expanded gradients
-    return y
+    return grouped_mm(x, weight.transpose(1, 2), offs=ends)

@@ -87,7 +87,7 @@ def local_device() -> torch.device:
 class Links:
     """This rank's links of every kind, and the process groups that were made for them.
 
-    existing: groups of the caller's, used for the kinds whose ranks they hold; they are not destroyed here.
+    given: groups of the caller's by kind, checked with `check_groups`; they are not destroyed here.
     """
 
     def __init__(
@@ -95,27 +95,28 @@ class Links:
         layout: RankLayout,
         ledger: Ledger,
         device: torch.device,
-        existing: Mapping[str, ProcessGroup] | None = None,
+        given: Mapping[str, ProcessGroup] | None = None,
     ) -> None:
         self._made: list[ProcessGroup] = []
-        known: dict[tuple[int, ...], ProcessGroup] = {}
-        for kind, group in (existing or {}).items():
-            known[_checked_ranks(layout, kind, group)] = group
+        self._links: dict[str, Link] = {}
         # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the ledger, which raises
         # in the caller instead, must come first
         seconds = 2 * ledger.deadline_s + 60 if device.type == "cuda" else ledger.deadline_s
-        timeout = timedelta(seconds=seconds)
-        for kind in LINKED:
-            for ranks in map(tuple, layout.groups[kind]):
-                # every rank creates every group in the same order; torch.distributed requires it
-                if len(ranks) > 1 and ranks not in known:
-                    known[ranks] = dist.new_group(list(ranks), timeout=timeout)
-                    if layout.rank in ranks:
-                        self._made.append(known[ranks])
-        self._links = {}
-        for kind in LINKED:
-            ranks = tuple(layout.group(kind))
-            self._links[kind] = Link(known.get(ranks), ranks, ranks.index(layout.rank), ledger)
+        known: list[tuple[list[list[int]], ProcessGroup | None]] = []
+        for kind in sorted(LINKED, key=lambda kind: kind not in (given or {})):  # given ones first, to be shared
+            every, mine = layout.groups[kind], layout.group(kind)
+            group = next((group for lists, group in known if lists == every), None)
+            if group is None and len(mine) > 1:
+                group = (given or {}).get(kind) or self._make(every, mine, timedelta(seconds=seconds))
+            known.append((every, group))
+            self._links[kind] = Link(group, tuple(mine), mine.index(layout.rank), ledger)
+
+    def _make(self, every: list[list[int]], mine: list[int], timeout: timedelta) -> ProcessGroup:
+        """Every rank makes every group of a kind in the same order; torch.distributed requires it."""
+        groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in every}
+        own: ProcessGroup = groups[tuple(mine)]
+        self._made.append(own)
+        return own
 
     def __getitem__(self, kind: str) -> Link:
         return self._links[kind]
@@ -131,16 +132,17 @@ class Links:
         self._made = []
 
 
-def _checked_ranks(layout: RankLayout, kind: str, group: ProcessGroup) -> tuple[int, ...]:
-    ranks = tuple(dist.get_process_group_ranks(group))
-    if kind not in layout.groups:
-        raise ConfigError(f"groups[{kind!r}] is no kind of group; known are {', '.join(layout.groups)}")
-    if list(ranks) != layout.group(kind):
-        raise ConfigError(
-            f"groups[{kind!r}] holds ranks {list(ranks)}, but {layout} puts rank {layout.rank} into "
-            f"{layout.group(kind)}; build the group from RankLayout.groups[{kind!r}]"
-        )
-    return ranks
+def check_groups(layout: RankLayout, groups: Mapping[str, ProcessGroup]) -> None:
+    """Raise ConfigError unless each given group holds the ranks that the layout gives it."""
+    for kind, group in groups.items():
+        if kind not in LINKED:
+            raise ConfigError(f"groups[{kind!r}] is no kind of group that can be given; those are {', '.join(LINKED)}")
+        ranks = dist.get_process_group_ranks(group)
+        if ranks != layout.group(kind):
+            raise ConfigError(
+                f"groups[{kind!r}] holds ranks {ranks}, but {layout} puts rank {layout.rank} into "
+                f"{layout.group(kind)}; build the group from RankLayout.groups[{kind!r}]"
+            )
 
 
 def device_mesh(layout: RankLayout, view: str, device_type: str) -> DeviceMesh:

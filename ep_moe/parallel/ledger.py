@@ -87,14 +87,12 @@ class Ledger:
         self._started = time.monotonic()
         try:
             yield
-        except EPMoEError as error:
-            if self._failure is not None:  # what an aborted collective left behind is no news of its own
+        except (EPMoEError, RuntimeError) as error:
+            if self._failure is not None:  # whatever an aborted collective left behind is no news of its own
                 raise self._failure from error
-            raise
-        except RuntimeError as error:
-            if not _is_communication_error(error):
+            if isinstance(error, EPMoEError) or not _is_communication_error(error):
                 raise
-            raise (self._failure or self._diagnose(str(error).splitlines()[0])) from error
+            raise self._diagnose(str(error).splitlines()[0]) from error
         finally:
             step = self._step
             self._step = Step(step.number, step.where, step.phase, step.detail, True)

@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -104,7 +105,7 @@ def _collect(
             assert isinstance(pipe, Connection)
             rank = open_pipes.pop(pipe)
             try:
-                reports[rank] = pipe.recv()
+                reports[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
                 on_purpose = rank in expect_dead
@@ -151,10 +152,10 @@ def _rank_main(
         result = _resolve(target)(**kwargs)
         if together:  # gloo connects sub-groups in its own time: a rank that leaves early breaks a peer's connection
             dist.barrier()
-        pipe.send(_Report(True, result))
+        pipe.send_bytes(pickle.dumps(_Report(True, result)))  # tensors by value: this process does not stay
     except BaseException as error:
         ours = error if isinstance(error, EPMoEError) else None
-        pipe.send(_Report(False, traceback.format_exc(), ours))
+        pipe.send_bytes(pickle.dumps(_Report(False, traceback.format_exc(), ours)))
     pipe.close()
 
 

@@ -60,6 +60,13 @@ class TokenFlow:
             tp_counts=[self._own_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
         )
 
+    def agree(self, problem: str | None, device: torch.device) -> None:
+        """Raise a problem that a rank met after `enter`, on all ranks that entered; where the EP group holds them all
+        the dispatcher's own exchange does this instead."""
+        if self.checks_input:
+            with self._lockstep.ledger.step("route"):
+                self._lockstep.agree([], problem, device)
+
     def _own_count(self, rank: int, totals: dict[int, int]) -> int:
         layout = self._layout
         start, stop = share(totals[rank], layout.split, rank % layout.tp if self._replicated else 0)

@@ -45,7 +45,8 @@ def cut(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -
 
 
 def join(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
-    """The inverse of `cut`: all etp ranks' pieces in order to the whole tensor."""
+    """The inverse of `cut`: all etp ranks' pieces in order to the whole tensor. What is not cut is etp rank 0's: it
+    alone uses w2_bias, and alone trains it."""
     dim = CUT_DIM[name]
     if len(pieces) == 1 or dim is None:
         return pieces[0]
@@ -149,7 +150,7 @@ class ExpertWeights(nn.Module):
     def whole(self, name: str, slot: int) -> Tensor:
         """A slot's whole tensor. Collective over the etp group."""
         piece = self.get_parameter(name).detach()[slot]
-        if self.etp.size == 1 or CUT_DIM[name] is None:
+        if self.etp.size == 1:
             return piece
         pieces = [torch.empty_like(piece) for _ in range(self.etp.size)]
         dist.all_gather(pieces, piece.contiguous(), group=self.etp.group)
@@ -174,6 +175,11 @@ class ExpertWeights(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self.w13.is_meta:
+            error_msgs.append(
+                f"{prefix.rstrip('.')} is on the meta device; call to_empty(device=...) before load_state_dict"
+            )
+            return
         known = {f"{prefix}{e}.{name}" for e in range(self.config.num_experts) for name in self.names}
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         for expert in sorted(set(self.local_experts) - {EMPTY}):

@@ -59,11 +59,13 @@ def no_payload() -> Iterator[None]:
         yield
 
 
-def check_call(layer: MoELayer, context: EPContext, tokens: int = 5, *, what: object = "", seed: int = 0) -> None:
-    """One good call, exact against the oracle. seed: of the weights."""
+def check_call(
+    layer: MoELayer, context: EPContext, tokens: int = 5, *, what: object = "", seed: int = 0, **bounds: float
+) -> None:
+    """One good call against the oracle, exact unless there are bounds. seed: of the weights."""
     config: MoEConfig = layer.config
     batch = batch_of(context.layout, dist.get_rank())
     x, routing = integer_rows(tokens, config.hidden_size, batch), integer_routing(tokens, config, batch)
     with torch.no_grad():
         y = layer.forward_routed(x.to(context.device), moved(routing, context.device))
-    assert_same(y, oracle(config, x, routing, seed), what)
+    assert_same(y, oracle(config, x, routing, seed), what, **bounds)

@@ -72,7 +72,8 @@ def test_bad_arguments(parallel, world_size):
     with made(parallel) as context:
         layers = [fill(MoELayer(CONFIG, context, all2all=all2all)) for all2all in ("allgather", "torch_a2a")]
         batch = batch_of(context.layout, rank)
-        x, routing = integer_rows(3, 16, batch).to(context.device), moved(integer_routing(3, CONFIG, batch), context.device)
+        x = integer_rows(3, 16, batch).to(context.device)
+        routing = moved(integer_routing(3, CONFIG, batch), context.device)
         for index, (arguments, sentence) in enumerate(bad_calls(x, routing)):
             layer = layers[index % 2]
             mine = arguments if rank == BAD else (x, routing) if len(arguments) > 1 else (x,)
@@ -86,7 +87,7 @@ def test_bad_arguments(parallel, world_size):
             check_call(layer, context)
 
 
-@distributed(4)
+@distributed(4, deadline_s=20)
 @every_layout
 def test_a_users_router_that_errs(parallel, world_size):
     """What a router returns is known only after the ranks agreed on the call."""
@@ -149,10 +150,10 @@ def test_ranks_in_different_layers(parallel, world_size):
 def test_layers_that_were_given_different_things(world_size):
     bad = dist.get_rank() == BAD
     with made(LAYOUTS["dp=4"]) as context:
-        good = dict(config=CONFIG, expert_map=None, all2all="torch_a2a", dtype=torch.float32)
+        good = {"config": CONFIG, "expert_map": None, "all2all": "torch_a2a", "dtype": torch.float32}
 
         def change(**what):
-            return dict(good, **what)
+            return good | what
 
         routing = RoutingConfig(renormalize=True)
         for other, sentence in (
@@ -167,10 +168,7 @@ def test_layers_that_were_given_different_things(world_size):
         ):
             given = other if bad else good
 
-            def make(given=given):
-                MoELayer(given["config"], context, **{name: given[name] for name in ("expert_map", "all2all", "dtype")})
-
-            text = same_error(ConfigError, make)
+            text = same_error(ConfigError, lambda given=given: MoELayer(context=context, **given))
             assert text.startswith("MoELayer moe"), text
             assert sentence in text, text
         layer = fill(MoELayer(CONFIG, context))
@@ -181,15 +179,16 @@ def test_layers_that_were_given_different_things(world_size):
 @distributed(4)
 def test_contexts_that_were_given_different_things(world_size):
     bad = dist.get_rank() == BAD
+    config = ParallelConfig
     for good, other, sentence in (
-        (dict(dp=4), dict(tp=4), "ParallelConfig.dp: 4 on ranks 0, 2, 3, 1 on rank 1"),
-        (dict(dp=4), dict(dp=4, ep=2), "ParallelConfig.ep: null on ranks 0, 2, 3, 2 on rank 1"),
-        (dict(tp=4), dict(tp=4, tokens=Tokens.SHARDED), 'ParallelConfig.tokens: "replicated" on ranks 0, 2, 3'),
-        (dict(dp=3), dict(dp=3), "world must equal pp * dp * tp, got world=4 and pp=1 * dp=3 * tp=1 = 3"),
-        (dict(dp=4, ep=3), dict(dp=4, ep=3), "ep * etp must divide dp * tp, got ep=3 * etp=1 = 3 and dp=4 * tp=1 = 4"),
-        (dict(dp=4, etp=3), dict(dp=4, etp=3), "ParallelConfig.etp must divide dp * tp, got etp=3"),
+        (config(dp=4), config(tp=4), "ParallelConfig.dp: 4 on ranks 0, 2, 3, 1 on rank 1"),
+        (config(dp=4), config(dp=4, ep=2), "ParallelConfig.ep: null on ranks 0, 2, 3, 2 on rank 1"),
+        (config(tp=4), config(tp=4, tokens=Tokens.SHARDED), 'ParallelConfig.tokens: "replicated" on ranks 0, 2, 3'),
+        (config(dp=3), None, "world must equal pp * dp * tp, got world=4 and pp=1 * dp=3 * tp=1 = 3"),
+        (config(dp=4, ep=3), None, "ep * etp must divide dp * tp, got ep=3 * etp=1 = 3 and dp=4 * tp=1 = 4"),
+        (config(dp=4, etp=3), None, "ParallelConfig.etp must divide dp * tp, got etp=3"),
     ):
-        text = same_error(ConfigError, lambda given=other if bad else good: made(ParallelConfig(**given)))
+        text = same_error(ConfigError, lambda given=other if other and bad else good: made(given))
         assert sentence in text, text
     text = same_error(ConfigError, lambda: made(ParallelConfig(dp=4), deadline_s=20 if bad else 10))
     assert "deadline_s: 10 on ranks 0, 2, 3, 20 on rank 1" in text, text
@@ -197,38 +196,43 @@ def test_contexts_that_were_given_different_things(world_size):
         check_call(fill(MoELayer(CONFIG, context)), context)
 
 
+def group_of(*blocks: list[int]) -> dist.ProcessGroup:
+    groups = [dist.new_group(ranks) for ranks in blocks]
+    return next(group for group, ranks in zip(groups, blocks, strict=True) if dist.get_rank() in ranks)
+
+
+def with_groups(**groups: dist.ProcessGroup) -> EPContext:
+    return EPContext.from_groups(LAYOUTS["dp=2 tp=2 etp=2"], groups, device=rank_device(), deadline_s=4)
+
+
 @distributed(4)
 def test_given_groups(world_size):
-    rank, parallel = dist.get_rank(), ParallelConfig(dp=2, tp=2, ep=2, etp=2)
-    device = rank_device()
-
-    def groups_of(blocks: list[list[int]]) -> dist.ProcessGroup:
-        made = [dist.new_group(ranks) for ranks in blocks]
-        return next(group for group, ranks in zip(made, blocks, strict=True) if rank in ranks)
-
-    pairs, strides, two = groups_of([[0, 1], [2, 3]]), groups_of([[0, 2], [1, 3]]), groups_of([[0, 3], [1, 2]])
-
-    def make(**groups: dist.ProcessGroup) -> EPContext:
-        return EPContext.from_groups(parallel, groups, device=device, deadline_s=4)
-
-    with make(tp=pairs, ep=strides, etp=pairs) as context:
+    pairs, strides, two = group_of([0, 1], [2, 3]), group_of([0, 2], [1, 3]), group_of([0, 3], [1, 2])
+    with with_groups(tp=pairs, ep=strides, etp=pairs) as context:
         for kind, group in (("tp", pairs), ("ep", strides), ("etp", pairs)):
             assert context.links[kind].group is group
         check_call(fill(MoELayer(CONFIG, context)), context)
     assert dist.get_process_group_ranks(pairs)  # destroy leaves the caller's groups alone
 
-    text = same_error(ConfigError, lambda: make(ep=two))
+    text = same_error(ConfigError, lambda: with_groups(ep=two))
     assert "groups['ep'] holds ranks [0, 3], but rank 0 of 4" in text, text
     assert "build the group from RankLayout.groups['ep']" in text, text
-    text = same_error(ConfigError, lambda: make(expert=pairs))
-    assert "groups['expert'] is no kind of group; known are tp, dp, pp, ep, etp" in text, text
-    # one rank alone errs: its peers must not wait for it inside new_group
-    text = same_error(ConfigError, lambda: make(ep=two if rank == BAD else strides))
-    assert "rank 1: groups['ep'] holds ranks [1, 2]" in text, text
-    text = same_error(ConfigError, lambda: make(**({} if rank == BAD else {"ep": strides})))
-    assert "ep" in text, text
-    with make(ep=strides) as context:
+    text = same_error(ConfigError, lambda: with_groups(expert=pairs))
+    assert "groups['expert'] is no kind of group that can be given; those are tp, etp, ep" in text, text
+    with with_groups(ep=strides) as context:
         check_call(fill(MoELayer(CONFIG, context)), context)
+
+
+@distributed(4, deadline_s=20)
+@pytest.mark.parametrize("wrong", [True, False])
+def test_one_rank_was_given_other_groups(wrong, world_size):
+    """Its peers must not wait for it inside new_group."""
+    bad = dist.get_rank() == BAD
+    strides, two = group_of([0, 2], [1, 3]), group_of([0, 3], [1, 2])
+    mine = {"ep": two} if wrong else {}
+    text = same_error(ConfigError, lambda: with_groups(**(mine if bad else {"ep": strides})))
+    sentence = "rank 1: groups['ep'] holds ranks [1, 2]" if wrong else '["ep"] on ranks 0, 2, 3, [] on rank 1'
+    assert sentence in text, text
 
 
 @distributed(2)
@@ -238,17 +242,19 @@ def test_a_bad_deadline_is_refused_on_all_ranks(world_size):
 
 
 def test_without_torch_distributed():
-    with pytest.raises(ConfigError, match="torch.distributed is not initialised; call EPContext.from_torchrun"):
+    if dist.is_initialized():
+        pytest.skip("torchrun's ranks have a process group already")
+    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised; call EPContext\.from_torchrun"):
         EPContext.from_groups(device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        ({}, r"environment variable RANK must be a number, got None; launch with torchrun, or use EPContext\.local\(\)"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "environment variable RANK must be a number, got 'one'"),
-        ({"RANK": "1"}, "environment variable WORLD_SIZE must be a number, got None"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "environment variable LOCAL_RANK must be a number, got '-1'"),
+        ({}, r"RANK must be a number, got None; launch with torchrun, or use EPContext\.local\(\) for one process"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be a number, got 'one'"),
+        ({"RANK": "1"}, "WORLD_SIZE must be a number, got None"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number, got '-1'"),
     ],
 )
 def test_torchruns_environment_is_incomplete(env, sentence, monkeypatch):
@@ -256,7 +262,7 @@ def test_torchruns_environment_is_incomplete(env, sentence, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=f"^environment variable {sentence}"):
         TorchrunEnv.read()
 
 

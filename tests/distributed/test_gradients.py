@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, RankLayout, Routing, Tokens
 from ep_moe.testing import distributed, rank_device
@@ -29,33 +30,31 @@ FLOAT = MoEConfig(
     shared_intermediate_size=16,
     shared_gate=True,
 )
-REDUNDANT = "redundant"
+P = ParallelConfig
 LAYOUTS = {
     2: [
-        dict(dp=2),
-        dict(tp=2),
-        dict(tp=2, tokens=Tokens.SHARDED),
-        dict(dp=2, ep=1, etp=2),
-        dict(tp=2, ep=1, etp=2),
-        dict(dp=2, ep=1),
-        dict(dp=2, map=REDUNDANT),
+        P(dp=2),
+        P(tp=2),
+        P(tp=2, tokens=Tokens.SHARDED),
+        P(dp=2, ep=1, etp=2),
+        P(tp=2, ep=1, etp=2),
+        P(dp=2, ep=1),
     ],
     4: [
-        dict(dp=4),
-        dict(tp=4),
-        dict(dp=2, tp=2),
-        dict(dp=4, ep=2, etp=2),
-        dict(tp=4, ep=2, etp=2),
-        dict(dp=2, tp=2, ep=2, etp=2),
-        dict(dp=2, tp=2, ep=1, etp=4),
-        dict(tp=4, tokens=Tokens.SHARDED),
-        dict(dp=2, tp=2, ep=2, etp=2, tokens=Tokens.SHARDED),
-        dict(dp=4, ep=2),
-        dict(tp=4, ep=2),
-        dict(dp=4, map=REDUNDANT),
-        dict(dp=2, tp=2, ep=2, etp=2, map=REDUNDANT),
+        P(dp=4),
+        P(tp=4),
+        P(dp=2, tp=2),
+        P(dp=4, ep=2, etp=2),
+        P(tp=4, ep=2, etp=2),
+        P(dp=2, tp=2, ep=2, etp=2),
+        P(dp=2, tp=2, ep=1, etp=4),
+        P(tp=4, tokens=Tokens.SHARDED),
+        P(dp=2, tp=2, ep=2, etp=2, tokens=Tokens.SHARDED),
+        P(dp=4, ep=2),
+        P(tp=4, ep=2),
     ],
 }
+REPLICATED_EXPERTS = {2: [P(dp=2)], 4: [P(dp=4), P(dp=2, tp=2, ep=2, etp=2)]}  # with a redundant map
 UNEVEN, ONE_ONLY = (5, 3, 0, 7), (0, 6, 0, 0)
 
 
@@ -75,15 +74,16 @@ def make(config: MoEConfig, context: EPContext, all2all: str = "auto", expert_ma
     return layer
 
 
-def data(config: MoEConfig, batch: int, tokens: int) -> tuple[torch.Tensor, Routing | None, torch.Tensor]:
+def data(config: MoEConfig, batch: int, tokens: int) -> tuple[Tensor, Routing | None, Tensor]:
     """x, routing (None: the layer routes) and the gradient that comes in from behind."""
     if config is INTEGER:
-        return integer_rows(tokens, 16, batch), integer_routing(tokens, config, batch), integer_rows(tokens, 16, batch + 50)
+        x, behind = integer_rows(tokens, 16, batch), integer_rows(tokens, 16, batch + 50)
+        return x, integer_routing(tokens, config, batch), behind
     generator = torch.Generator().manual_seed(batch)
     return torch.randn(tokens, 16, generator=generator), None, torch.randn(tokens, 16, generator=generator)
 
 
-def backward(layer: MoELayer, x: torch.Tensor, routing: Routing | None, behind: torch.Tensor) -> dict[str, torch.Tensor]:
+def backward(layer: MoELayer, x: Tensor, routing: Routing | None, behind: Tensor) -> dict[str, Tensor]:
     """Gradients by name; "x" and, where routing is given, "weights" beside the parameters."""
     layer.zero_grad()
     device = layer.device
@@ -104,7 +104,7 @@ def single(config: MoEConfig) -> MoELayer:
     return make(config, EPContext.local(torch.device("cpu")))
 
 
-def one_process(config: MoEConfig, parts: list) -> dict[str, torch.Tensor]:
+def one_process(config: MoEConfig, parts: list) -> dict[str, Tensor]:
     """Gradients of all batches together, in one process."""
     layer = single(config)
     x, behind = torch.cat([part[0] for part in parts]), torch.cat([part[2] for part in parts])
@@ -114,7 +114,7 @@ def one_process(config: MoEConfig, parts: list) -> dict[str, torch.Tensor]:
     return backward(layer, x, routing, behind)
 
 
-def logical_gradients(config: MoEConfig, layout: RankLayout, ranks: list) -> dict[str, torch.Tensor]:
+def logical_gradients(config: MoEConfig, layout: RankLayout, ranks: list) -> dict[str, Tensor]:
     """Expert gradients by name [E, ...], of all ranks' (slots, gradients): pieces joined over etp, replicas summed."""
     total = {}
     for members in dict.fromkeys(map(tuple, layout.groups["etp"])):
@@ -133,7 +133,7 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
     parts = [data(config, batch, counts[batch]) for batch in range(batches(layout))]
     expected, found = one_process(config, parts), backward(layer, *parts[batch])
 
-    def compare(actual: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+    def compare(actual: Tensor, wanted: Tensor, name: str) -> None:
         atol = 0.0 if config is INTEGER or not wanted.numel() else BOUND * float(wanted.abs().max())
         assert_same(actual, wanted, f"{what}, gradient of {name}", atol=atol)
 
@@ -160,11 +160,10 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
 @distributed(2, 4)
 def test_gradients_equal_one_process(world_size):
     device = rank_device()
-    for sizes in LAYOUTS[world_size]:
-        sizes = dict(sizes)
-        redundant = sizes.pop("map", None) is REDUNDANT
-        with EPContext.from_groups(ParallelConfig(**sizes), device=device, deadline_s=30) as context:
-            expert_map = ExpertMap.redundant(6, context.layout.ep, 3) if redundant else None
+    linear = [(parallel, 0) for parallel in LAYOUTS[world_size]]
+    for parallel, spare in [*linear, *[(parallel, 3) for parallel in REPLICATED_EXPERTS[world_size]]]:
+        with EPContext.from_groups(parallel, device=device, deadline_s=30) as context:
+            expert_map = ExpertMap.redundant(6, context.layout.ep, spare)
             for all2all in ("allgather", "torch_a2a"):
                 what = f"{context.layout}, {all2all}"
                 layer = make(INTEGER, context, all2all, expert_map)

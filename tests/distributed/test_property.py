@@ -1,8 +1,10 @@
-"""Random layouts, maps and batches: the layer on 1, 2 and 4 ranks equals the single process exactly, on every transport.
+"""Random layouts, maps and batches: the layer on 1, 2 and 4 ranks equals one process exactly, on every transport.
 
 Every rank draws the same examples (seeded, no database), and every rank learns of a mismatch on any of them, so that
 hypothesis shrinks in step too.
 """
+
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -20,18 +22,19 @@ CONFIGS = [
     MoEConfig(hidden_size=8, intermediate_size=16, num_experts=EXPERTS, top_k=top_k, activation=Activation.RELU2)
     for top_k in (1, 3)
 ]
+P = ParallelConfig
 LAYOUTS = {
-    1: [dict(dp=1)],
-    2: [dict(dp=2), dict(tp=2), dict(dp=2, ep=1, etp=2), dict(tp=2, ep=1)],
+    1: [P()],
+    2: [P(dp=2), P(tp=2), P(dp=2, ep=1, etp=2), P(tp=2, ep=1)],
     4: [
-        dict(dp=4),
-        dict(tp=4),
-        dict(dp=2, tp=2),
-        dict(dp=2, tp=2, ep=2, etp=2),
-        dict(dp=4, ep=2, etp=2),
-        dict(tp=4, ep=2, etp=2),
-        dict(tp=4, ep=2),
-        dict(dp=2, tp=2, ep=1, etp=4),
+        P(dp=4),
+        P(tp=4),
+        P(dp=2, tp=2),
+        P(dp=2, tp=2, ep=2, etp=2),
+        P(dp=4, ep=2, etp=2),
+        P(tp=4, ep=2, etp=2),
+        P(tp=4, ep=2),
+        P(dp=2, tp=2, ep=1, etp=4),
     ],
 }
 
@@ -85,8 +88,8 @@ def test_any_layout_map_and_batch_equals_one_process(world_size):
     @settings(max_examples=25, database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
     @given(data=st.data())
     def example(data: st.DataObject) -> None:
-        sizes = data.draw(st.sampled_from(LAYOUTS[world_size]))
-        parallel = ParallelConfig(**sizes, tokens=data.draw(st.sampled_from(list(Tokens))))
+        layout = data.draw(st.sampled_from(LAYOUTS[world_size]))
+        parallel = dataclasses.replace(layout, tokens=data.draw(st.sampled_from(list(Tokens))))
         if parallel not in contexts:
             contexts[parallel] = EPContext.from_groups(parallel, device=device, deadline_s=30)
         context = contexts[parallel]
@@ -98,7 +101,7 @@ def test_any_layout_map_and_batch_equals_one_process(world_size):
         for all2all in ("allgather", "torch_a2a", "local")[: 3 if context.layout.ep == 1 else 2]:
             layer = fill(MoELayer(config, context, expert_map=expert_map, all2all=all2all))
             found[all2all] = mismatch(layer, batch, drawn[batch])
-        problems = [f"rank {rank}: {all}" for rank, all in enumerate(everywhere(found)) if any(all.values())]
+        problems = [f"rank {rank}: {by}" for rank, by in enumerate(everywhere(found)) if any(by.values())]
         assert not problems, f"{context.layout}, {expert_map.to_json()}: {problems}"
 
     example()

@@ -1,0 +1,167 @@
+"""Several contexts, several layers, groups from a DeviceMesh, and weights that move between layouts."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import (
+    Activation,
+    ConfigError,
+    EPContext,
+    ExpertMap,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    Tokens,
+)
+from ep_moe.parallel.groups import device_mesh
+from ep_moe.testing import distributed, rank_device
+from tests.distributed.cases import batch_of, check_call, everywhere
+from tests.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved
+
+CONFIG = MoEConfig(
+    hidden_size=16, intermediate_size=16, num_experts=6, top_k=2, activation=Activation.RELU2, expert_bias=True
+)
+WIDE = MoEConfig(hidden_size=32, intermediate_size=16, num_experts=6, top_k=2, activation=Activation.RELU2)
+DEEP = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
+
+
+def made(**sizes) -> EPContext:
+    return EPContext.from_groups(ParallelConfig(**sizes), device=rank_device(), deadline_s=20)
+
+
+@distributed(4)
+def test_two_contexts_at_once(world_size):
+    a, b = made(dp=4), made(dp=2, tp=2, ep=2, etp=2)
+    on_a, on_b = fill(MoELayer(CONFIG, a)), fill(MoELayer(CONFIG, b), seed=1)
+    assert (on_a.name, on_b.name) == ("moe0", "moe0")
+    for turn in range(3):
+        check_call(on_a, a, tokens=turn, what="first context")
+        check_call(on_b, b, tokens=2 * turn, what="second context", seed=1)
+    x = integer_rows(2, 16, 0).to(a.device).requires_grad_()
+    (on_b(on_a(x)).sum()).backward()  # one graph through both
+    assert x.grad is not None
+    a.destroy()
+    check_call(on_b, b, what="after the first was destroyed", seed=1)
+    b.destroy()
+
+
+@distributed(4)
+def test_layers_share_dispatchers_by_geometry(world_size):
+    with made(dp=4) as context:
+        layers = [MoELayer(config, context, all2all="torch_a2a") for config in (CONFIG, CONFIG, WIDE, DEEP)]
+        layers.append(MoELayer(CONFIG, context, all2all="torch_a2a", expert_map=ExpertMap.redundant(6, 4, 6)))
+        layers.append(MoELayer(CONFIG, context, all2all="allgather"))
+        for turn in range(2):
+            for layer in layers:
+                check_call(fill(layer), context, tokens=turn + 1, what=layer.name)
+        first, second, *others = (layer.dispatcher for layer in layers)
+        assert first is second
+        assert len({id(dispatcher) for dispatcher in (first, *others)}) == 5
+        assert [layer.name for layer in layers] == [f"moe{index}" for index in range(6)]
+
+
+@distributed(2)
+def test_lifetime(world_size):
+    context = made(dp=2)
+    layer = fill(MoELayer(CONFIG, context))
+    check_call(layer, context)
+    with pytest.raises(RuntimeError, match=r"not re-entrant: moe0 was called inside outer"), context.entered("outer"):
+        layer(torch.zeros(1, 16, device=context.device))
+    check_call(layer, context, what="after a refused nested call")
+    context.destroy()
+    context.destroy()
+    for use in (lambda: layer(torch.zeros(1, 16, device=context.device)), lambda: MoELayer(CONFIG, context)):
+        with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
+            use()
+    for _ in range(3):
+        with made(dp=2) as again:
+            check_call(fill(MoELayer(CONFIG, again)), again)
+    with pytest.raises(KeyError), made(tp=2) as broken:  # an error on its way out waits for no peer
+        raise KeyError
+    with pytest.raises(RuntimeError, match="destroyed"):
+        MoELayer(CONFIG, broken)
+
+
+@distributed(2)
+def test_a_layer_that_is_gone_is_not_counted(world_size):
+    with made(dp=2) as context:
+        kept, gone = MoELayer(CONFIG, context), MoELayer(CONFIG, context)
+        assert context.plan()["experts"] == 2 * kept.plan()["experts"]
+        del gone
+        gc.collect()
+        assert context.plan() == kept.plan()
+        with pytest.raises(ConfigError) as caught:
+            MoELayer(CONFIG, context, expert_map=ExpertMap.linear(3, 2))
+        assert caught.tb is not None  # it holds the half-made layer
+        assert context.plan() == kept.plan()
+
+
+@distributed(4)
+def test_from_mesh(world_size):
+    device, rank = rank_device(), dist.get_rank()
+    grid = torch.arange(4).view(2, 2)
+    attention = dist.DeviceMesh(device.type, grid, mesh_dim_names=("dp", "tp"))
+    with EPContext.from_mesh(attention, device=device, deadline_s=20) as context:
+        assert (context.layout.dp, context.layout.tp, context.layout.ep, context.layout.etp) == (2, 2, 4, 1)
+        assert context.links["tp"].group is attention.get_group("tp")
+        check_call(fill(MoELayer(CONFIG, context)), context)
+    with EPContext.from_mesh(attention, etp=2, tokens=Tokens.SHARDED, device=device, deadline_s=20) as context:
+        assert (context.layout.ep, context.layout.etp, context.layout.split) == (2, 2, 1)
+        check_call(fill(MoELayer(CONFIG, context)), context)
+    experts = dist.DeviceMesh(device.type, grid, mesh_dim_names=("ep", "etp"))
+    with EPContext.from_mesh(experts, device=device, deadline_s=20) as context:
+        assert (context.layout.dp, context.layout.tp, context.layout.ep, context.layout.etp) == (4, 1, 2, 2)
+        assert context.links["ep"].group is experts.get_group("ep")
+        check_call(fill(MoELayer(CONFIG, context)), context)
+    replicas = dist.DeviceMesh(device.type, grid, mesh_dim_names=("replica", "ep"))
+    with EPContext.from_mesh(replicas, device=device, deadline_s=20) as context:
+        assert (context.layout.replicas, context.layout.ep) == (2, 2)
+        check_call(fill(MoELayer(CONFIG, context)), context)
+    with pytest.raises(ConfigError, match=r"mesh\.mesh_dim_names must be among .*, got \('x', 'y'\)"):
+        EPContext.from_mesh(dist.DeviceMesh(device.type, grid, mesh_dim_names=("x", "y")), device=device)
+    with made(dp=2, tp=2, ep=2, etp=2) as context:
+        for view, axis in (("attention", "tp"), ("experts", "ep"), ("experts", "etp")):
+            mesh = device_mesh(context.layout, view, device.type)
+            assert dist.get_process_group_ranks(mesh.get_group(axis)) == context.layout.group(axis)
+        coordinate = device_mesh(context.layout, "attention", device.type).get_coordinate()
+        assert list(coordinate) == [0, rank // 2, rank % 2]
+        with pytest.raises(ConfigError, match="view must be one of attention, experts, got 'rows'"):
+            device_mesh(context.layout, "rows", device.type)
+
+
+def union(layer: MoELayer) -> dict[str, torch.Tensor]:
+    """The ranks' state dicts put together: a checkpoint."""
+    whole = {}
+    for part in everywhere({name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()}):
+        whole |= part
+    return whole
+
+
+@distributed(4)
+def test_weights_move_between_layouts(world_size):
+    """From any map and etp through the union of the state dicts into any other."""
+    sources = [{"dp": 4}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 1, "etp": 4}, {"dp": 4, "ep": 2}]
+    wanted = {f"{e}.{n}": t for e in range(6) for n, t in integer_expert(CONFIG, e).items()}
+    for index, sizes in enumerate(sources):
+        with made(**sizes) as context, made(**sources[index - 1]) as other:
+            ranks = context.layout.ep
+            spare = 2 * ranks - 2
+            for expert_map in (ExpertMap.redundant(6, ranks, spare), ExpertMap.round_robin(6, ranks)):
+                layer = fill(MoELayer(CONFIG, context, expert_map=expert_map))
+                found = union(layer)
+                assert found.keys() == wanted.keys()
+                for name, tensor in wanted.items():
+                    assert_same(found[name], tensor, f"{context.layout}, {expert_map}, {name}")
+            target = MoELayer(CONFIG, other, expert_map=ExpertMap.round_robin(6, other.layout.ep))
+            target.expert_weights.load_state_dict(found)
+            check_call(target, other, what=f"{sizes} to {sources[index - 1]}")
+            del found["3.w2"], found["5.w13"]
+            missing = target.expert_weights.load_state_dict(found, strict=False).missing_keys
+            here = set(target.expert_weights.local_experts)
+            assert set(missing) == {key for key in ("3.w2", "5.w13") if int(key[0]) in here}
+
+

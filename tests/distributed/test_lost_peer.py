@@ -1,0 +1,293 @@
+"""A peer that dies, hangs or goes another way: the others get a PeerTimeout that names it and the phase, in time."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from ep_moe import (
+    Activation,
+    BackendUnavailable,
+    ConfigError,
+    EPContext,
+    EPMoEError,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    PeerTimeout,
+)
+from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.groups import default_store
+from ep_moe.parallel.ledger import Ledger, Step, _compare
+from ep_moe.testing import distributed, rank_device
+from tests.distributed.cases import check_call
+from tests.helpers import fill
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
+DEADLINE_S = 1.5
+LOST = 1
+LAYOUTS = {"dp=4": ParallelConfig(dp=4), "dp=2 tp=2 etp=2": ParallelConfig(dp=2, tp=2, ep=2, etp=2)}
+
+
+def die() -> None:
+    os._exit(7)
+
+
+def hang() -> None:
+    """Until the others are through, then end, so that the test need not wait."""
+    store = default_store()
+    store.wait([f"through/{rank}" for rank in range(dist.get_world_size()) if rank != LOST])
+    os._exit(7)
+
+
+def survivors_raise(call: Callable[[], Any], sentence: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout, match=sentence):
+        call()
+    took = time.monotonic() - start
+    default_store().set(f"through/{dist.get_rank()}", "")
+    assert took < DEADLINE_S + 4, f"{took:.1f} s"
+
+
+def lose(parallel: ParallelConfig, all2all: str, stage: str, how: Callable[[], None]) -> None:
+    """One good call, then one in which rank LOST goes at `stage`."""
+    context = EPContext.from_groups(parallel, device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(CONFIG, context, all2all=all2all, name="block"))
+    x = torch.ones(4, 16, device=context.device)
+    layer(x)
+    if dist.get_rank() == LOST:
+        if stage == "call":
+            how()
+        elif stage == "router":
+            layer.router.register_forward_pre_hook(lambda *_: how())
+        elif stage == "experts":
+            layer.experts = lambda received: how()
+        elif stage == "combine":
+            layer.dispatcher._combine = lambda *_: how()
+        layer(x)
+    # where the EP group is whole, the first to miss the lost rank may be its etp peer
+    phase = {"call": "enter" if parallel.tp > 1 else "dispatch", "router": "dispatch"}.get(stage, "combine")
+    later = "" if parallel.etp == 1 or stage == "call" else "|etp reduce"
+    verdict = "shows no sign of life" if how is die else "is alive but behind"
+    sentence = (
+        rf"^rank \d lost its peers in ({phase}{later})( wait)? of block \(step \d+\): .*"
+        rf"Rank {LOST} {verdict}.*Raise deadline_s \(now 1.5 s\) if it was only slow\.$"
+    )
+    survivors_raise(lambda: layer(x), sentence)
+
+
+@distributed(4, deadline_s=20, expect_dead=[LOST])
+@pytest.mark.parametrize(
+    ("layout", "all2all", "stage"),
+    [
+        ("dp=4", "torch_a2a", "call"),
+        ("dp=4", "allgather", "experts"),
+        ("dp=4", "torch_a2a", "combine"),
+        ("dp=2 tp=2 etp=2", "torch_a2a", "call"),
+        ("dp=2 tp=2 etp=2", "allgather", "router"),
+        ("dp=2 tp=2 etp=2", "torch_a2a", "experts"),
+    ],
+)
+def test_a_rank_dies(layout, all2all, stage, world_size):
+    lose(LAYOUTS[layout], all2all, stage, die)
+
+
+@distributed(4, deadline_s=20, expect_dead=[LOST])
+@pytest.mark.parametrize(
+    ("layout", "all2all", "stage"), [("dp=4", "torch_a2a", "call"), ("dp=2 tp=2 etp=2", "allgather", "experts")]
+)
+def test_a_rank_hangs(layout, all2all, stage, world_size):
+    lose(LAYOUTS[layout], all2all, stage, hang)
+
+
+@distributed(4, deadline_s=20, expect_dead=[LOST])
+def test_a_rank_skips_backward(world_size):
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(CONFIG, context, name="block"))
+    y = layer(torch.ones(4, 16, device=context.device, requires_grad=True))
+    if dist.get_rank() == LOST:
+        hang()
+    survivors_raise(lambda: y.sum().backward(), rf"lost its peers in backward of all_.*Rank {LOST} is alive but behind")
+
+
+@distributed(4, deadline_s=20, expect_dead=[LOST])
+def test_a_rank_makes_no_layer(world_size):
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    if dist.get_rank() == LOST:
+        hang()
+    sentence = "^MoELayer block: rank 1 did not arrive within 1.5 s; all ranks must make the same calls"
+    survivors_raise(lambda: MoELayer(CONFIG, context, name="block"), sentence)
+
+
+@distributed(4, deadline_s=20, expect_dead=[LOST])
+def test_a_rank_makes_no_context(world_size):
+    if dist.get_rank() == LOST:
+        hang()
+    call = lambda: EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)  # noqa: E731
+    survivors_raise(call, "^EPContext: rank 1 did not arrive within 1.5 s")
+
+
+@distributed(2)
+def test_a_slow_rank_is_waited_for(world_size):
+    """Slower than a heartbeat, faster than the deadline."""
+    with EPContext.from_groups(device=rank_device(), deadline_s=4) as context:
+        layer = fill(MoELayer(CONFIG, context))
+        if dist.get_rank() == LOST:
+            time.sleep(1)
+        check_call(layer, context)
+
+
+# --- agreement, without ranks ----------------------------------------------------------------------------------
+
+
+def agree(*turns: Callable[[Agreement], None] | None, deadline_s: float = 5.0) -> list[EPMoEError | None]:
+    """Run one call of an Agreement per rank in threads (None: that rank does not come); what each raised."""
+    store = HashStore()
+    outcome: list[EPMoEError | None] = [None] * len(turns)
+
+    def run(rank: int) -> None:
+        try:
+            turns[rank](Agreement(store, range(len(turns)), rank, deadline_s))
+        except EPMoEError as error:
+            outcome[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(turns)) if turns[rank] is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcome
+
+
+def test_agreement_on_equal_facts():
+    assert agree(*[lambda a: a.same("layer", {"x": 1, "y": [2, None]})] * 3) == [None] * 3
+
+
+def test_agreement_names_every_field_that_differs():
+    outcome = agree(
+        lambda a: a.same("layer", {"x": 1, "y": "a", "z": 0}),
+        lambda a: a.same("layer", {"x": 2, "y": "a", "z": 0}),
+        lambda a: a.same("layer", {"x": 1, "y": "b", "z": 0}),
+    )
+    assert {type(error) for error in outcome} == {ConfigError}
+    assert {str(error) for error in outcome} == {
+        "layer: the ranks were given different values; give all the same. "
+        'x: 1 on ranks 0, 2, 2 on rank 1; y: "a" on ranks 0, 1, "b" on rank 2'
+    }
+
+
+def test_agreement_names_a_field_that_one_rank_lacks():
+    outcome = agree(lambda a: a.same("layer", {"x": 1}), lambda a: a.same("layer", {}))
+    assert "x: 1 on rank 0, null on rank 1" in str(outcome[0])
+
+
+def test_agreement_of_ranks_that_are_elsewhere():
+    outcome = agree(lambda a: a.healthy("EPContext.destroy", None), lambda a: a.same("MoELayer moe0", {}))
+    assert {str(error) for error in outcome} == {
+        "EPContext.destroy: the ranks were given different values; give all the same. "
+        'what: "EPContext.destroy" on rank 0, "MoELayer moe0" on rank 1'
+    }
+
+
+@pytest.mark.parametrize("kind", [ConfigError, BackendUnavailable])
+def test_agreement_passes_a_problem_on(kind):
+    fine = lambda a: a.same("layer", {})  # noqa: E731
+    outcome = agree(fine, lambda a: a.same("layer", {}, kind("no such thing")), fine)
+    assert {(type(error), str(error)) for error in outcome} == {(kind, "layer: rank 1: no such thing")}
+
+
+def test_agreement_on_a_problem_that_is_not_ours():
+    outcome = agree(lambda a: a.healthy("groups", None), lambda a: a.healthy("groups", OSError("disk")))
+    assert {(type(error), str(error)) for error in outcome} == {(ConfigError, "groups: rank 1: disk")}
+
+
+def test_agreement_of_one_rank_needs_no_store():
+    alone = Agreement(None, [0], 0, 1.0)
+    alone.same("layer", {})
+    with pytest.raises(BackendUnavailable, match="no such thing"):
+        alone.healthy("layer", BackendUnavailable("no such thing"))
+
+
+def test_agreements_come_in_order():
+    def three(a: Agreement) -> None:
+        for turn in range(3):
+            a.same("layer", {"turn": turn})
+
+    assert agree(three, three) == [None, None]
+
+
+def test_agreement_names_who_did_not_come():
+    comes = lambda a: a.healthy("destroy", None)  # noqa: E731
+    outcome = agree(comes, None, comes, None, deadline_s=0.2)
+    sentence = "destroy: ranks 1, 3 did not arrive within 0.2 s; all ranks must make the same calls in the same order"
+    assert {str(error) for error in outcome if error} == {sentence}
+
+
+def test_agreement_without_the_rank_that_judges():
+    outcome = agree(None, lambda a: a.healthy("destroy", None), deadline_s=0.2)
+    assert isinstance(outcome[1], PeerTimeout)
+    assert str(outcome[1]) == "destroy: no verdict from rank 0 within 0.4 s; it died or never got here"
+
+
+# --- the ledger's comparison -----------------------------------------------------------------------------------
+
+
+def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool = False) -> Step:
+    return Step(number, where, phase, "torch_a2a", done)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ((5, step(7)), (9, step(7)), "Every peer is alive and in the same step."),
+        ((5, step(7)), (5, step(7)), "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7)."),
+        (None, None, "Rank 1 shows no sign of life."),
+        ((5, step(6)), (9, step(6, done=True)), "Rank 1 is alive but behind: finished dispatch of moe3 (step 6)."),
+        ((5, step(7, "combine")), (9, step(7, "combine")), "Rank 1 went another way: in combine of moe3 (step 7)."),
+        ((5, step(7, where="")), (9, step(7, where="")), "Rank 1 went another way: in dispatch (step 7)."),
+        ((5, step(8, "combine")), (9, step(8, "combine")), "Every peer is alive and in the same step."),
+    ],
+)
+def test_comparison_of_heartbeats(before, after, sentence):
+    mine = (1, step(7))
+    assert _compare(step(7), 0, {0: mine, 1: before}, {0: mine, 1: after}) == sentence
+
+
+def test_comparison_names_every_rank():
+    before = {0: (1, step(7)), 1: (1, step(7)), 2: None, 3: (4, step(5))}
+    after = {0: (2, step(7)), 1: (2, step(7)), 2: None, 3: (9, step(5))}
+    sentence = "Rank 2 shows no sign of life. Rank 3 is alive but behind: in dispatch of moe3 (step 5)."
+    assert _compare(step(7), 0, before, after) == sentence
+
+
+def test_a_ledger_turns_communication_failures_only():
+    ledger = Ledger()
+    ledger.where = "moe0"
+    sentence = r"^rank 0 lost its peers in dispatch of moe0 \(step 1\): gloo: closed\.$"
+    with pytest.raises(PeerTimeout, match=sentence), ledger.step("dispatch"):
+        raise RuntimeError("gloo: closed\nmore")
+    with pytest.raises(RuntimeError, match="shapes"), ledger.step("dispatch"):
+        raise RuntimeError("shapes")
+    with pytest.raises(ConfigError), ledger.step("dispatch"):
+        raise ConfigError("ours")
+    assert ledger.number == 3
+
+
+def test_an_overdue_step_is_aborted_and_named():
+    """The watch thread frees a rank that waits on a device: here an event in the place of the device."""
+    freed = threading.Event()
+    ledger = Ledger(HashStore(), [0, 1], 0, deadline_s=0.2, abort=freed.set)
+    try:
+        sentence = r"in combine \(step 1\): no progress for 0.2 s\. Rank 1 shows no sign"
+        with pytest.raises(PeerTimeout, match=sentence), ledger.step("combine"):
+            assert freed.wait(5)
+        with pytest.raises(PeerTimeout, match="no progress"), ledger.step("dispatch"):
+            pass
+    finally:
+        ledger.close()
