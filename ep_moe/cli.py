@@ -87,7 +87,10 @@ def _print_report(report: RunReport) -> None:
     _console.print(f"\nperplexity over {report.tokens} tokens", highlight=False)
     _console.print(f"  ep_moe        {report.perplexity:#.{DIGITS}g}", highlight=False)
     if report.reference is not None:
-        verdict = f"equal to {DIGITS} digits" if report.agrees else "DIFFERENT"
+        apart = abs(report.perplexity / report.reference - 1)
+        verdict = f"equal to {DIGITS} digits" if report.agrees else f"relative difference {apart:.1e}"
+        if not report.agrees and report.exact:
+            verdict = f"DIFFERENT, {verdict}: in float32 this is a bug"
         _console.print(f"  transformers  {report.reference:#.{DIGITS}g}  (one process; {verdict})", highlight=False)
     _print_loads(report)
     whole = sum(report.stages.values())

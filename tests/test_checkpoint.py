@@ -103,6 +103,13 @@ def tiny_model(family, **changes):
     return model
 
 
+def save(model, folder, **options):
+    """`save_pretrained`, also on torchrun's ranks, which have folders of their own; it writes on rank 0 alone there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "should_save_on_this_rank", lambda *_: True, raising=False)
+        model.save_pretrained(folder, **options)
+
+
 def quiet():
     from transformers.utils import logging
 
@@ -210,7 +217,7 @@ def write_quantised(root, kind, family, config, quantise, quantization_config, *
     from transformers import AutoModelForCausalLM
 
     source, folder, plain = root / f"{kind} source", root / kind, root / f"{kind} plain"
-    tiny_model(family, **changes).save_pretrained(source)
+    save(tiny_model(family, **changes), source)
     packed, numbers = quantise(load_file(source / SINGLE))
     write_tensors(folder, packed, shards=3)
     write_config(folder, source, quantization_config=quantization_config)
@@ -230,7 +237,7 @@ def write_all(root):
         ways = {"shards": {"max_shard_size": "30KB"}, "single": {}, "fused": {"save_original_format": False}}
         for way, options in ways.items():
             folder = root / f"{family} {way}"
-            model.save_pretrained(folder, **options)
+            save(model, folder, **options)
             assert (folder / INDEX).is_file() == (way == "shards")
             torch.save(weights, folder / "expected.pt")
             found[folder.name] = Checkpoint(str(folder), str(root / f"{family} single"), family, CONFIGS[family])

@@ -1,5 +1,6 @@
 """`ep-moe run` and `ep-moe doctor` from end to end."""
 
+import functools
 import math
 import re
 import shutil
@@ -35,24 +36,27 @@ def invoke(*args):
     return CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
 
 
-def windows_of(text, tokens, window):
-    return torch.tensor(list(text[:tokens])).view(-1, window)
-
-
+@functools.cache
 @torch.no_grad()
-def single_process(folder, windows):
-    """Perplexity and loads [layer][expert] of the untouched model, by hooks on its routers."""
+def routed(folder, text, window):
+    """Of the untouched model: log likelihoods [windows, window - 1] and each layer's routes [windows, window, K]."""
+    windows = torch.tensor(list(text)).view(-1, window)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    loads = []
-
-    def count(router, _, outputs):
-        loads.append(torch.bincount(outputs[2].flatten(), minlength=router.weight.shape[0]).tolist())
-
-    hooks = [m.register_forward_hook(count) for n, m in model.named_modules() if n.endswith("mlp.gate")]
-    assert hooks
+    ids = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda router, _, outputs: ids.append(outputs[2].view(*windows.shape, -1)))
+            experts = module.weight.shape[0]
     logits = model(input_ids=windows).logits[:, :-1].double().log_softmax(-1)
-    nll = -logits.gather(-1, windows[:, 1:].unsqueeze(-1)).mean()
-    return math.exp(nll), loads
+    return logits.gather(-1, windows[:, 1:].unsqueeze(-1)).squeeze(-1), ids, experts
+
+
+def single_process(folder, text, window, tokens):
+    """Perplexity and loads [layer][expert] over the first tokens of a text."""
+    likelihood, ids, experts = routed(folder, bytes(text), window)
+    count = tokens // window
+    loads = [torch.bincount(layer[:count].flatten(), minlength=experts).tolist() for layer in ids]
+    return math.exp(-likelihood[:count].mean()), loads
 
 
 # --- the demo ----------------------------------------------------------------------------------------------------
@@ -89,7 +93,8 @@ def test_report_is_that_of_one_process(options):
     options = {"window": 128, "max_tokens": 1024, **options}
     report = run(RunOptions(**options))
     tokens = options["max_tokens"]
-    perplexity, loads = single_process(DEMO, windows_of((DEMO / "heldout.txt").read_bytes(), tokens, options["window"]))
+    text = (DEMO / "heldout.txt").read_bytes()[:1024]
+    perplexity, loads = single_process(DEMO, text, options["window"], tokens)
     assert report.tokens == tokens
     assert report.exact
     assert report.agrees
@@ -176,7 +181,7 @@ def test_dtype_is_the_checkpoints(users):
     report = run(options)
     assert not report.exact
     text = (users / "text.txt").read_bytes()
-    perplexity, loads = single_process(users / "bytes", windows_of(text, 256, 64))
+    perplexity, loads = single_process(users / "bytes", text[:256], 64, 256)
     assert report.perplexity == pytest.approx(perplexity, rel=0.2)
     assert [sum(load) for load in report.expert_load] == [sum(load) for load in loads] == [256 * 2] * 2
 
@@ -184,8 +189,7 @@ def test_dtype_is_the_checkpoints(users):
 def test_tokenizer_of_the_checkpoint(users):
     report = run(RunOptions(model=str(users / "words"), text=str(users / "text.txt"), dp=2, tp=1, window=35))
     assert report.tokens == 7 * 40
-    words = torch.tensor([0, 1, 2, 3, 4, 5, 6]).repeat(40).view(-1, 35)
-    perplexity, loads = single_process(users / "words", words)
+    perplexity, loads = single_process(users / "words", bytes(range(7)) * 40, 35, 280)
     assert report.perplexity == pytest.approx(perplexity, rel=2e-6)
     assert report.expert_load == loads
 

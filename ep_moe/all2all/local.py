@@ -11,8 +11,8 @@ from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout
 
 
 class LocalDispatcher(Dispatcher):
-    """Hands the rows on as they are; physical ids are local ids. Outside a graph capture it waits for the device once, to
-    check the ids; a capture takes them on trust, and so it counts as free of host syncs."""
+    """Hands the rows on as they are; physical ids are local ids. Outside a graph capture it waits for the device once,
+    to check the ids; a capture takes them on trust, and so it counts as free of host syncs."""
 
     name = "local"
     capabilities = DispatcherCapabilities(

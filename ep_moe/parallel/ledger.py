@@ -81,8 +81,7 @@ class Ledger:
     @contextmanager
     def step(self, phase: str, detail: str = "") -> Iterator[None]:
         """Enter a collective step. A communication failure inside leaves as PeerTimeout."""
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         self._step = Step(self._step.number + 1, self.where, phase, detail, False)
         self._started = time.monotonic()
         try:
@@ -96,6 +95,10 @@ class Ledger:
         finally:
             step = self._step
             self._step = Step(step.number, step.where, step.phase, step.detail, True)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the watch found, if anything: what an aborted collective left in its buffers is noise."""
         if self._failure is not None:
             raise self._failure
 

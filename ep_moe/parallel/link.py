@@ -43,6 +43,7 @@ class Link:
         gathered = values.new_empty(self.size * len(values))
         all_gather_single(gathered, values, group=self.group)
         rows: list[list[int]] = gathered.view(self.size, -1).tolist()
+        self.ledger.check()
         return rows
 
     def agree(self, values: Sequence[int | Tensor], problem: str | None, device: torch.device) -> list[list[int]]:

@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
-from ep_moe.parallel.layout import share
+from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens
 from ep_moe.testing import distributed, rank_device
-from tests.helpers import fill, integer_routing, integer_rows, oracle
+from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
 
-CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=10, top_k=3, activation=Activation.RELU2, expert_bias=True)
+CONFIG = MoEConfig(
+    hidden_size=16, intermediate_size=16, num_experts=10, top_k=3, activation=Activation.RELU2, expert_bias=True
+)
 
 
 def maps(ranks: int) -> dict[str, ExpertMap]:
@@ -38,25 +39,31 @@ def test_every_map_equals_one_process(all2all, counts, world_size):
             x = integer_rows(counts[rank], 16, rank)
             routing = integer_routing(counts[rank], CONFIG, rank)
             with torch.no_grad():
-                y = layer.forward_routed(x.to(device), Routing(routing.ids.to(device), routing.weights.to(device)))
-            torch.testing.assert_close(y.cpu(), oracle(CONFIG, x, routing), rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+                y = layer.forward_routed(x.to(device), moved(routing, device))
+            assert_same(y, oracle(CONFIG, x, routing), name)
 
 
 LAYOUTS = {
-    2: [dict(dp=1, tp=2), dict(dp=1, tp=2, ep=1, etp=2), dict(dp=2, ep=1, etp=2), dict(dp=1, tp=2, ep=1), dict(dp=2, ep=1)],
+    2: [
+        {"dp": 1, "tp": 2},
+        {"dp": 1, "tp": 2, "ep": 1, "etp": 2},
+        {"dp": 2, "ep": 1, "etp": 2},
+        {"dp": 1, "tp": 2, "ep": 1},
+        {"dp": 2, "ep": 1},
+    ],
     4: [
-        dict(dp=2, tp=2),
-        dict(dp=1, tp=4),
-        dict(dp=2, tp=2, ep=2, etp=2),
-        dict(dp=1, tp=4, ep=2, etp=2),
-        dict(dp=4, tp=1, ep=2, etp=2),
-        dict(dp=2, tp=2, ep=1, etp=4),
-        dict(dp=4, tp=1, ep=2),
-        dict(dp=1, tp=4, ep=2),
-        dict(dp=2, tp=2, ep=2),
-        dict(dp=1, tp=4, ep=1, etp=2),
-        dict(pp=2, dp=2, tp=1),
-        dict(pp=2, dp=1, tp=2, ep=1, etp=2),
+        {"dp": 2, "tp": 2},
+        {"dp": 1, "tp": 4},
+        {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+        {"dp": 1, "tp": 4, "ep": 2, "etp": 2},
+        {"dp": 4, "tp": 1, "ep": 2, "etp": 2},
+        {"dp": 2, "tp": 2, "ep": 1, "etp": 4},
+        {"dp": 4, "tp": 1, "ep": 2},
+        {"dp": 1, "tp": 4, "ep": 2},
+        {"dp": 2, "tp": 2, "ep": 2},
+        {"dp": 1, "tp": 4, "ep": 1, "etp": 2},
+        {"pp": 2, "dp": 2, "tp": 1},
+        {"pp": 2, "dp": 1, "tp": 2, "ep": 1, "etp": 2},
     ],
 }
 
@@ -77,9 +84,8 @@ def test_every_layout_equals_one_process(all2all, tokens, world_size):
                 x = integer_rows(total_here, 16, seed)
                 routing = integer_routing(total_here, CONFIG, seed)
                 with torch.no_grad():
-                    y = layer.forward_routed(x.to(device), Routing(routing.ids.to(device), routing.weights.to(device)))
-                expected = oracle(CONFIG, x, routing)
-                torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=0, msg=lambda m: f"{layout} T={total}: {m}")
+                    y = layer.forward_routed(x.to(device), moved(routing, device))
+                assert_same(y, oracle(CONFIG, x, routing), f"{layout} T={total}")
 
 
 @distributed(2, 4)
@@ -89,10 +95,8 @@ def test_dispatched_rows_are_not_computed_twice(all2all, world_size):
     with EPContext.from_groups(ParallelConfig(tp=world_size), device=rank_device()) as context:
         layer = fill(MoELayer(CONFIG, context, all2all=all2all))
         x, routing = integer_rows(11, 16, 0).to(context.device), integer_routing(11, CONFIG, 0)
-        device = context.device
-        layer.forward_routed(x, Routing(routing.ids.to(device), routing.weights.to(device)))
+        layer.forward_routed(x, moved(routing, context.device))
         load = layer.placement.expert_load.clone()
         dist.all_reduce(load)
         expected = torch.bincount(routing.ids[routing.ids >= 0], minlength=10)
         torch.testing.assert_close(load.cpu(), expected)
-        assert share(11, world_size, 0)[1] == -(-11 // world_size)

@@ -1,14 +1,14 @@
 """Random layouts, maps and batches: the layer on 1, 2 and 4 ranks equals one process exactly, on every transport.
 
-Every rank draws the same examples (seeded, no database), and every rank learns of a mismatch on any of them, so that
-hypothesis shrinks in step too.
+Every rank draws the same examples (seeded, no database), and learns of a mismatch on any other, so that all of them
+stop at the same one. The examples are small, and so they are not shrunk.
 """
 
 import dataclasses
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
@@ -85,13 +85,20 @@ def test_any_layout_map_and_batch_equals_one_process(world_size):
     device, contexts = rank_device(), {}
 
     @seed(0)
-    @settings(max_examples=25, database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
+    @settings(
+        max_examples=25,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
     @given(data=st.data())
     def example(data: st.DataObject) -> None:
         layout = data.draw(st.sampled_from(LAYOUTS[world_size]))
         parallel = dataclasses.replace(layout, tokens=data.draw(st.sampled_from(list(Tokens))))
         if parallel not in contexts:
-            contexts[parallel] = EPContext.from_groups(parallel, device=device, deadline_s=30)
+            contexts[parallel] = EPContext.from_groups(parallel, device=device, deadline_s=15)
         context = contexts[parallel]
         expert_map = data.draw(expert_maps(context.layout.ep))
         config = data.draw(st.sampled_from(CONFIGS))
@@ -102,7 +109,7 @@ def test_any_layout_map_and_batch_equals_one_process(world_size):
             layer = fill(MoELayer(config, context, expert_map=expert_map, all2all=all2all))
             found[all2all] = mismatch(layer, batch, drawn[batch])
         problems = [f"rank {rank}: {by}" for rank, by in enumerate(everywhere(found)) if any(by.values())]
-        assert not problems, f"{context.layout}, {expert_map.to_json()}: {problems}"
+        assert not problems, f"{context.layout}, {expert_map.to_json()}, {drawn}: {problems}"
 
     example()
     for context in contexts.values():
