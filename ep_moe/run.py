@@ -157,10 +157,13 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
         slowest = _slowest(stages, device)
         # each member of an etp group places the same routes
         copies = context.layout.etp
-        reference = None
+        reference, problem = None, None
         if options.reference and context.layout.rank == 0:
-            reference = _reference(folder, windows, options.batch, dtype, device)
-        context.agreement.healthy("reference", None)  # the others wait for rank 0 here and not in a collective
+            try:
+                reference = _reference(folder, windows, options.batch, dtype, device)
+            except Exception as error:  # too large for one process, or packed in a way that transformers refuses here
+                problem = ConfigError(f"the untouched model does not run here, pass --no-reference: {error}")
+        context.agreement.healthy("reference", problem)  # the others wait for rank 0 here and not in a collective
         if context.layout.rank != 0:
             return None
         return RunReport(

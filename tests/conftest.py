@@ -1,8 +1,15 @@
 """Fixtures for all tests."""
 
 import pytest
+import torch
 
 from ep_moe import registry
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    """A fresh layer's weights are random: they are the same random numbers in every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -135,6 +135,26 @@ def test_a_difference_is_exit_code_1(monkeypatch):
     assert result.exit_code == 0, result.output
 
 
+def without_memory(**kwargs):
+    """run_on_rank where the untouched model does not fit."""
+
+    def reference(*_):
+        raise torch.OutOfMemoryError("no room for the whole model")
+
+    run_module._reference = reference
+    return run_module.run_on_rank(**kwargs)
+
+
+def test_a_reference_that_cannot_run_is_one_sentence(monkeypatch):
+    def ranks(target, *args, **kwargs):
+        return run_local_ranks("tests.test_run:without_memory", *args, **kwargs)
+
+    monkeypatch.setattr(run_module, "run_local_ranks", ranks)
+    result = invoke("run", "--max-tokens", 512, "--dp", 2)
+    assert result.exit_code == 2
+    assert re.fullmatch("error: .*pass --no-reference: no room for the whole model\n", result.output)
+
+
 def test_without_reference():
     result = invoke("run", "--max-tokens", 512, "--no-reference", "--dp", 2)
     assert result.exit_code == 0, result.output

@@ -6,7 +6,8 @@ Counts are host integers that every rank of the link knows. A collective without
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,17 @@ from ep_moe.types import Pending
 # torch 2.13 renamed both; 2.11 has the old names only
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+# a started collective: what it will fill, and the work to wait for
+Collective: TypeAlias = "partial[tuple[Tensor, dist.Work | None]]"
+
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], link: Link) -> Pending[Tensor]:
     """Rows [sum(send), ...], grouped by destination, to rows [sum(receive), ...], grouped by source."""
     if link.size == 1:
         return Pending(lambda: x)
-    works: list[dist.Work] = []
-    out = _AllToAll.apply(x, list(send), list(receive), link, works)
-    return _pending(out, works)
+    there = partial(_all_to_all, send=list(send), receive=list(receive), link=link)
+    back = partial(_all_to_all, send=list(receive), receive=list(send), link=link)
+    return _start(x, there, back, link)
 
 
 def gather_rows(x: Tensor, counts: Sequence[int], link: Link) -> Pending[Tensor]:
@@ -37,9 +41,8 @@ def gather_rows(x: Tensor, counts: Sequence[int], link: Link) -> Pending[Tensor]
     """
     if link.size == 1 or max(counts) == 0:
         return Pending(lambda: x)
-    works: list[dist.Work] = []
-    out = _AllGather.apply(_padded(x, max(counts)), link, works)
-    pending = _pending(out, works)
+    padded = _padded(x, max(counts))
+    pending = _start(padded, partial(_all_gather, link=link), partial(_reduce_scatter, link=link), link)
     return Pending(lambda: _trimmed(pending.wait(), counts))
 
 
@@ -50,9 +53,7 @@ def reduce_scatter_rows(y: Tensor, counts: Sequence[int], link: Link) -> Pending
     most = max(counts)
     parts = [_padded(part, most) for part in y.split(list(counts))]
     padded = y if min(counts) == most else torch.cat(parts)
-    works: list[dist.Work] = []
-    out = _ReduceScatter.apply(padded, link, works)
-    pending = _pending(out, works)
+    pending = _start(padded, partial(_reduce_scatter, link=link), partial(_all_gather, link=link), link)
     return Pending(lambda: pending.wait()[: counts[link.rank]])
 
 
@@ -74,7 +75,10 @@ def sum_gradients(x: Tensor, link: Link) -> Tensor:
     return out
 
 
-def _pending(out: Tensor, works: list[dist.Work]) -> Pending[Tensor]:
+def _start(x: Tensor, there: Collective, back: Collective, link: Link) -> Pending[Tensor]:
+    works: list[dist.Work] = []
+    out: Tensor = _Collective.apply(x, there, back, link, works)
+
     def finish() -> Tensor:
         with torch.no_grad():  # gloo's wait may copy into `out`, which autograd would take for its origin
             for work in works:
@@ -96,81 +100,47 @@ def _trimmed(x: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([x[i * most : i * most + count] for i, count in enumerate(counts)])
 
 
-def _all_to_all(x: Tensor, send: list[int], receive: list[int], link: Link) -> tuple[Tensor, dist.Work | None]:
+def _all_to_all(x: Tensor, *, send: list[int], receive: list[int], link: Link) -> tuple[Tensor, dist.Work | None]:
     out = x.new_empty(sum(receive), *x.shape[1:])
     work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=link.group, async_op=True)
     return out, work
 
 
-def _all_gather(x: Tensor, link: Link) -> tuple[Tensor, dist.Work | None]:
+def _all_gather(x: Tensor, *, link: Link) -> tuple[Tensor, dist.Work | None]:
     out = x.new_empty(link.size * x.shape[0], *x.shape[1:])
     return out, all_gather_single(out, x.contiguous(), group=link.group, async_op=True)
 
 
-def _reduce_scatter(x: Tensor, link: Link) -> tuple[Tensor, dist.Work | None]:
+def _reduce_scatter(x: Tensor, *, link: Link) -> tuple[Tensor, dist.Work | None]:
     out = x.new_empty(x.shape[0] // link.size, *x.shape[1:])
     return out, reduce_scatter_single(out, x.contiguous(), group=link.group, async_op=True)
 
 
-class _AllToAll(Function):
+class _Collective(Function):
+    """A collective, and as its backward the collective that is its adjoint."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], link: Link, works: list[dist.Work]) -> Tensor:
-        ctx.send, ctx.receive, ctx.link = send, receive, link
-        out, work = _all_to_all(x, send, receive, link)
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, link: Link, works: list[dist.Work]) -> Tensor:
+        ctx.back, ctx.link = back, link
+        out, work = there(x)
         if work is not None:
             works.append(work)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        with ctx.link.ledger.step("backward of all_to_all"):
-            out, work = _all_to_all(grad, ctx.receive, ctx.send, ctx.link)
+        with ctx.link.ledger.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
+            out, work = ctx.back(grad)
             if work is not None:
                 work.wait()
         return out, None, None, None, None
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, link: Link, works: list[dist.Work]) -> Tensor:
-        ctx.link = link
-        out, work = _all_gather(x, link)
-        if work is not None:
-            works.append(work)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        with ctx.link.ledger.step("backward of all_gather"):
-            out, work = _reduce_scatter(grad, ctx.link)
-            if work is not None:
-                work.wait()
-        return out, None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, link: Link, works: list[dist.Work]) -> Tensor:
-        ctx.link = link
-        out, work = _reduce_scatter(x, link)
-        if work is not None:
-            works.append(work)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        with ctx.link.ledger.step("backward of reduce_scatter"):
-            out, work = _all_gather(grad, ctx.link)
-            if work is not None:
-                work.wait()
-        return out, None, None
 
 
 class _GatherReplicated(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], link: Link) -> Tensor:
         ctx.counts, ctx.rank = counts, link.rank
-        out, work = _all_gather(_padded(x, max(counts)), link)
+        out, work = _all_gather(_padded(x, max(counts)), link=link)
         if work is not None:
             work.wait()
         return _trimmed(out, counts)

@@ -149,6 +149,9 @@ def _rank_main(
         timeout = timedelta(seconds=deadline_s)
         store.set_timeout(timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        # a target that ends at once must not break the connection of a peer that still opens it
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{peer}" for peer in range(world)])
         result = _resolve(target)(**kwargs)
         if together:  # gloo connects sub-groups in its own time: a rank that leaves early breaks a peer's connection
             dist.barrier()

@@ -118,11 +118,9 @@ def test_a_users_router_that_errs(parallel, world_size):
 
 
 @distributed(4)
-@every_layout
-def test_different_token_counts_where_they_are_replicated(parallel, world_size):
-    if parallel.tokens is Tokens.SHARDED or parallel.tp == 1:
-        return
-    with made(parallel) as context, no_payload():
+@pytest.mark.parametrize("layout", ["tp=4", "dp=2 tp=2 etp=2", "tp=4 ep=2"])
+def test_different_token_counts_where_they_are_replicated(layout, world_size):
+    with made(LAYOUTS[layout]) as context, no_payload():
         layer = fill(MoELayer(CONFIG, context))
         x = torch.zeros(2 if dist.get_rank() == BAD else 3, 16, device=context.device)
         text = same_error(InputError, lambda: layer(x))
@@ -131,10 +129,10 @@ def test_different_token_counts_where_they_are_replicated(parallel, world_size):
 
 
 @distributed(4)
-@every_layout
-def test_ranks_in_different_layers(parallel, world_size):
+@pytest.mark.parametrize("layout", ["dp=4", "tp=4", "dp=4 etp=2"])
+def test_ranks_in_different_layers(layout, world_size):
     """Also where the two layers exchange different things."""
-    with made(parallel) as context:
+    with made(LAYOUTS[layout]) as context:
         config = dataclasses.replace(CONFIG, top_k=3)
         a = fill(MoELayer(CONFIG, context, all2all="allgather", name="a"))
         b = fill(MoELayer(config, context, all2all="torch_a2a", name="b"))
