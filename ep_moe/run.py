@@ -99,10 +99,9 @@ def run(options: RunOptions) -> RunReport | None:
             dist.destroy_process_group()
     world = (options.dp or 1) * (options.tp or 1) if options.dp or options.tp else LAPTOP_RANKS
     arguments = {"options": settle(options, world), "device": torch.device("cpu")}
-    preload = ("ep_moe.testing.preload", "ep_moe.integrations.transformers")
-    report: RunReport = run_local_ranks(
-        "ep_moe.run:run_on_rank", world, arguments, deadline_s=3 * options.deadline_s, preload=preload
-    )[0]
+    report: RunReport = run_local_ranks("ep_moe.run:run_on_rank", world, arguments, deadline_s=3 * options.deadline_s)[
+        0
+    ]
     return report
 
 

@@ -18,18 +18,12 @@ from ep_moe.cli import app
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_ranks import run_local_ranks
 from ep_moe.run import DEMO, RunOptions, run
-from tests.distributed.test_transformers import ranks_import_transformers
 from tests.test_checkpoint import tiny_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
 
 EXPERTS, TOP_K, MOE_LAYERS = 16, 2, 3  # of the demo
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks():
-    ranks_import_transformers()
 
 
 def invoke(*args):

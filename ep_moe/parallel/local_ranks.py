@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from ep_moe.errors import EPMoEError
 
+_PRELOAD = "ep_moe.testing.preload"
 _GRACE_S = 2.0  # how long the others may take to report after the first failure
 
 
@@ -55,7 +56,6 @@ def run_local_ranks(
     *,
     deadline_s: float = 60.0,
     threads: int = 1,
-    preload: Sequence[str] = ("ep_moe.testing.preload",),
     expect_dead: Collection[int] = (),
 ) -> list[Any]:
     """Call `target` ("module:function") with `kwargs` on `world` ranks; returns their results in rank order.
@@ -67,7 +67,7 @@ def run_local_ranks(
     which costs 5 s wherever one answer is lost).
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload([_PRELOAD])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):

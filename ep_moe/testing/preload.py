@@ -1,18 +1,28 @@
-"""What the fork server imports once, so that a rank starts in milliseconds."""
+"""What the fork server imports once, so that a rank starts in milliseconds and not in seconds."""
+
+import importlib
 
 import torch
-import torch.distributed
 
 from ep_moe import registry
 
-try:
-    import pytest  # noqa: F401  (test modules import it)
-except ImportError:
-    pass
+OPTIONAL = ["pytest", "ep_moe.integrations.transformers"]
+OPTIONAL += [
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4")
+]
+
+for module in OPTIONAL:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        pass  # its tests skip, or its user is told
 
 # its first call imports sympy and mpmath, half a second a rank
 torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
 
-# reads the metadata of everything installed
-for kind in ("dispatchers", "experts"):
-    registry.targets(kind)
+# imports the backends, and reads the metadata of everything installed
+KINDS: tuple[registry.Kind, ...] = ("dispatchers", "experts")
+for kind in KINDS:
+    for backend in registry.targets(kind):
+        registry.why_not(kind, backend)

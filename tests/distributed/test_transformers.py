@@ -1,44 +1,21 @@
 """Models of five families with expert-parallel blocks against the untouched ones, in float32."""
 
-import functools
 import json
-import multiprocessing
 import shutil
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
 from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations import transformers as integration
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
-from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX
 from tests.test_checkpoint import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
-
-transformers = pytest.importorskip("transformers")
-
-MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4")
-PRELOAD = ["ep_moe.testing.preload", "ep_moe.integrations.transformers"]
-PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in MODELS]
-
-
-@functools.cache
-def ranks_import_transformers():
-    """Start the ranks' fork server again with transformers in it, which otherwise each rank imports for 3 s."""
-    if not TorchrunEnv.present():
-        forkserver._forkserver._stop()
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-        forkserver.ensure_running()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ranks():
-    ranks_import_transformers()
 
 
 @pytest.fixture(scope="session")
