@@ -61,7 +61,7 @@ def run_local_ranks(
     """Call `target` ("module:function") with `kwargs` on `world` ranks; returns their results in rank order.
 
     Each rank has an initialised gloo process group. threads: torch threads per rank.
-    expect_dead: ranks that may end without a result (for tests of that); theirs is None.
+    expect_dead: ranks that may die or hang (for tests of that); their result is None.
 
     The ranks meet in a file: no port, and no name server (TCPStore looks up the name of 127.0.0.1 at every connection,
     which costs 5 s wherever one answer is lost).
@@ -81,8 +81,8 @@ def run_local_ranks(
             processes.append(process)
         try:
             reports = _collect(pipes, processes, time.monotonic() + deadline_s, set(expect_dead), Path(folder))
-            for report, process in zip(reports, processes, strict=True):
-                process.join(_GRACE_S if report.ok else 0)
+            for rank, process in enumerate(processes):
+                process.join(_GRACE_S if reports[rank].ok and rank not in expect_dead else 0)
         finally:
             for process in processes:
                 process.kill()
@@ -100,7 +100,7 @@ def _collect(
     """One report per rank; stops early after the first failure."""
     reports: dict[int, _Report] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
-    while open_pipes and (left := deadline - time.monotonic()) > 0:
+    while set(open_pipes.values()) - expect_dead and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(open_pipes), timeout=left):
             assert isinstance(pipe, Connection)
             rank = open_pipes.pop(pipe)
@@ -114,7 +114,9 @@ def _collect(
             if not reports[rank].ok:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
     for rank in range(len(pipes)):
-        if rank not in reports:
+        if rank in expect_dead:
+            reports.setdefault(rank, _Report(True, None))
+        elif rank not in reports:
             stack = _where(processes[rank], rank, folder)
             reports[rank] = _Report(False, f"hangs (or was stopped after another rank failed) at\n{stack}")
     return [reports[rank] for rank in range(len(pipes))]

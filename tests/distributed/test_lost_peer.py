@@ -23,14 +23,13 @@ from ep_moe import (
     PeerTimeout,
 )
 from ep_moe.parallel.agree import Agreement
-from ep_moe.parallel.groups import default_store
 from ep_moe.parallel.ledger import Ledger, Step, _compare
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call
 from tests.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
-DEADLINE_S = 1.5
+DEADLINE_S = 2.0  # heartbeats come every 0.25 s then; a loaded machine delays them
 LOST = 1
 LAYOUTS = {"dp=4": ParallelConfig(dp=4), "dp=2 tp=2 etp=2": ParallelConfig(dp=2, tp=2, ep=2, etp=2)}
 
@@ -40,19 +39,15 @@ def die() -> None:
 
 
 def hang() -> None:
-    """Until the others are through, then end, so that the test need not wait."""
-    store = default_store()
-    store.wait([f"through/{rank}" for rank in range(dist.get_world_size()) if rank != LOST])
-    os._exit(7)
+    """For ever; the harness ends those that are expected to die once the others are through."""
+    threading.Event().wait()
 
 
 def survivors_raise(call: Callable[[], Any], sentence: str) -> None:
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match=sentence):
         call()
-    took = time.monotonic() - start
-    default_store().set(f"through/{dist.get_rank()}", "")
-    assert took < DEADLINE_S + 4, f"{took:.1f} s"
+    assert time.monotonic() - start < DEADLINE_S + 4
 
 
 def lose(parallel: ParallelConfig, all2all: str, stage: str, how: Callable[[], None]) -> None:
@@ -77,7 +72,7 @@ def lose(parallel: ParallelConfig, all2all: str, stage: str, how: Callable[[], N
     verdict = "shows no sign of life" if how is die else "is alive but behind"
     sentence = (
         rf"^rank \d lost its peers in ({phase}{later})( wait)? of block \(step \d+\): .*"
-        rf"Rank {LOST} {verdict}.*Raise deadline_s \(now 1.5 s\) if it was only slow\.$"
+        rf"Rank {LOST} {verdict}.*Raise deadline_s \(now 2 s\) if it was only slow\.$"
     )
     survivors_raise(lambda: layer(x), sentence)
 
@@ -114,20 +109,16 @@ def test_a_rank_skips_backward(world_size):
 
 
 @distributed(4, deadline_s=20, expect_dead=[LOST])
-def test_a_rank_makes_no_layer(world_size):
-    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+def test_a_rank_makes_no_layer_and_no_context(world_size):
+    device = rank_device()
+    context = EPContext.from_groups(device=device, deadline_s=0.9)
     if dist.get_rank() == LOST:
         hang()
-    sentence = "^MoELayer block: rank 1 did not arrive within 1.5 s; all ranks must make the same calls"
-    survivors_raise(lambda: MoELayer(CONFIG, context, name="block"), sentence)
-
-
-@distributed(4, deadline_s=20, expect_dead=[LOST])
-def test_a_rank_makes_no_context(world_size):
-    if dist.get_rank() == LOST:
-        hang()
-    call = lambda: EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)  # noqa: E731
-    survivors_raise(call, "^EPContext: rank 1 did not arrive within 1.5 s")
+    for call, what in (
+        (lambda: MoELayer(CONFIG, context, name="block"), "MoELayer block"),
+        (lambda: EPContext.from_groups(device=device, deadline_s=0.9), "EPContext"),
+    ):
+        survivors_raise(call, rf"^{what}: rank 1 did not arrive within 0\.9 s; all ranks must make the same calls")
 
 
 @distributed(2)
