@@ -95,8 +95,6 @@ class EPContext:
             raise ConfigError(
                 "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
             )
-        if deadline_s <= 0:
-            raise ConfigError(f"deadline_s must be positive, got {deadline_s}")
         rank, world = dist.get_rank(), dist.get_world_size()
         parallel = parallel or ParallelConfig(dp=world)
         base = default_store()
@@ -263,7 +261,8 @@ def _agreed_layout(
         **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
         "ParallelConfig.tokens": parallel.tokens.value,
     }
-    agreement = Agreement(PrefixStore("create", store), range(world), rank, deadline_s)
-    agreement.same("EPContext", facts)
+    problem = None if deadline_s > 0 else ConfigError(f"deadline_s must be positive, got {deadline_s}")
+    patience = DEADLINE_S if problem else deadline_s
+    Agreement(PrefixStore("create", store), range(world), rank, patience).same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none
     return RankLayout.from_config(parallel, world=world, rank=rank)

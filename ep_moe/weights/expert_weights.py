@@ -153,7 +153,8 @@ class ExpertWeights(nn.Module):
         if self.etp.size == 1:
             return piece
         pieces = [torch.empty_like(piece) for _ in range(self.etp.size)]
-        dist.all_gather(pieces, piece.contiguous(), group=self.etp.group)
+        with self.etp.ledger.step("gather an expert over etp"):
+            dist.all_gather(pieces, piece.contiguous(), group=self.etp.group)
         return join(self.config, name, pieces)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -98,7 +98,7 @@ def test_a_users_router_that_errs(parallel, world_size):
         lambda r: Routing(r.ids, r.weights.double()),
         lambda r: (r.ids, r.weights),
     ]
-    with made(parallel, deadline_s=4) as context:
+    with made(parallel) as context:
         turn = [-1]
 
         def router(x: torch.Tensor) -> Routing:
@@ -200,7 +200,7 @@ def group_of(*blocks: list[int]) -> dist.ProcessGroup:
 
 
 def with_groups(**groups: dist.ProcessGroup) -> EPContext:
-    return EPContext.from_groups(LAYOUTS["dp=2 tp=2 etp=2"], groups, device=rank_device(), deadline_s=4)
+    return EPContext.from_groups(LAYOUTS["dp=2 tp=2 etp=2"], groups, device=rank_device(), deadline_s=10)
 
 
 @distributed(4)
@@ -236,7 +236,11 @@ def test_one_rank_was_given_other_groups(wrong, world_size):
 @distributed(2)
 def test_a_bad_deadline_is_refused_on_all_ranks(world_size):
     text = same_error(ConfigError, lambda: made(ParallelConfig(dp=2), deadline_s=0))
-    assert text == "deadline_s must be positive, got 0"
+    assert text == "EPContext: ranks 0, 1: deadline_s must be positive, got 0"
+    text = same_error(ConfigError, lambda: made(ParallelConfig(dp=2), deadline_s=-1 if dist.get_rank() == BAD else 10))
+    assert text == "EPContext: rank 1: deadline_s must be positive, got -1"
+    with made(ParallelConfig(dp=2)) as context:  # and the next one is the next one on both
+        check_call(fill(MoELayer(CONFIG, context)), context)
 
 
 def test_without_torch_distributed():
