@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,13 @@ from ep_moe.parallel.groups import Links, check_groups, default_store, init_from
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.tokens import TokenFlow
+from ep_moe.workspace import Workspaces
 
 if TYPE_CHECKING:
     from ep_moe.all2all.base import Dispatcher, Geometry
 
 DEADLINE_S = 300.0
+TUNED_ROWS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
 
 class EPContext:
@@ -40,6 +43,7 @@ class EPContext:
     tokens: the TokenFlow between attention's and the experts' view
     agreement: among the ranks that run the same layers (this rank's lockstep group)
     stage_times: None, or a StageTimes that the layers add to
+    workspaces: the kernels' scratch memory, shared by all layers
     """
 
     def __init__(
@@ -54,8 +58,9 @@ class EPContext:
         peers = layout.group("lockstep")
         scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
         self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
+        self.workspaces = Workspaces(device)
         self._dispatchers: dict[tuple[str, Geometry], Dispatcher] = {}
-        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
         self._inside: str | None = None
         self._destroyed = False
@@ -180,8 +185,8 @@ class EPContext:
         return name or f"moe{self._layer_count - 1}"
 
     def register(self, layer: Any) -> None:
-        """Count a finished layer in for `plan`."""
-        self._layers.add(layer)
+        """Count a finished layer in for `plan` and `tune`."""
+        self._layers[self._layer_count] = layer
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
@@ -199,12 +204,23 @@ class EPContext:
             self._inside, self.ledger.where = None, ""
 
     def plan(self) -> dict[str, int]:
-        """Bytes per kind of buffer on this rank, summed over the layers that live."""
+        """Bytes per kind of buffer on this rank over the layers that live: summed, and the largest workspace once (per
+        stream that layers run on)."""
         total: dict[str, int] = {}
-        for layer in self._layers:
+        for layer in self._layers.values():
             for name, size in layer.plan().items():
                 total[name] = total.get(name, 0) + size
+        if total:
+            total["workspace"] = self.workspaces.reserved
         return total
+
+    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: Path | None = None) -> None:
+        """`MoELayer.tune` for every layer, measured once for layers of one shape. Collective."""
+        found: dict[Any, list[int]] = {}
+        for _, layer in sorted(self._layers.items()):
+            if layer.shape not in found:
+                found[layer.shape] = layer.tune(rows, cache=cache)
+            layer.experts.use(found[layer.shape])
 
     # --- lifetime ----------------------------------------------------------------------------------------------
 
@@ -225,6 +241,7 @@ class EPContext:
         for dispatcher in self._dispatchers.values():
             dispatcher.destroy()
         self._dispatchers.clear()
+        self.workspaces.clear()
         self.links.destroy()
 
     def __enter__(self) -> EPContext:

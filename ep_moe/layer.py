@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -15,9 +16,9 @@ from torch.func import functional_call
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry, routing_problem
 from ep_moe.config import MoEConfig
-from ep_moe.context import EPContext
+from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.experts.base import Experts
+from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
@@ -26,6 +27,7 @@ from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.schemes import PLAIN, scheme_of
 
 
 class MoELayer(nn.Module):
@@ -38,8 +40,10 @@ class MoELayer(nn.Module):
     router: any callable x [T, H] -> Routing; default a `Router` of the configuration
     shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
     all2all, experts: backend names, "auto" lets `select` choose
+    quantization: a name in `ep_moe.weights.schemes.SCHEMES`, how the experts are stored and computed
+    options: how the expert kernel runs (deterministic, chunk_rows)
     name: what errors call this layer
-    device, dtype: of the parameters; default the context's device (or meta) and torch's default dtype
+    device, dtype: of the parameters and activations; default the context's device (or meta) and torch's default dtype
 
     Gradients: expert parameters get the whole EP group's gradient, summed; router and shared experts get that of this
     dp rank's tokens, as any replicated module does (average or sum them over dp as usual).
@@ -55,6 +59,8 @@ class MoELayer(nn.Module):
         shared_experts: nn.Module | None = None,
         all2all: str = select.AUTO,
         experts: str = select.AUTO,
+        quantization: str = PLAIN.name,
+        options: ExpertsOptions | None = None,
         name: str | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -64,20 +70,29 @@ class MoELayer(nn.Module):
         self.config, self.context = config, context
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
-        self._asked = {"all2all": all2all, "experts": experts}
-        self.choice, expert_map = self._agree(expert_map, dtype)
+        options = options or ExpertsOptions()
+        self.choice, expert_map = self._agree(expert_map, dtype, all2all, experts, quantization, options)
+        scheme = scheme_of(quantization)
+        kernel: type[Experts] = registry.load("experts", self.choice.experts)
         if device is None:
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
         with torch.device(device):
             self.router = Router(config, dtype=dtype) if router is None else router
             self.placement = Placement(expert_map, ep_rank=layout.ep_rank)
-            self.expert_weights = ExpertWeights(
-                config, expert_map, ep_rank=layout.ep_rank, etp=context.links["etp"], dtype=dtype
+            self.expert_weights: ExpertWeights = ExpertWeights(
+                config,
+                expert_map,
+                ep_rank=layout.ep_rank,
+                etp=context.links["etp"],
+                dtype=dtype,
+                scheme=scheme,
+                preparation=kernel.preparation,
+                trainable=kernel.capabilities.differentiable,
             )
             self.shared_experts = shared_experts
             if shared_experts is None and config.shared_intermediate_size:
                 self.shared_experts = SharedExperts(config, dtype=dtype)
-        self.experts: Experts = registry.load("experts", self.choice.experts)(config, self.expert_weights)
+        self.experts: Experts = kernel(config, self.expert_weights, context.workspaces, options)
         context.register(self)
 
     # --- the story ---------------------------------------------------------------------------------------------
@@ -147,6 +162,29 @@ class MoELayer(nn.Module):
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(name, self.context.stage_times)
 
+    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: Path | None = None) -> list[int]:
+        """Let the expert kernel find its fastest variant for each number of received rows, before any CUDA graph is
+        captured. Collective: the first rank measures, with the weights that are loaded, and all ranks use what it
+        found. cache: a folder that keeps findings by GPU, versions and shape, read and written by the first rank.
+        Returns what was found, in the kernel's own terms."""
+        agreement, experts = self.context.agreement, self.experts
+        found: list[int] = agreement.share(f"tune {self.name}", lambda: experts.tune(rows, cache))
+        experts.use(found)
+        return found
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What a kernel's speed depends on; equal on all ranks."""
+        placed = self.placement.expert_map
+        return (
+            self.config,
+            self.choice.experts,
+            self.expert_weights.scheme.name,
+            self.dtype,
+            self.experts.options,
+            placed.cap,
+        )
+
     # --- weights -----------------------------------------------------------------------------------------------
 
     def update_expert(self, logical_id: int, **tensors: Tensor) -> int:
@@ -158,11 +196,11 @@ class MoELayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.expert_weights.w13.dtype
+        return self.expert_weights.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.expert_weights.w13.device
+        return self.expert_weights.get_parameter("w13").device
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -183,18 +221,20 @@ class MoELayer(nn.Module):
     # --- what a user asks --------------------------------------------------------------------------------------
 
     def plan(self) -> dict[str, int]:
-        """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated."""
+        """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated. The workspace
+        is shared with the context's other layers; `EPContext.plan` counts it once."""
         modules: dict[str, Any] = {
             "experts": self.expert_weights,
             "router": self.router,
             "placement": self.placement,
             "shared_experts": self.shared_experts,
         }
-        return {
+        held = {
             kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
             for kind, module in modules.items()
             if isinstance(module, nn.Module)
         }
+        return held | {"workspace": self.experts.workspace_bytes()}
 
     def explain(self) -> list[select.Choice]:
         """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""
@@ -211,12 +251,21 @@ class MoELayer(nn.Module):
         return (
             f"{self.name}: H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, "
             f"{c.activation.value}, ep={self.context.layout.ep}, etp={self.context.layout.etp}, "
-            f"all2all={self.choice.all2all}, experts={self.choice.experts}"
+            f"all2all={self.choice.all2all}, experts={self.choice.experts}, "
+            f"quantization={self.expert_weights.scheme.name}"
         )
 
     # --- checks ------------------------------------------------------------------------------------------------
 
-    def _agree(self, expert_map: ExpertMap | None, dtype: torch.dtype) -> tuple[select.Choice, ExpertMap]:
+    def _agree(
+        self,
+        expert_map: ExpertMap | None,
+        dtype: torch.dtype,
+        all2all: str,
+        experts: str,
+        quantization: str,
+        options: ExpertsOptions,
+    ) -> tuple[select.Choice, ExpertMap]:
         """Choose backends and check that all ranks were given the same layer; all raise alike."""
         context, config, problem = self.context, self.config, None
         choice = select.Choice("", "", "refused", "")
@@ -224,6 +273,8 @@ class MoELayer(nn.Module):
             if expert_map is None:
                 expert_map = ExpertMap.linear(config.num_experts, context.layout.ep)
             _check_map(expert_map, config, context.layout.ep)
+            scheme = scheme_of(quantization)
+            self._asked: dict[str, Any] = {"all2all": all2all, "experts": experts, "scheme": scheme, "options": options}
             choice = select.choose(config, context.layout, context.device, dtype, **self._asked)
         except EPMoEError as error:
             problem = error
@@ -232,6 +283,8 @@ class MoELayer(nn.Module):
             **_flat(config, "MoEConfig"),
             "expert_map": "" if expert_map is None else expert_map.to_json(),
             "dtype": dtype_name(dtype),
+            "quantization": quantization,
+            **_flat(options, "ExpertsOptions"),
             "all2all": choice.all2all,
             "experts": choice.experts,
         }
@@ -252,6 +305,11 @@ class MoELayer(nn.Module):
             return f"x must be {dtype_name(self.dtype)} as the layer is, got {dtype_name(x.dtype)}"
         if x.device != self.device:
             return f"x must be on {self.device} as the layer is, got {x.device}"
+        if x.requires_grad and torch.is_grad_enabled() and not self.experts.capabilities.differentiable:
+            return (
+                f"x requires a gradient, and experts={self.choice.experts} has no backward; call it under "
+                f"torch.no_grad(), or build the layer with experts='reference' to train"
+            )
         if routing is None:
             return None
         return self._routing_problem(x.reshape(-1, hidden), routing) or self._id_problem(routing)

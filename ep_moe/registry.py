@@ -21,6 +21,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "torch_a2a": "ep_moe.all2all.torch_a2a:TorchAll2AllDispatcher",
     },
     "experts": {
+        "flashinfer_cutlass": "ep_moe.experts.flashinfer_cutlass:FlashInferCutlassExperts",
         "reference": "ep_moe.experts.reference:ReferenceExperts",
     },
 }

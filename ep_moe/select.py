@@ -9,7 +9,10 @@ import torch
 from ep_moe import registry
 from ep_moe.config import MoEConfig
 from ep_moe.errors import BackendUnavailable
+from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
 from ep_moe.parallel.layout import RankLayout
+from ep_moe.types import RowLayout, Weighting
+from ep_moe.weights.schemes import PLAIN, Scheme
 
 AUTO = "auto"
 
@@ -24,7 +27,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.status:8}  {self.all2all:12}  {self.experts:12}  {self.reason}"
+        return f"{self.status:8}  {self.all2all:12}  {self.experts:18}  {self.reason}"
 
 
 def explain(
@@ -35,18 +38,23 @@ def explain(
     *,
     all2all: str = AUTO,
     experts: str = AUTO,
+    scheme: Scheme = PLAIN,
+    options: ExpertsOptions | None = None,
 ) -> list[Choice]:
     """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
 
+    scheme: how the experts are quantised; options: how the kernel shall run
+
     Raises ConfigError for an unknown name.
     """
+    options = options or ExpertsOptions()
     for kind, name in (("dispatchers", all2all), ("experts", experts)):
         if name != AUTO:
             registry.check(kind, name)  # type: ignore[arg-type]
     table: list[Choice] = []
     for transport, why in _ranked(config, layout):
         for kernel in registry.targets("experts"):
-            reason = _refusal(config, layout, device, dtype, transport, kernel)
+            reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options)
             if reason is None and all2all not in (AUTO, transport):
                 reason = f"all2all={all2all!r} was asked for"
             if reason is None and experts not in (AUTO, kernel):
@@ -64,15 +72,17 @@ def choose(
     *,
     all2all: str = AUTO,
     experts: str = AUTO,
+    scheme: Scheme = PLAIN,
+    options: ExpertsOptions | None = None,
 ) -> Choice:
     """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
-    table = explain(config, layout, device, dtype, all2all=all2all, experts=experts)
+    table = explain(config, layout, device, dtype, all2all=all2all, experts=experts, scheme=scheme, options=options)
     for row in table:
         if row.status == "chosen":
             return row
     named = [row for row in table if all2all in (AUTO, row.all2all) and experts in (AUTO, row.experts)]
     reasons = "; ".join(f"{row.all2all} with {row.experts}: {row.reason}" for row in named)
-    free = explain(config, layout, device, dtype)
+    free = explain(config, layout, device, dtype, scheme=scheme, options=options)
     able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
     raise BackendUnavailable(
         f"all2all={all2all!r} with experts={experts!r} cannot run here ({reasons}). Pairs that can: {able}"
@@ -93,26 +103,48 @@ def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
 
 
 def _refusal(
-    config: MoEConfig, layout: RankLayout, device: torch.device, dtype: torch.dtype, transport: str, kernel: str
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    transport: str,
+    kernel: str,
+    scheme: Scheme,
+    options: ExpertsOptions,
 ) -> str | None:
     for kind, name in (("dispatchers", transport), ("experts", kernel)):
         reason = registry.why_not(kind, name)  # type: ignore[arg-type]
         if reason is not None:
             return f"{name}: {reason}"
     sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
-    can = sender.capabilities
-    for name, devices in ((transport, can.devices), (kernel, computer.capabilities.devices)):
+    can, able = sender.capabilities, computer.capabilities
+    for name, devices in ((transport, can.devices), (kernel, able.devices)):
         if device.type not in devices:
             return f"{name} runs on {', '.join(sorted(devices))}, not on {device.type}"
     if can.max_ranks is not None and layout.ep > can.max_ranks:
         return f"{transport} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={layout.ep}"
-    if can.layout not in computer.capabilities.layouts:
-        accepted = ", ".join(sorted(layout.value for layout in computer.capabilities.layouts))
+    if not able.layouts & {can.layout, RowLayout.RANK_MAJOR}:  # any layout can be seen as RANK_MAJOR
+        accepted = ", ".join(sorted(layout.value for layout in able.layouts))
         return f"{transport} delivers {can.layout.value} rows, {kernel} takes {accepted}"
-    if can.weighting not in computer.capabilities.weightings:
+    if can.layout is RowLayout.RANK_MAJOR and can.weighting is Weighting.COMBINE:
+        return f"{transport} delivers rows of several experts each and leaves their weights to combine"
+    if can.weighting not in able.weightings:
         return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
-    needed = computer.capabilities.min_compute_capability
-    if needed is not None and (device.type != "cuda" or torch.cuda.get_device_capability(device) < needed):
-        return f"{kernel} needs a GPU of compute capability {needed[0]}.{needed[1]} or newer"
-    why: str | None = computer.why_not(config, dtype, layout.etp)
+    if options.deterministic and not can.deterministic:
+        return f"{transport} is not deterministic"
+    reason = scheme.problem(config, layout.etp) or _gpu_problem(kernel, able, device)
+    why: str | None = reason or computer.why_not(config, dtype, layout.etp, scheme, options)
     return why
+
+
+def _gpu_problem(kernel: str, able: ExpertsCapabilities, device: torch.device) -> str | None:
+    lowest, highest = able.min_compute_capability, able.max_compute_capability
+    if lowest is None and highest is None:
+        return None
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    here = f"this one has {found[0]}.{found[1]}" if device.type == "cuda" else f"this is a {device.type}"
+    if lowest is not None and found < lowest:
+        return f"{kernel} needs a GPU of compute capability {lowest[0]}.{lowest[1]} or newer, {here}"
+    if highest is not None and found > highest:
+        return f"{kernel} has been run on compute capability {highest[0]}.{highest[1]} at most, {here}"
+    return None

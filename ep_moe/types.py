@@ -80,7 +80,7 @@ class Received:
     weighting: Weighting
     handle: Any  # the transport's own state for this call; opaque
     local_ids: LocalIds | None = None  # RANK_MAJOR: int32 or int64 [N, K]
-    weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K]
+    weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap]
     expert_offsets: Tensor | None = None  # CONTIGUOUS
     expert_counts: Tensor | None = None  # BATCHED
 

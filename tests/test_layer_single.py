@@ -89,7 +89,7 @@ def test_plan_is_what_is_allocated(context, dtype):
     assert all(tensor.is_meta for tensor in on_meta.parameters())
     layer = on_meta.to_empty(device=CPU)
     assert layer.plan() == before
-    assert set(before) == {"experts", "router", "placement", "shared_experts"}
+    assert set(before) == {"experts", "router", "placement", "shared_experts", "workspace"}
     held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*layer.parameters(), *layer.buffers()]}
     assert sum(before.values()) == sum(storage.nbytes() for storage in held.values())
     assert before["experts"] == dtype.itemsize * EXPERTS * (3 * INNER * HIDDEN + 2 * INNER + HIDDEN)
@@ -112,7 +112,9 @@ def test_a_layer_that_was_refused_is_not_in_the_plan(context):
 
 def test_repr_tells_shape_layout_and_backends(context):
     layer = MoELayer(full(), context)
-    assert layer.extra_repr() == ("moe0: H=16, I=8, E=6, K=2, swiglu, ep=1, etp=1, all2all=local, experts=reference")
+    assert layer.extra_repr() == (
+        "moe0: H=16, I=8, E=6, K=2, swiglu, ep=1, etp=1, all2all=local, experts=reference, quantization=none"
+    )
     text = repr(layer)
     assert "w13 [6, 16, 16], w2 [6, 16, 8], w13_bias [6, 16], w2_bias [6, 16]" in text
     assert "H=16, E=6, K=2, method=sigmoid_topk" in text

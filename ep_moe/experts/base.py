@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
+from ep_moe.errors import ConfigError
+from ep_moe.experts.layouts import as_rank_major
 from ep_moe.types import Activation, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.prepare import Preparation
+from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
+from ep_moe.workspace import Workspaces
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCapabilities:
     """What a kernel can do; one constant per class.
 
-    layouts, weightings: row arrangements it accepts, and who multiplies by the routing weight
+    layouts, weightings: row arrangements it accepts, and who multiplies by the routing weight. Any kernel for
+        RANK_MAJOR takes the others through `as_rank_major`
+    schemes: names of `weights.schemes` it computes with
     alignment_bytes: rows of H and I (its etp shard) must be multiples of this
-    min_compute_capability: of a GPU, e.g. (9, 0); None where the CPU or any GPU will do
-    cuda_graph, host_sync, deterministic, differentiable: as for a dispatcher
+    min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
+    deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
+    cuda_graph, host_sync, differentiable: as for a dispatcher
     """
 
     layouts: frozenset[RowLayout]
@@ -35,8 +45,26 @@ class ExpertsCapabilities:
     host_sync: bool
     deterministic: bool
     differentiable: bool
+    schemes: frozenset[str] = frozenset(SCHEMES)
     min_compute_capability: tuple[int, int] | None = None
+    max_compute_capability: tuple[int, int] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsOptions:
+    """How a kernel runs, where it leaves a choice.
+
+    deterministic: equal inputs give equal bits
+    chunk_rows: received rows of one kernel call; more are computed in several, so that scratch memory has a bound
+    """
+
+    deterministic: bool = False
+    chunk_rows: int = 16384
+
+    def __post_init__(self) -> None:
+        if type(self.chunk_rows) is not int or self.chunk_rows < 1:
+            raise ConfigError(f"ExpertsOptions.chunk_rows must be an integer of at least 1, got {self.chunk_rows!r}")
 
 
 class Experts(ABC):
@@ -44,10 +72,33 @@ class Experts(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[ExpertsCapabilities]
+    preparation: ClassVar[type[Preparation]] = Preparation  # the layout it reads weights in
 
-    def __init__(self, config: MoEConfig, weights: ExpertWeights) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        weights: ExpertWeights,
+        workspaces: Workspaces | None = None,
+        options: ExpertsOptions | None = None,
+    ) -> None:
         self.config = config
         self.weights = weights
+        self.workspaces = workspaces or Workspaces(torch.device("cpu"))
+        self.options = options or ExpertsOptions()
+        self.workspaces.reserve(self.workspace_bytes())
+
+    def workspace_bytes(self) -> int:
+        """Scratch memory that one call needs, shared with other layers."""
+        return 0
+
+    def tune(self, rows: Sequence[int], cache: Path | None) -> list[int]:
+        """Find the fastest variant for each number of received rows, on this rank alone; integers that any rank's
+        kernel of this shape can be given by `use`. cache: a folder of earlier findings. Nothing to tune: []."""
+        return []
+
+    def use(self, tuned: list[int]) -> None:
+        """Run with what `tune` found."""
+        assert not tuned, f"{self.name} has nothing to tune"
 
     @classmethod
     def available(cls) -> str | None:
@@ -55,9 +106,20 @@ class Experts(ABC):
         return None
 
     @classmethod
-    def why_not(cls, config: MoEConfig, dtype: torch.dtype, etp: int) -> str | None:
+    def why_not(
+        cls,
+        config: MoEConfig,
+        dtype: torch.dtype,
+        etp: int,
+        scheme: Scheme = PLAIN,
+        options: ExpertsOptions | None = None,
+    ) -> str | None:
         """None, or why this kernel cannot serve a layer of this shape."""
         can = cls.capabilities
+        if scheme.name not in can.schemes:
+            return f"quantization {scheme.name} is not among {', '.join(sorted(can.schemes))}"
+        if options is not None and options.deterministic and not can.deterministic:
+            return "it is not deterministic"
         if dtype not in can.dtypes:
             return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, can.dtypes)))}"
         if config.activation not in can.activations:
@@ -76,7 +138,18 @@ class Experts(ABC):
                 return f"{name} must be a multiple of {unit} in {dtype_name(dtype)}, got {size}"
         return None
 
-    @abstractmethod
-    def __call__(self, received: Received) -> Tensor:
+    def __call__(self, received: Received, out: Tensor | None = None) -> Tensor:
         """The experts' output for each received row, in the same rows; under Weighting.EXPERTS multiplied by the
-        weights and summed over the row's local experts, exactly zero where it has none."""
+        weights and summed over the row's local experts, exactly zero where it has none.
+
+        out: contiguous, of the shape of `received.x`; where it is written to. Default a new tensor.
+        """
+        if received.layout in self.capabilities.layouts:
+            return self.compute(received, out)
+        rows = as_rank_major(received, self.weights.num_slots)
+        flat = None if out is None else out.view(rows.x.shape)
+        return self.compute(rows, flat).view(received.x.shape)
+
+    @abstractmethod
+    def compute(self, received: Received, out: Tensor | None) -> Tensor:
+        """As `__call__`, for the layouts that the capabilities name."""

@@ -1,13 +1,45 @@
-"""Joining row layouts to kernels: rows as they are received, rows grouped by expert, and back."""
+"""Joining row layouts to kernels: any layout as RANK_MAJOR, rows grouped by expert, and back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ep_moe.types import Received, RowLayout
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+
+
+def as_rank_major(received: Received, num_slots: int) -> Received:
+    """CONTIGUOUS and BATCHED rows as RANK_MAJOR ones with a single expert each, so that any kernel takes them. Moves no
+    row, allocates ids [N, 1] only, and never waits for the device. Rows beyond an expert's count get id -1."""
+    x, device = received.x, received.x.device
+    match received.layout:
+        case RowLayout.RANK_MAJOR:
+            return received
+        case RowLayout.CONTIGUOUS:
+            assert received.expert_offsets is not None
+            row = torch.arange(len(x), device=device, dtype=received.expert_offsets.dtype)
+            ids = torch.searchsorted(received.expert_offsets, row, right=True) - 1
+            ids = torch.where(ids < num_slots, ids, -1)
+        case RowLayout.BATCHED:
+            assert received.expert_counts is not None
+            slot = torch.arange(num_slots, device=device).unsqueeze(1)
+            place = torch.arange(x.shape[1], device=device)
+            ids = torch.where(place < received.expert_counts.unsqueeze(1), slot, -1)
+    weights = None
+    if received.weighting is Weighting.EXPERTS:
+        assert received.weights is not None
+        weights = received.weights.reshape(-1, 1)
+    return Received(
+        x=x.flatten(0, -2),
+        layout=RowLayout.RANK_MAJOR,
+        weighting=received.weighting,
+        handle=received.handle,
+        local_ids=cast("LocalIds", ids.view(-1, 1)),  # torch.compile cannot trace a call of a NewType
+        weights=weights,
+    )
 
 
 @dataclass(frozen=True)
@@ -29,8 +61,10 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
     """RANK_MAJOR to grouped. Waits for the device once, for M."""
     assert received.layout is RowLayout.RANK_MAJOR
     assert received.local_ids is not None
-    assert received.weights is not None
     ids = received.local_ids.long()
+    weights = received.weights
+    if weights is None:
+        weights = torch.ones(ids.shape, device=ids.device)
     rows, top_k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # -1 sorts first and is left out
@@ -42,7 +76,7 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
         x=received.x[order // top_k],
         expert=expert,
         ends=counts.cumsum(0).int(),
-        weights=received.weights.flatten()[order],
+        weights=weights.flatten()[order],
         slots=slots.view(rows, top_k),
     )
 

@@ -1,4 +1,5 @@
-"""`reference`: plain torch on `grouped_mm`, on CPU and GPU, differentiable. The oracle of every other kernel."""
+"""`reference`: plain torch on `grouped_mm`, on CPU and GPU, differentiable. The oracle of every other kernel: quantised
+weights are dequantised, activations are not rounded."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class ReferenceExperts(Experts):
     name = "reference"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
-        weightings=frozenset({Weighting.EXPERTS}),
+        weightings=frozenset(Weighting),
         activations=frozenset(Activation),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         biases=True,
@@ -31,18 +32,23 @@ class ReferenceExperts(Experts):
         differentiable=True,
     )
 
-    def __call__(self, received: Received) -> Tensor:
+    def compute(self, received: Received, out: Tensor | None) -> Tensor:
+        y = self._compute(received)
+        return y if out is None else out.copy_(y)
+
+    def _compute(self, received: Received) -> Tensor:
         weights = self.weights
         grouped = group_rows(received, weights.num_slots)
         if not len(grouped.expert):
             nothing: Tensor = _Attached.apply(reduce_rows(grouped.x, grouped), *weights.parameters())
             return nothing
-        h = _linear(grouped.x, weights.w13, grouped.ends)
-        if weights.w13_bias is not None:
-            h = h + weights.w13_bias[grouped.expert]
-        y = _linear(activate(h, self.config), weights.w2, grouped.ends)
-        if weights.w2_bias is not None and weights.adds_output_bias:
-            y = y + weights.w2_bias[grouped.expert]
+        w13_bias, w2_bias = weights.stored("w13_bias"), weights.stored("w2_bias")
+        h = _linear(grouped.x, weights.dense("w13"), grouped.ends)
+        if w13_bias is not None:
+            h = h + w13_bias[grouped.expert]
+        y = _linear(activate(h, self.config), weights.dense("w2"), grouped.ends)
+        if w2_bias is not None and weights.adds_output_bias:
+            y = y + w2_bias[grouped.expert]
         return reduce_rows(y, grouped)
 
 

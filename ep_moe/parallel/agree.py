@@ -7,7 +7,7 @@ One rank compares and publishes a verdict: 2 store operations a rank whatever th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,23 @@ class Agreement:
     def healthy(self, what: str, problem: Exception | None) -> None:
         """Raise on all ranks when any has a problem; the error names that rank. Also a barrier."""
         self._settle({"what": what}, problem)
+
+    def share(self, what: str, make: Callable[[], Any]) -> Any:
+        """What the first rank makes (plain JSON), on all ranks. If it raises there, all raise."""
+        found, problem = None, None
+        if self._rank == self._ranks[0]:
+            try:
+                found = make()
+            except Exception as error:
+                problem = error
+        self.healthy(what, problem)
+        if len(self._ranks) == 1 or self._store is None:
+            return found
+        number, self._calls = self._calls, self._calls + 1
+        key = f"agree/{number}/shared"
+        if self._rank == self._ranks[0]:
+            self._store.set(key, json.dumps(found))
+        return json.loads(self._await(key, what))
 
     def _settle(self, facts: dict[str, Any], problem: Exception | None) -> None:
         kind = type(problem).__name__ if isinstance(problem, EPMoEError) else ConfigError.__name__

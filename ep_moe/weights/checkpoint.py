@@ -18,9 +18,10 @@ from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks
-from ep_moe.weights.expert_weights import expert_shapes
+from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.formats import ExpertFormat, Source, find_format, wrong_shapes
+from ep_moe.weights.schemes import Rounding
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -105,15 +106,19 @@ class CheckpointSource:
 
     def read(self, name: str, *index: int | slice) -> Tensor:
         """The part at `index`; fp8 comes as float32, multiplied by the `_scale_inv` block factors beside it."""
-        part = self._raw(name, *index)
+        part = self.raw(name, *index)
         if part.dtype != torch.float8_e4m3fn:
             return part
         rows, columns = (list(index) + [slice(None)] * 2)[:2]
         spans = [_span(axis, size) for axis, size in zip((rows, columns), self._shape(name), strict=True)]
         blocks = [slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in spans]
-        return dequantize_fp8_blocks(part, self._raw(_scale_of(name), *blocks), row=spans[0][0], column=spans[1][0])
+        return dequantize_fp8_blocks(part, self.raw(_scale_of(name), *blocks), row=spans[0][0], column=spans[1][0])
 
-    def _raw(self, name: str, *index: int | slice) -> Tensor:
+    def is_fp8_blocks(self, name: str) -> bool:
+        return bool(self._slice(name).get_dtype() == "F8_E4M3") and self.has(_scale_of(name))
+
+    def raw(self, name: str, *index: int | slice) -> Tensor:
+        """The part at `index`, as it is stored."""
         part: Tensor = self._slice(name)[index if index else ...]
         self.bytes_read += part.numel() * part.itemsize
         return part
@@ -134,6 +139,12 @@ class ModuleSource:
     def read(self, name: str, *index: int | slice) -> Tensor:
         tensor: Tensor = self._tensors[name]
         return tensor[index] if index else tensor
+
+    def raw(self, name: str, *index: int | slice) -> Tensor:
+        return self.read(name, *index)
+
+    def is_fp8_blocks(self, name: str) -> bool:
+        return self._tensors[name].dtype == torch.float8_e4m3fn and self.has(_scale_of(name))
 
 
 def _scale_of(name: str) -> str:
@@ -196,6 +207,12 @@ def _checked(
     if wrong is None and layer.shared_experts is not None and names.shared is not None:
         shapes = {f"{names.shared}.{key}": tuple(t.shape) for key, t in layer.shared_experts.state_dict().items()}
         wrong = wrong_shapes(source, block, shapes)
+    scheme = layer.expert_weights.scheme
+    if wrong is None and scheme.activations is Rounding.FP8_STATIC:
+        wrong = (
+            f"quantization {scheme.name} needs calibrated input scales, which no checkpoint format known here holds; "
+            f"write them with update_expert, or choose fp8_dynamic"
+        )
     if wrong is not None:
         raise CheckpointError(f"{source.folder}: {wrong}")
     return block, found
@@ -211,13 +228,28 @@ def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertForma
         if expert != EMPTY:
             by_expert.setdefault(expert, []).append(slot)
     for expert, slots in by_expert.items():
-        tensors = found.read(source, block, config, expert, inner)
-        assert tensors.keys() == expert_shapes(config).keys(), "format and configuration disagree"
-        for name, tensor in tensors.items():
-            for slot in slots:
-                weights.get_parameter(name)[slot].copy_(tensor)
+        tensors = _expert(layer, source, block, found, expert, inner)
+        assert tensors.keys() == weights.preparation.canonical.keys(), "format and configuration disagree"
+        weights.write(slots, tensors)
         if bar is not None:
             bar.update(len(slots))
+
+
+def _expert(
+    layer: MoELayer, source: Source, block: str, found: ExpertFormat, expert: int, inner: tuple[int, int]
+) -> dict[str, Tensor]:
+    """One expert's canonical tensors of this etp rank: the checkpoint's own bytes where it is quantised as the layer
+    is, else its numbers, quantised here where the layer is."""
+    weights, config = layer.expert_weights, layer.config
+    if found.holds(source, block, weights.scheme.name):
+        return found.read_stored(source, block, config, expert, inner)
+    if weights.scheme.plain:
+        return found.read(source, block, config, expert, inner)
+    # whole, so that a scale that belongs to a whole matrix is the same on every etp rank
+    whole = found.read(source, block, config, expert, (0, config.intermediate_size))
+    whole = weights.scheme.quantize({name: tensor.to(weights.device) for name, tensor in whole.items()}, weights.dtype)
+    etp = weights.etp
+    return {name: cut(config, name, tensor, etp.size, etp.rank) for name, tensor in whole.items()}
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 FP8_BLOCK = 128
 MXFP4_BLOCK = 32
+INT4_GROUP = 128
 
 # E2M1: sign, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0, table 5)
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -30,7 +31,19 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
     blocks: uint8 [..., c / 32, 16]; scales: uint8 (E8M0) [..., c / 32]. Returns float32 [..., c].
     """
-    low, high = _E2M1[(blocks & 0xF).long()], _E2M1[(blocks >> 4).long()]
+    values_of = _E2M1.to(blocks.device)
+    low, high = values_of[(blocks & 0xF).long()], values_of[(blocks >> 4).long()]
     values = torch.stack([low, high], dim=-1).flatten(-2)  # [..., c / 32, 32]
     factors = scales.view(torch.float8_e8m0fnu).float()  # 255 is its NaN
     return (values * factors.unsqueeze(-1)).flatten(-2)
+
+
+def dequantize_int4(packed: Tensor, scale: Tensor) -> Tensor:
+    """Two's complement INT4, even column in the low nibble, times a scale per 128 columns.
+
+    packed: uint8 [..., c / 2]; scale: [..., c / 128]. Returns float32 [..., c].
+    """
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
+    values = torch.where(codes > 7, codes - 16, codes).float()
+    groups: Tensor = values.unflatten(-1, (-1, INT4_GROUP)) * scale.float().unsqueeze(-1)
+    return groups.flatten(-2)

@@ -1,16 +1,17 @@
-"""Canonical expert weights of one rank: parameters per slot, a state dict per logical expert.
+"""Expert weights of one rank: parameters per slot in its kernel's layout, a state dict per logical expert in ours.
 
-    w13 [L, 2I / etp, H]  gate rows first, then up rows (as Hugging Face and vLLM); [L, I / etp, H] without a gate
-    w2  [L, H, I / etp]
-    w13_bias [L, 2I / etp], w2_bias [L, H] where the layer has them; w2_bias is added by etp rank 0 alone
+Canonical, of one whole expert (all of it where etp = 1; `PLAIN` scheme; other schemes have the parts that
+`weights.schemes` names, such as `w13_scale`):
 
-An expert's tensors outside this class are whole: w13 [2I, H], w2 [H, I], w13_bias [2I], w2_bias [H].
+    w13 [2I, H]  gate rows first, then up rows (as Hugging Face and vLLM); [I, H] without a gate
+    w2  [H, I]
+    w13_bias [2I], w2_bias [H] where the layer has them; w2_bias is added by etp rank 0 alone
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,23 +22,26 @@ from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.parallel.link import Link
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.types import dtype_name
+from ep_moe.weights.prepare import Preparation
+from ep_moe.weights.schemes import PLAIN, Scheme
 
-# which dimension of an expert's tensor is cut over etp; None: not at all
-CUT_DIM: dict[str, int | None] = {"w13": 0, "w2": 1, "w13_bias": 0, "w2_bias": None}
 
-
-def expert_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
+def expert_shapes(config: MoEConfig, scheme: Scheme = PLAIN) -> dict[str, tuple[int, ...]]:
     """Shapes of one whole expert's tensors, by canonical name."""
-    rows, inner, hidden = config.w13_rows, config.intermediate_size, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"w13": (rows, hidden), "w2": (hidden, inner)}
-    if config.expert_bias:
-        shapes |= {"w13_bias": (rows,), "w2_bias": (hidden,)}
-    return shapes
+    return {name: spec.shape for name, spec in scheme.expert(config, torch.float32).items()}
+
+
+def cut_dim(name: str, dims: int) -> int | None:
+    """Which dimension of an expert's tensor is cut over etp; None: not at all."""
+    if dims == 0 or name == "w2_bias":
+        return None
+    return 0 if name.startswith("w13") else 1
 
 
 def cut(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -> Tensor:
     """The etp rank's piece of a whole expert's tensor; gate and up are cut alike, so that a piece has both."""
-    dim = CUT_DIM[name]
+    dim = cut_dim(name, tensor.dim())
     if etp == 1 or dim is None:
         return tensor
     halves = tensor.chunk(2, dim) if name.startswith("w13") and config.activation.gated else (tensor,)
@@ -47,7 +51,7 @@ def cut(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -
 def join(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
     """The inverse of `cut`: all etp ranks' pieces in order to the whole tensor. What is not cut is etp rank 0's: it
     alone uses w2_bias, and alone trains it."""
-    dim = CUT_DIM[name]
+    dim = cut_dim(name, pieces[0].dim())
     if len(pieces) == 1 or dim is None:
         return pieces[0]
     if name.startswith("w13") and config.activation.gated:
@@ -57,17 +61,16 @@ def join(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
 
 
 class ExpertWeights(nn.Module):
-    """The parameters of this rank's slots.
+    """The parameters of this rank's slots: one [L, ...] per tensor that `preparation` stores.
 
-    `state_dict` has the keys `{logical id}.w13` and so on, whole tensors, each expert on the rank that owns its first
-    replica: the union over ranks is a checkpoint that depends on no placement. With etp > 1 it is collective over the
-    etp group. `load_state_dict` takes any dict that has (at least) this rank's experts.
+    scheme: how the numbers are stored; preparation: in what layout, by the kernel that reads them (default canonical)
+    trainable: whether floating-point parameters require gradients; quantised ones never do
+    dtype: of the activations, and of what is not quantised
+
+    `state_dict` has the keys `{logical id}.w13` and so on, whole canonical tensors, each expert on the rank that owns
+    its first replica: the union over ranks is a checkpoint that depends on no placement and no kernel. With etp > 1 it
+    is collective over the etp group. `load_state_dict` takes any dict that has (at least) this rank's experts.
     """
-
-    w13: nn.Parameter
-    w2: nn.Parameter
-    w13_bias: nn.Parameter | None
-    w2_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -78,33 +81,80 @@ class ExpertWeights(nn.Module):
         etp: Link | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        scheme: Scheme = PLAIN,
+        preparation: Callable[[MoEConfig, Scheme, torch.dtype, int], Preparation] = Preparation,
+        trainable: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
         self.expert_map = expert_map
         self.ep_rank = ep_rank
         self.etp = etp or Link.alone()
+        self.scheme = scheme
         if config.intermediate_size % self.etp.size:
             raise ConfigError(
                 f"ParallelConfig.etp must divide MoEConfig.intermediate_size, got etp={self.etp.size}, "
                 f"intermediate_size={config.intermediate_size}"
             )
+        problem = scheme.problem(config, self.etp.size)
+        if problem is not None:
+            raise ConfigError(problem)
         self.num_slots = expert_map.num_slots(ep_rank)
-        self.names = tuple(expert_shapes(config))
-        for name in CUT_DIM:
-            shape = self.shapes().get(name)
-            parameter = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            self.register_parameter(name, parameter)
+        self._dtype = dtype or torch.get_default_dtype()
+        self.preparation = preparation(config, scheme, self._dtype, self.etp.size)
+        self.names = tuple(self.preparation.canonical)
+        for name, spec in self.preparation.specs().items():
+            data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
+            self.register_parameter(name, nn.Parameter(data, requires_grad=trainable and scheme.plain))
         self.reset_parameters()
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of this rank's parameters."""
-        shapes = {}
-        for name, whole in expert_shapes(self.config).items():
-            dim = CUT_DIM[name]
-            piece = tuple(size // self.etp.size if axis == dim else size for axis, size in enumerate(whole))
-            shapes[name] = (self.num_slots, *piece)
-        return shapes
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+        return self.get_parameter("w13").dtype if self.scheme.plain else self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.get_parameter("w13").device
+
+    def stored(self, name: str) -> Tensor | None:
+        """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
+        return self._parameters.get(name)
+
+    def dense(self, name: str) -> Tensor:
+        """w13 or w2 of all slots [L, rows, columns] in the canonical layout: the parameter itself where it is plain and
+        canonical, dequantised to `dtype` otherwise."""
+        if self.scheme.plain and type(self.preparation) is Preparation:
+            return self.get_parameter(name)
+        slots = [self.slot(slot) for slot in range(self.num_slots)]
+        whole = {part: torch.stack([tensors[part] for tensors in slots]) for part in self.names} if slots else {}
+        if not whole:
+            rows, columns = PLAIN.expert(self.config, self.dtype, self.etp.size)[name].shape
+            return torch.empty(0, rows, columns, dtype=self.dtype, device=self.get_parameter("w13").device)
+        return self.scheme.dequantize(whole, name).to(self.dtype)
+
+    def slot(self, slot: int) -> dict[str, Tensor]:
+        """One slot's canonical tensors."""
+        return self.preparation.restore({name: p.detach()[slot] for name, p in self.named_parameters()})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
+        """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""
+        if self.scheme.plain:
+            super()._apply(fn, recurse)
+            return self
+        wanted = fn(torch.empty(0, dtype=self._dtype, device=self.get_parameter("w13").device)).dtype
+        if wanted != self._dtype:
+            raise ConfigError(
+                f"quantization={self.scheme.name} was built for dtype {dtype_name(self._dtype)} and cannot become "
+                f"{dtype_name(wanted)}; build the layer with dtype={dtype_name(wanted)}"
+            )
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(move, recurse)
+        return self
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -118,13 +168,15 @@ class ExpertWeights(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(fan in), as `nn.Linear`; biases zero. Replicas differ until weights are loaded."""
+        """Uniform in +-1/sqrt(fan in), as `nn.Linear`, in the canonical as in any kernel's order of rows; biases zero.
+        Replicas differ until weights are loaded. Quantised numbers become zero: they are loaded, not trained."""
+        for parameter in self.parameters():
+            parameter.zero_()
+        if not self.scheme.plain:
+            return
         for name, fan_in in (("w13", self.config.hidden_size), ("w2", self.config.intermediate_size)):
             bound = 1 / math.sqrt(fan_in)
             self.get_parameter(name).uniform_(-bound, bound)
-        for bias in (self.w13_bias, self.w2_bias):
-            if bias is not None:
-                bias.zero_()
 
     @torch.no_grad()
     def update_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> int:
@@ -134,28 +186,55 @@ class ExpertWeights(nn.Module):
         """
         if not 0 <= logical_id < self.config.num_experts:
             raise InputError(f"logical_id must be in [0, {self.config.num_experts}), got {logical_id}")
-        shapes = expert_shapes(self.config)
-        for name, tensor in tensors.items():
-            if name not in shapes:
-                raise InputError(f"expert {logical_id} has no tensor {name!r}; it has {', '.join(shapes)}")
-            if tuple(tensor.shape) != shapes[name]:
-                raise InputError(f"expert {logical_id}: {name} must be {list(shapes[name])}, got {list(tensor.shape)}")
+        self._check_expert(logical_id, tensors)
         slots = [slot for slot, expert in enumerate(self.local_experts) if expert == logical_id]
-        for slot in slots:
-            for name, tensor in tensors.items():
-                self.get_parameter(name)[slot].copy_(cut(self.config, name, tensor, self.etp.size, self.etp.rank))
+        if slots:
+            size, rank = self.etp.size, self.etp.rank
+            self.write(slots, {name: cut(self.config, name, tensor, size, rank) for name, tensor in tensors.items()})
         return len(slots)
 
     @torch.no_grad()
-    def whole(self, name: str, slot: int) -> Tensor:
-        """A slot's whole tensor. Collective over the etp group."""
-        piece = self.get_parameter(name).detach()[slot]
+    def write(self, slots: list[int], pieces: Mapping[str, Tensor]) -> None:
+        """Write an expert's canonical tensors (some or all of them), cut to this etp rank, into `slots`."""
+        device, specs = self.get_parameter("w13").device, self.preparation.canonical
+        canonical = {
+            name: piece.to(device, self.dtype if self.scheme.plain else specs[name].dtype)
+            for name, piece in pieces.items()
+        }
+        if canonical.keys() != self.preparation.canonical.keys():
+            canonical = self.slot(slots[0]) | canonical  # a kernel's tensor may be made of several of ours
+        for name, tensor in self.preparation.prepare(canonical).items():
+            for slot in slots:
+                self.get_parameter(name)[slot].copy_(tensor)
+
+    def _check_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> None:
+        specs = self.scheme.expert(self.config, self._dtype)
+        for name, tensor in tensors.items():
+            if name not in specs:
+                raise InputError(f"expert {logical_id} has no tensor {name!r}; it has {', '.join(specs)}")
+            shape, dtype = specs[name].shape, specs[name].dtype
+            if tuple(tensor.shape) != shape:
+                raise InputError(f"expert {logical_id}: {name} must be {list(shape)}, got {list(tensor.shape)}")
+            # numbers may be rounded to the layer's dtype; codes and their scales mean nothing in another
+            if not self.scheme.plain and not name.endswith("_bias") and tensor.dtype != dtype:
+                raise InputError(
+                    f"expert {logical_id}: {name} must be {dtype_name(dtype)} under quantization={self.scheme.name}, "
+                    f"got {dtype_name(tensor.dtype)}; quantize it with ep_moe.weights.schemes first"
+                )
+
+    @torch.no_grad()
+    def whole(self, slot: int) -> dict[str, Tensor]:
+        """A slot's whole canonical tensors. Collective over the etp group."""
+        return {name: self._join(name, piece) for name, piece in self.slot(slot).items()}
+
+    def _join(self, name: str, piece: Tensor) -> Tensor:
         if self.etp.size == 1:
             return piece
-        pieces = [torch.empty_like(piece) for _ in range(self.etp.size)]
+        wire = piece.contiguous().view(torch.uint8) if piece.dtype.itemsize == 1 else piece.contiguous()
+        pieces = [torch.empty_like(wire) for _ in range(self.etp.size)]
         with self.etp.ledger.step("gather an expert over etp"):
-            dist.all_gather(pieces, piece.contiguous(), group=self.etp.group)
-        return join(self.config, name, pieces)
+            dist.all_gather(pieces, wire, group=self.etp.group)
+        return join(self.config, name, [part.view(piece.dtype) for part in pieces])
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         first_slot = self.ep_rank * self.expert_map.cap
@@ -163,8 +242,8 @@ class ExpertWeights(nn.Module):
             (expert, first_slot + slot) for slot, expert in enumerate(self.local_experts) if expert != EMPTY
         ):
             if self.expert_map.logical_to_physical[expert][0] == physical:
-                for name in self.names:
-                    destination[f"{prefix}{expert}.{name}"] = self.whole(name, physical - first_slot)
+                for name, tensor in self.whole(physical - first_slot).items():
+                    destination[f"{prefix}{expert}.{name}"] = tensor
 
     def _load_from_state_dict(
         self,
@@ -176,7 +255,7 @@ class ExpertWeights(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self.w13.is_meta:
+        if self.get_parameter("w13").is_meta:
             error_msgs.append(
                 f"{prefix.rstrip('.')} is on the meta device; call to_empty(device=...) before load_state_dict"
             )
@@ -193,5 +272,9 @@ class ExpertWeights(nn.Module):
                 error_msgs.append(str(error))
 
     def extra_repr(self) -> str:
-        shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self.shapes().items())
-        return f"{shapes}, experts {list(self.local_experts)}"
+        plain = self.scheme.plain
+        shapes = [
+            f"{name} {list(p.shape)}" + ("" if plain else f" {dtype_name(p.dtype)}")
+            for name, p in self.named_parameters()
+        ]
+        return f"{', '.join(shapes)}, experts {list(self.local_experts)}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ep_moe.errors import ConfigError
-from ep_moe.weights.formats import ExpertFormat, Fused, FusedMxfp4, PerExpert
+from ep_moe.weights.formats import ExpertFormat, Fused, FusedMxfp4, PackedInt4, PerExpert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +23,19 @@ class CheckpointNames:
     shared: str | None = None
 
 
-_QWEN_EXPERTS = PerExpert("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight")
+_QWEN_NAMES = ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight")
+_QWEN_EXPERTS = (PerExpert(*_QWEN_NAMES), Fused(), PackedInt4(*_QWEN_NAMES))
+_MIXTRAL_NAMES = ("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight")
 
 FAMILIES: dict[str, CheckpointNames] = {
-    "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=(_QWEN_EXPERTS, Fused())),
+    "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=_QWEN_EXPERTS),
     "mixtral": CheckpointNames(
         block="model.layers.{layer}.block_sparse_moe",
-        experts=(PerExpert("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight"), Fused()),
+        experts=(PerExpert(*_MIXTRAL_NAMES), Fused(), PackedInt4(*_MIXTRAL_NAMES)),
     ),
     "deepseek_v3": CheckpointNames(
         block="model.layers.{layer}.mlp",
-        experts=(_QWEN_EXPERTS, Fused()),
+        experts=_QWEN_EXPERTS,
         router={"weight": "gate.weight", "e_score_correction_bias": "gate.e_score_correction_bias"},
         shared="shared_experts",
     ),

@@ -1,6 +1,7 @@
 """How a checkpoint stores the experts of a block, and how to read one expert's piece of it and nothing more.
 
-A format knows names relative to the block and turns slices into canonical tensors (`w13` gate first, `w2`, biases).
+A format knows names relative to the block and turns slices into canonical tensors (`w13` gate first, `w2`, biases):
+plain numbers, or the very bytes of a quantised checkpoint where a layer is quantised alike.
 `inner` is the [start, stop) of the intermediate size that an etp rank holds.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.weights.dequantize import MXFP4_BLOCK, dequantize_mxfp4
+from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP, MXFP4_BLOCK, dequantize_int4, dequantize_mxfp4
 
 Inner = tuple[int, int]
 ALL = slice(None)
@@ -31,6 +32,12 @@ class Source(Protocol):
     def read(self, name: str, *index: int | slice) -> Tensor:
         """The part at `index` (all of it without one), dequantised where the source stores block scales."""
 
+    def raw(self, name: str, *index: int | slice) -> Tensor:
+        """As `read`, but as it is stored."""
+
+    def is_fp8_blocks(self, name: str) -> bool:
+        """Whether the tensor is float8 with a factor per 128 x 128 block in `{name}_scale_inv`."""
+
 
 class ExpertFormat(ABC):
     """One way to store a block's experts. Names are relative to the block, without a leading dot."""
@@ -45,7 +52,17 @@ class ExpertFormat(ABC):
 
     @abstractmethod
     def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
-        """One expert's canonical tensors, cut to `inner`."""
+        """One expert's canonical plain tensors, cut to `inner`."""
+
+    def holds(self, source: Source, block: str, scheme: str) -> bool:
+        """Whether the checkpoint's bytes are those of a quantisation scheme, so that `read_stored` can take them."""
+        return False
+
+    def read_stored(
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+    ) -> dict[str, Tensor]:
+        """One expert's canonical quantised tensors, cut to `inner`, without a change of any number."""
+        raise NotImplementedError(f"{type(self).__name__} stores plain numbers")
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,83 @@ class PerExpert(ExpertFormat):
         span = slice(*inner)
         w13 = torch.cat([part(self.gate, span, ALL), part(self.up, span, ALL)])
         return {"w13": w13, "w2": part(self.down, ALL, span)}
+
+    def holds(self, source: Source, block: str, scheme: str) -> bool:
+        return scheme == "fp8_block" and source.is_fp8_blocks(f"{block}.{self.marker()}")
+
+    def read_stored(
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+    ) -> dict[str, Tensor]:
+        gate, up, down = (f"{block}.{name.format(e=expert)}" for name in (self.gate, self.up, self.down))
+        span, blocks = slice(*inner), slice(inner[0] // FP8_BLOCK, inner[1] // FP8_BLOCK)
+        return {
+            "w13": _cat(source.raw(gate, span, ALL), source.raw(up, span, ALL)),
+            "w13_scale": torch.cat([source.raw(f"{name}_scale_inv", blocks, ALL) for name in (gate, up)]),
+            "w2": source.raw(down, ALL, span),
+            "w2_scale": source.raw(f"{down}_scale_inv", ALL, blocks),
+        }
+
+
+@dataclass(frozen=True)
+class PackedInt4(ExpertFormat):
+    """compressed-tensors' `pack-quantized` with 4 bits, symmetric, groups of 128: per projection `weight_packed` int32
+    [rows, columns / 8], eight numbers + 8 to a word from the low bits up, and `weight_scale` [rows, columns / 128]."""
+
+    gate: str
+    up: str
+    down: str
+
+    def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+        inner, hidden = config.intermediate_size, config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for expert in range(config.num_experts):
+            for name, rows, columns in (
+                (self.gate, inner, hidden),
+                (self.up, inner, hidden),
+                (self.down, hidden, inner),
+            ):
+                shapes[f"{name.format(e=expert)}_packed"] = (rows, columns // 8)
+                shapes[f"{name.format(e=expert)}_scale"] = (rows, columns // INT4_GROUP)
+        return shapes
+
+    def marker(self) -> str:
+        return f"{self.gate.format(e=0)}_packed"
+
+    def holds(self, source: Source, block: str, scheme: str) -> bool:
+        return scheme == "int4_fp8"
+
+    def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
+        # an etp piece may begin inside a group of 128: read whole groups, then cut
+        first, last = inner[0] // INT4_GROUP, -(-inner[1] // INT4_GROUP)
+        gate, up = (self._parts(source, block, name, expert, slice(*inner), ALL) for name in (self.gate, self.up))
+        down = dequantize_int4(*self._parts(source, block, self.down, expert, ALL, slice(first, last)))
+        start = first * INT4_GROUP
+        return {
+            "w13": torch.cat([dequantize_int4(*gate), dequantize_int4(*up)]),
+            "w2": down[:, inner[0] - start : inner[1] - start],
+        }
+
+    def read_stored(
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+    ) -> dict[str, Tensor]:
+        span, groups = slice(*inner), slice(inner[0] // INT4_GROUP, inner[1] // INT4_GROUP)
+        gate, up = (self._parts(source, block, name, expert, span, ALL) for name in (self.gate, self.up))
+        w2, w2_scale = self._parts(source, block, self.down, expert, ALL, groups)
+        return {
+            "w13": torch.cat([gate[0], up[0]]),
+            "w13_scale": torch.cat([gate[1], up[1]]),
+            "w2": w2,
+            "w2_scale": w2_scale,
+        }
+
+    def _parts(
+        self, source: Source, block: str, name: str, expert: int, rows: slice, groups: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Two's complement nibbles uint8 [rows, columns / 2], and scales, of whole groups of columns."""
+        full, words = f"{block}.{name.format(e=expert)}", INT4_GROUP // 8
+        columns = ALL if groups == ALL else slice(groups.start * words, groups.stop * words)
+        packed = source.raw(f"{full}_packed", rows, columns).contiguous().view(torch.uint8)
+        return packed ^ 0x88, source.raw(f"{full}_scale", rows, groups)
 
 
 @dataclass(frozen=True)
@@ -170,6 +264,33 @@ class FusedMxfp4(ExpertFormat):
             "w13_bias": torch.cat([bias[0::2], bias[1::2]]),
             "w2_bias": source.read(f"{down}_bias", expert),
         }
+
+    def holds(self, source: Source, block: str, scheme: str) -> bool:
+        return scheme in ("mxfp4", "mxfp4_fp8")
+
+    def read_stored(
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+    ) -> dict[str, Tensor]:
+        gate_up, down = f"{block}.{self.gate_up}", f"{block}.{self.down}"
+        rows, columns = slice(2 * inner[0], 2 * inner[1]), slice(inner[0] // MXFP4_BLOCK, inner[1] // MXFP4_BLOCK)
+
+        def gate_first(part: str) -> Tensor:
+            both = source.raw(f"{gate_up}{part}", expert, rows)
+            return torch.cat([both[0::2], both[1::2]])
+
+        return {
+            "w13": gate_first("_blocks").flatten(1),
+            "w13_scale": gate_first("_scales"),
+            "w2": source.raw(f"{down}_blocks", expert, ALL, columns).flatten(1),
+            "w2_scale": source.raw(f"{down}_scales", expert, ALL, columns),
+            "w13_bias": gate_first("_bias"),
+            "w2_bias": source.raw(f"{down}_bias", expert),
+        }
+
+
+def _cat(*parts: Tensor) -> Tensor:
+    """torch.cat, also of float8, which some versions cannot."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def find_format(source: Source, block: str, formats: tuple[ExpertFormat, ...]) -> ExpertFormat | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, RankLayout, Routing, Tokens
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.expert_weights import CUT_DIM, join
+from ep_moe.weights.expert_weights import cut_dim, expert_shapes, join
 from tests.distributed.cases import batch_of, batches, everywhere
 from tests.helpers import assert_same, fill, integer_routing, integer_rows
 
@@ -119,12 +119,15 @@ def logical_gradients(config: MoEConfig, layout: RankLayout, ranks: list) -> dic
     total = {}
     for members in dict.fromkeys(map(tuple, layout.groups["etp"])):
         for slot, expert in enumerate(ranks[members[0]][0]):
-            for name in CUT_DIM:
+            for name in expert_shapes(config):
                 pieces = [ranks[rank][1][f"expert_weights.{name}"][slot] for rank in members]
                 # w2_bias is not cut: one rank of the group adds it and has its gradient
-                whole = sum(pieces) if CUT_DIM[name] is None else join(config, name, pieces)
+                whole = sum(pieces) if cut_dim(name, pieces[0].dim()) is None else join(config, name, pieces)
                 total[name, expert] = total.get((name, expert), 0) + whole
-    return {name: torch.stack([total[name, expert] for expert in range(config.num_experts)]) for name in CUT_DIM}
+    return {
+        name: torch.stack([total[name, expert] for expert in range(config.num_experts)])
+        for name in expert_shapes(config)
+    }
 
 
 def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str) -> None:

@@ -1,0 +1,302 @@
+"""FlashInfer's CUTLASS MoE as one torch operator on caller-owned memory. The only file that calls `cutlass_fused_moe`'s
+module.
+
+`flashinfer.fused_moe.cutlass_fused_moe` allocates three tensors that this path never reads at each call and looks the
+tactic up by the autotuner; the operator below hands the same arguments to the same compiled `run_moe`, in the order
+of `RUN_MOE` (tests/test_flashinfer_signature.py holds it against FlashInfer's own source).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts.row_kernels import clean_ids, round_rows, row_extremes
+from ep_moe.workspace import carve, carved_bytes
+
+# parameters of FusedMoeRunner::runMoe, flashinfer_cutlass_fused_moe_binding.cu, FlashInfer 0.7.2.post1
+RUN_MOE = (
+    "output", "input", "token_selected_experts", "token_final_scales", "fc1_expert_weights", "fc1_expert_biases",
+    "fc2_expert_weights", "fc2_expert_biases", "quant_scales", "input_sf", "swiglu_alpha", "swiglu_beta",
+    "swiglu_limit", "clamped_relu2_limit", "situ_beta", "situ_linear_beta", "swizzled_input_sf", "tp_size", "tp_rank",
+    "ep_size", "ep_rank", "cluster_size", "cluster_rank", "enable_alltoall", "min_latency_mode", "profile_ids",
+    "enable_pdl", "base_activation_type", "workspace_buffer",
+)  # fmt: skip
+
+FP8_MAX = 448.0
+PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel takes rows that are fp8 already
+DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, from the rows
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What FlashInfer compiles one kernel set for."""
+
+    input: torch.dtype
+    weight: torch.dtype
+    output: torch.dtype
+    scheme: str
+    fused_finalize: bool
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {
+            "use_deepseek_fp8_block_scale": self.scheme == "fp8_block",
+            "use_w4_group_scaling": self.scheme in ("mxfp4", "mxfp4_fp8", "int4_fp8"),
+            "use_mxfp8_act_scaling": False,
+            "use_packed_weights": self.scheme == "int4_fp8",
+            "use_fused_finalize": self.fused_finalize,
+            "use_wfp4afp8_humming": self.scheme == "mxfp4_fp8",
+        }
+
+
+def runner_of(x: torch.dtype, weight: torch.dtype, scheme: str, fused_finalize: bool) -> Runner:
+    return Runner(torch.float8_e4m3fn if scheme in PRE_ROUNDED else x, weight, x, scheme, fused_finalize)
+
+
+@functools.cache
+def compiled(runner: Runner, device: torch.device) -> Any:
+    """FlashInfer's compiled object for a runner; builds or loads its module on first use."""
+    from flashinfer.fused_moe.core import get_cutlass_fused_moe_module
+
+    major, minor = torch.cuda.get_device_capability(device)
+    module = get_cutlass_fused_moe_module(f"{major * 10 + minor}")
+    sizes = {"top_k": 1, "tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0, "cluster_size": 1, "cluster_rank": 0}
+    made = module.MoERunner(
+        x_dtype=runner.input,
+        weight_dtype=runner.weight,
+        output_dtype=runner.output,
+        **sizes,
+        enable_alltoall=False,
+        min_latency_mode=False,
+        enable_pdl=True,
+        activation_type=3,
+        **runner.flags,
+    )
+    return made.fused_moe_runner
+
+
+def scratch_bytes(
+    runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, activation: int, device: torch.device
+) -> int:
+    """What FlashInfer itself needs for `rows` rows."""
+    from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
+    from flashinfer.tllm_enums import ActivationType
+
+    return int(
+        cutlass_fused_moe_workspace_size(
+            rows,
+            hidden,
+            inner,
+            slots,
+            top_k,
+            x_dtype=runner.input,
+            weight_dtype=runner.weight,
+            output_dtype=runner.output,
+            activation_type=ActivationType(activation),
+            device=device,
+            **runner.flags,
+        )
+    )
+
+
+def own_shapes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, weighted: bool) -> Shapes:
+    """What the operator carves out of the workspace before FlashInfer's scratch."""
+    shapes: Shapes = {"ids": ((rows, top_k), torch.int32)}
+    if weighted:
+        shapes["weights"] = ((rows, top_k), torch.float32)
+    if runner.scheme in PRE_ROUNDED:
+        shapes["rows"] = ((rows, hidden), torch.float8_e4m3fn)
+    if runner.scheme in (*PRE_ROUNDED, *DYNAMIC):
+        shapes |= {"extremes": ((2,), torch.float32), "input_scale": ((), torch.float32)}
+        shapes |= dict.fromkeys(("alpha1", "alpha2", "quant2", "scale2"), ((slots,), torch.float32))
+    if runner.scheme == "int4_fp8":
+        shapes |= {"act1": ((hidden,), runner.output), "act2": ((inner,), runner.output)}
+    return shapes
+
+
+def own_bytes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int) -> int:
+    return carved_bytes(own_shapes(runner, rows, hidden, inner, slots, top_k, weighted=True))
+
+
+@torch.library.custom_op("ep_moe::cutlass_moe", mutates_args=("out", "workspace"))
+def cutlass_moe(
+    out: Tensor,
+    workspace: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    scales: Sequence[Tensor],
+    clamp: Sequence[Tensor],
+    scheme: str,
+    activation: int,
+    activation_cap: float,
+    etp_rank: int,
+    fused_finalize: bool,
+    chunk: int,
+    tactics: Sequence[int],
+) -> None:
+    """The expert step on RANK_MAJOR rows.
+
+    out: bf16 or fp16 [N, H]; workspace: uint8; x: [N, H]; ids: int [N, K], local, -1 for none
+    weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` stores them, [L, ...]
+    scales: the scheme's stored tensors in the order of `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU
+    activation: FlashInfer's ActivationType; activation_cap: what no activation exceeds, 0 for unbounded
+    etp_rank: rank 0 adds w2_bias; chunk: rows of one kernel call; tactics: (rows, first, second) ascending by rows
+    """
+    rows, hidden = x.shape
+    slots, inner = w2.shape[0], w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)
+    if rows == 0 or slots == 0:  # the kernel raises for no rows, and has nothing to do without experts
+        out.zero_()
+        return
+    runner = runner_of(x.dtype, w13.dtype, scheme, fused_finalize)
+    shapes = own_shapes(runner, min(rows, chunk), hidden, inner, slots, ids.shape[1], weights is not None)
+    own = carve(workspace, shapes)
+    if scheme in DYNAMIC:
+        _measure(x, ids, own, slots, chunk)
+    quant_scales = _quant_scales(scheme, scales, own, activation_cap)
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        count = part.stop - part.start
+        part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
+        clean_ids(ids[part], None if weights is None else weights[part], slots, part_ids, part_weights)
+        row_input = x[part]
+        if scheme in PRE_ROUNDED:
+            row_input = own["rows"][:count]
+            round_rows(x[part], own["input_scale"], row_input)
+        run_moe(
+            runner,
+            output=out[part],
+            input=row_input,
+            token_selected_experts=part_ids,
+            token_final_scales=part_weights,
+            fc1_expert_weights=w13,
+            fc1_expert_biases=w13_bias,
+            fc2_expert_weights=w2,
+            fc2_expert_biases=w2_bias,
+            quant_scales=quant_scales,
+            input_sf=None,
+            swiglu_alpha=clamp[0] if clamp else None,
+            swiglu_beta=clamp[1] if clamp else None,
+            swiglu_limit=clamp[2] if clamp else None,
+            clamped_relu2_limit=None,
+            situ_beta=None,
+            situ_linear_beta=None,
+            swizzled_input_sf=True,
+            tp_size=etp_rank + 1,  # its only use: w2_bias is added where tp_rank is 0
+            tp_rank=etp_rank,
+            ep_size=1,
+            ep_rank=0,
+            cluster_size=1,
+            cluster_rank=0,
+            enable_alltoall=False,
+            min_latency_mode=False,
+            profile_ids=tactic_for(tactics, count),
+            enable_pdl=True,
+            base_activation_type=activation,
+            workspace_buffer=own["rest"],
+        )
+
+
+@cutlass_moe.register_fake
+def _(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def run_moe(runner: Runner, **arguments: Any) -> None:
+    assert arguments.keys() == set(RUN_MOE)
+    device = arguments["input"].device
+    compiled(runner, device).run_moe(*[arguments[name] for name in RUN_MOE])
+
+
+def tactic_for(tactics: Sequence[int], rows: int) -> list[int]:
+    """(first, second) of the smallest measured number of rows that is not less than `rows`, else of the largest; -1 is
+    FlashInfer's default."""
+    for at in range(0, len(tactics), 3):
+        if rows <= tactics[at] or at + 3 == len(tactics):
+            return [tactics[at + 1], tactics[at + 2]]
+    return [-1, -1]
+
+
+def scale_names(scheme: str) -> tuple[str, ...]:
+    """Stored tensors that a scheme hands to the operator besides data and biases."""
+    return {
+        "none": (),
+        "fp8_static": ("w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"),
+        "fp8_dynamic": ("w13_scale", "w2_scale", "w13_bound"),
+        "fp8_block": ("w13_scale", "w2_scale"),
+        "mxfp4": ("w13_scale", "w2_scale"),
+        "mxfp4_fp8": ("w13_scale", "w13_residual", "w2_scale", "w2_residual"),
+        "int4_fp8": ("w13_scale", "w2_scale", "w13_bound"),
+    }[scheme]
+
+
+def _measure(x: Tensor, ids: Tensor, own: dict[str, Tensor], slots: int, chunk: int) -> None:
+    """One scale for all rows of the call, whatever the chunks."""
+    own["extremes"].zero_()
+    for start in range(0, len(x), chunk):
+        part_ids = own["ids"][: min(chunk, len(x) - start)]
+        clean_ids(ids[start : start + chunk], None, slots, part_ids, None)
+        row_extremes(x[start : start + chunk], part_ids, own["extremes"])
+
+
+def _quant_scales(scheme: str, scales: Sequence[Tensor], own: dict[str, Tensor], cap: float) -> list[Tensor] | None:
+    """FlashInfer's `quant_scales`, computed on the device: nothing waits, nothing is allocated."""
+    match scheme:
+        case "none":
+            return None
+        case "fp8_static":
+            w13_scale, w2_scale, w13_input, w2_input = scales
+            torch.amax(w13_input, 0, out=own["input_scale"])
+            own["scale2"].copy_(w2_input)
+        case "fp8_dynamic":
+            w13_scale, w2_scale, bound = scales
+            _dynamic_scales(own, bound, cap)
+        case "int4_fp8":
+            w13_scale, w2_scale, bound = scales
+            _dynamic_scales(own, bound, cap)
+            # one scale per layer: the largest of its experts'; powers of two, so that multiplying by 1 / scale in
+            # bf16 and by scale in float32 cancel exactly
+            torch.amax(own["scale2"], 0, keepdim=True, out=own["quant2"][:1])
+            for act, alpha, scale in (
+                ("act1", "alpha1", own["input_scale"]),
+                ("act2", "alpha2", own["quant2"][0]),
+            ):
+                scale.log2_().ceil_().exp2_()
+                own[alpha].copy_(scale.expand_as(own[alpha]))
+                own[act].copy_(scale.reciprocal_().expand_as(own[act]))
+            nothing = own["act1"][:0]
+            return [w13_scale, w2_scale, own["act1"], own["act2"], nothing, nothing, own["alpha1"], own["alpha2"]]
+        case "mxfp4_fp8":
+            w13_scale, w13_residual, w2_scale, w2_residual = scales
+            return [w13_scale, w13_residual, w13_residual, w2_scale, w2_residual]  # the third is reserved, not read
+        case _:
+            return list(scales)
+    torch.mul(w13_scale, own["input_scale"], out=own["alpha1"])
+    torch.mul(w2_scale, own["scale2"], out=own["alpha2"])
+    torch.reciprocal(own["scale2"], out=own["quant2"])
+    return [own["alpha1"], own["quant2"], own["alpha2"], own["input_scale"]]
+
+
+def _dynamic_scales(own: dict[str, Tensor], bound: Tensor, cap: float) -> None:
+    """input_scale from the largest magnitude; scale2 [L] from what no activation of these rows can exceed."""
+    largest, square = own["extremes"][0], own["extremes"][1]
+    own["input_scale"].copy_(largest).div_(FP8_MAX).clamp_(min=_TINY)
+    square.add_(1.0)
+    torch.mul(bound, square, out=own["scale2"])
+    if cap > 0:
+        own["scale2"].clamp_(max=cap)
+    own["scale2"].div_(FP8_MAX).clamp_(min=_TINY)
+
+
+_TINY = 1e-12  # of rows that are all zeros

@@ -1,0 +1,81 @@
+"""The Triton forms of `row_kernels`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tensor, out_weights: Tensor | None) -> None:
+    rows, top_k = ids.shape
+    block = 128
+    _clean_ids[(triton.cdiv(rows, block),)](
+        ids, weights, out_ids, out_weights, rows, num_slots, *ids.stride(), TOP_K=top_k, BLOCK=block,
+        WEIGHTED=weights is not None,
+    )  # fmt: skip
+
+
+@triton.jit
+def _clean_ids(
+    ids, weights, out_ids, out_weights, rows, num_slots, row_stride, column_stride,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    source = row.to(tl.int64) * row_stride
+    target = row.to(tl.int64) * TOP_K
+    for i in range(TOP_K):
+        id = tl.load(ids + source + i * column_stride, mask=inside, other=-1).to(tl.int32)  # noqa: A001
+        keep = (id >= 0) & (id < num_slots)
+        weight = tl.zeros([BLOCK], tl.float32)
+        for j in range(TOP_K):
+            other = tl.load(ids + source + j * column_stride, mask=inside, other=-1).to(tl.int32)
+            equal = other == id
+            if j < i:
+                keep = keep & (equal == 0)
+            if WEIGHTED:
+                weight += tl.where(equal, tl.load(weights + target + j, mask=inside, other=0.0), 0.0)
+        tl.store(out_ids + target + i, tl.where(keep, id, -1), mask=inside)
+        if WEIGHTED:
+            tl.store(out_weights + target + i, tl.where(keep, weight, 0.0), mask=inside)
+
+
+def row_extremes(x: Tensor, ids: Tensor, out: Tensor) -> None:
+    rows, hidden = x.shape
+    top_k = ids.shape[1]
+    _row_extremes[(rows,)](x, ids, out, hidden, x.stride(0), top_k, BLOCK=_BLOCK, IDS=triton.next_power_of_2(top_k))
+
+
+@triton.jit
+def _row_extremes(x, ids, out, hidden, row_stride, top_k, BLOCK: tl.constexpr, IDS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, IDS)
+    mine = tl.max(tl.load(ids + row * top_k + column, mask=column < top_k, other=-1))
+    if mine >= 0:
+        largest = 0.0
+        square = 0.0
+        for start in range(0, hidden, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(x + row * row_stride + at, mask=at < hidden, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(value)))
+            square += tl.sum(value * value)
+        # both are >= 0: a maximum is the same number whatever the order, so that equal calls give equal bits
+        tl.atomic_max(out, largest)
+        tl.atomic_max(out + 1, square)
+
+
+def round_rows(x: Tensor, scale: Tensor, out: Tensor) -> None:
+    rows, hidden = x.shape
+    _round_rows[(rows, triton.cdiv(hidden, _BLOCK))](x, scale, out, hidden, x.stride(0), BLOCK=_BLOCK)
+
+
+@triton.jit
+def _round_rows(x, scale, out, hidden, row_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * row_stride + at, mask=at < hidden, other=0.0).to(tl.float32) / tl.load(scale)
+    value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+    tl.store(out + row * hidden + at, value.to(tl.float8e4nv), mask=at < hidden)

@@ -1,0 +1,117 @@
+"""A quantised checkpoint in a layer quantised alike keeps its bytes; in any other it keeps its numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ep_moe import Activation, EPContext, MoEConfig, MoELayer
+from ep_moe.errors import CheckpointError
+from ep_moe.weights.checkpoint import load_layers
+from ep_moe.weights.schemes import SCHEMES
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, EXPERTS = 256, 128, 3
+BLOCK = "model.layers.0.mlp"
+# checkpoint -> (family, the scheme whose bytes it holds)
+KINDS = {"fp8": ("deepseek_v3", "fp8_block"), "mxfp4": ("gpt_oss", "mxfp4"), "int4": ("qwen3_moe", "int4_fp8")}
+
+
+def config(kind: str) -> MoEConfig:
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_experts": EXPERTS, "top_k": 2}
+    if kind == "mxfp4":
+        return MoEConfig(**sizes, activation=Activation.SWIGLU_CLAMPED, expert_bias=True)
+    return MoEConfig(**sizes)
+
+
+def canonical(kind: str, expert: int) -> dict[str, Tensor]:
+    """An expert in the checkpoint's scheme, as a user would quantise it."""
+    torch.manual_seed(expert)
+    tensors = {"w13": torch.randn(2 * INNER, HIDDEN), "w2": torch.randn(HIDDEN, INNER)}
+    if kind == "mxfp4":
+        tensors |= {"w13_bias": torch.randn(2 * INNER).bfloat16(), "w2_bias": torch.randn(HIDDEN).bfloat16()}
+    return SCHEMES[KINDS[kind][1]].quantize(tensors, torch.bfloat16)
+
+
+def interleaved(rows: Tensor) -> Tensor:
+    """Gate first to alternating rows."""
+    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+
+
+def save(kind: str, folder) -> None:
+    """Written with the formats' own definitions, independent of the readers."""
+    tensors: dict[str, Tensor] = {}
+    experts = [canonical(kind, expert) for expert in range(EXPERTS)]
+    if kind == "mxfp4":
+        for name, ours in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+            order = interleaved if ours == "w13" else torch.clone
+            data = torch.stack([order(e[ours]) for e in experts])
+            tensors |= {
+                f"{BLOCK}.experts.{name}_blocks": data.view(EXPERTS, data.shape[1], -1, 16),
+                f"{BLOCK}.experts.{name}_scales": torch.stack([order(e[f"{ours}_scale"]) for e in experts]),
+                f"{BLOCK}.experts.{name}_bias": torch.stack([order(e[f"{ours}_bias"]) for e in experts]),
+            }
+        tensors |= {f"{BLOCK}.router.weight": torch.randn(EXPERTS, HIDDEN)}
+    else:
+        for number, e in enumerate(experts):
+            halves = {"gate_proj": 0, "up_proj": 1}
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                full = f"{BLOCK}.experts.{number}.{name}.weight"
+                data, scale = e["w2"], e["w2_scale"]
+                if name in halves:
+                    data, scale = (e[part].chunk(2)[halves[name]] for part in ("w13", "w13_scale"))
+                if kind == "fp8":
+                    tensors |= {full: data.clone(), f"{full}_scale_inv": scale.clone()}
+                else:
+                    tensors |= {f"{full}_packed": packed_words(data), f"{full}_scale": scale.clone()}
+        tensors |= {f"{BLOCK}.gate.weight": torch.randn(EXPERTS, HIDDEN)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def packed_words(data: Tensor) -> Tensor:
+    """compressed-tensors: number + 8, eight to an int32 from the low bits up."""
+    codes = torch.stack([data & 0xF, data >> 4], -1).flatten(-2).long()
+    numbers = torch.where(codes > 7, codes - 16, codes) + 8
+    words = sum(numbers[..., place::8] << (4 * place) for place in range(8))
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def load(kind: str, folder, quantization: str) -> MoELayer:
+    layer = MoELayer(config(kind), EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
+    load_layers({0: layer}, folder, KINDS[kind][0], progress=False)
+    return layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_kept(kind, tmp_path):
+    save(kind, tmp_path)
+    layer = load(kind, tmp_path, KINDS[kind][1])
+    for expert in range(EXPERTS):
+        for name, tensor in canonical(kind, expert).items():
+            found = layer.state_dict()[f"expert_weights.{expert}.{name}"]
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), (expert, name)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8_block", "fp8_dynamic", "mxfp4_fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_kept_in_another_scheme(kind, quantization, tmp_path):
+    save(kind, tmp_path)
+    layer = load(kind, tmp_path, quantization)
+    scheme, stored = SCHEMES[quantization], SCHEMES[KINDS[kind][1]]
+    for expert in range(EXPERTS):
+        state = {
+            name: layer.state_dict()[f"expert_weights.{expert}.{name}"] for name in layer.expert_weights.names
+        }  # fmt: skip
+        for name in ("w13", "w2"):
+            numbers = stored.dequantize(canonical(kind, expert), name)
+            parts = scheme.weights.quantize(numbers, torch.bfloat16)
+            assert torch.equal(scheme.dequantize(state, name), scheme.weights.dequantize(parts))
+
+
+def test_static_scales_cannot_come_from_these_checkpoints(tmp_path):
+    save("fp8", tmp_path)
+    with pytest.raises(CheckpointError, match=r"needs calibrated input scales.*update_expert, or choose fp8_dynamic"):
+        load("fp8", tmp_path, "fp8_static")
