@@ -14,6 +14,7 @@ from ep_moe.errors import ConfigError
 
 Kind = Literal["dispatchers", "experts"]
 
+# kernels: the first that can serve a layer is chosen
 _BUILT_IN: dict[Kind, dict[str, str]] = {
     "dispatchers": {
         "local": "ep_moe.all2all.local:LocalDispatcher",
@@ -21,6 +22,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "torch_a2a": "ep_moe.all2all.torch_a2a:TorchAll2AllDispatcher",
     },
     "experts": {
+        "fp8_block_triton": "ep_moe.experts.fp8_block_triton:Fp8BlockTritonExperts",
         "flashinfer_cutlass": "ep_moe.experts.flashinfer_cutlass:FlashInferCutlassExperts",
         "reference": "ep_moe.experts.reference:ReferenceExperts",
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNMENT = 256  # of CUDA's own allocations; FlashInfer wants 128
 
 
@@ -49,7 +50,7 @@ class Workspaces:
         self._buffers.clear()
 
 
-def carve(buffer: Tensor, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+def carve(buffer: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """Cut tensors out of the front of a buffer, each aligned to `ALIGNMENT` bytes; what is left is `"rest"`."""
     views, start = {}, 0
     for name, (shape, dtype) in shapes.items():
@@ -59,7 +60,7 @@ def carve(buffer: Tensor, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     return views | {"rest": buffer[start:]}
 
 
-def carved_bytes(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+def carved_bytes(shapes: Shapes) -> int:
     """What `carve` takes from the front."""
     return sum(aligned(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in shapes.values())
 

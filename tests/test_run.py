@@ -222,7 +222,7 @@ BAD = {
     "--deadline 0": "--deadline must be positive, got 0",
     "--dtype float8": "--dtype must be auto or one of float32, bfloat16, float16, got 'float8'",
     "--all2all carrier_pigeon": "--all2all must be auto or one of local, .*, got 'carrier_pigeon'",
-    "--experts nobody": "--experts must be auto or one of flashinfer_cutlass, reference.*, got 'nobody'",
+    "--experts nobody": "--experts must be auto or one of .*flashinfer_cutlass, reference.*, got 'nobody'",
     "--model /nowhere --text {text}": "--model /nowhere is not a folder",
     "--model {text} --text {text}": "--model .*text.txt is not a folder",
     "--model {bytes}": "--model needs --text: a file to read",

@@ -85,11 +85,19 @@ class Experts(ABC):
         self.weights = weights
         self.workspaces = workspaces or Workspaces(torch.device("cpu"))
         self.options = options or ExpertsOptions()
+        self._scratch: Tensor | None = None
         self.workspaces.reserve(self.workspace_bytes())
 
     def workspace_bytes(self) -> int:
         """Scratch memory that one call needs, shared with other layers."""
         return 0
+
+    def workspace(self) -> Tensor:
+        """The stream's scratch memory, uint8 [at least `workspace_bytes`]."""
+        # a compiled graph keeps the buffer of the eager call before it: the stream is not looked up inside the graph
+        if self._scratch is None or not torch.compiler.is_compiling():
+            self._scratch = self.workspaces.take(self.workspaces.reserved)
+        return self._scratch
 
     def tune(self, rows: Sequence[int], cache: Path | None) -> list[int]:
         """Find the fastest variant for each number of received rows, on this rank alone; integers that any rank's
@@ -140,7 +148,8 @@ class Experts(ABC):
 
     def __call__(self, received: Received, out: Tensor | None = None) -> Tensor:
         """The experts' output for each received row, in the same rows; under Weighting.EXPERTS multiplied by the
-        weights and summed over the row's local experts, exactly zero where it has none.
+        weights and summed over the row's local experts, exactly zero where it has none. Rows beyond an expert's count
+        (CONTIGUOUS, BATCHED) are undefined.
 
         out: contiguous, of the shape of `received.x`; where it is written to. Default a new tensor.
         """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.row_kernels import clean_ids, round_rows, row_extremes
-from ep_moe.workspace import carve, carved_bytes
+from ep_moe.workspace import Shapes, carve, carved_bytes
 
 # parameters of FusedMoeRunner::runMoe, flashinfer_cutlass_fused_moe_binding.cu, FlashInfer 0.7.2.post1
 RUN_MOE = (
@@ -31,7 +31,6 @@ RUN_MOE = (
 FP8_MAX = 448.0
 PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel takes rows that are fp8 already
 DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, from the rows
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)

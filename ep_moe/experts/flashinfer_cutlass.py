@@ -7,6 +7,7 @@ for what is elsewhere: uneven, redundant and arbitrary placements are then nothi
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +72,7 @@ class FlashInferCutlassExperts(Experts):
         )
         self._clamp: list[Tensor] | None = None
         self._tactics: list[int] = []
-        self._scratch: Tensor | None = None
+        self._tuned = False  # or advised to be
         super().__init__(config, weights, workspaces, options)
 
     @classmethod
@@ -123,10 +124,11 @@ class FlashInferCutlassExperts(Experts):
         x, weights = received.x, self.weights
         assert received.local_ids is not None
         out = torch.empty_like(x) if out is None else out
+        self._advise()
         names = cutlass_op.scale_names(weights.scheme.name)
         torch.ops.ep_moe.cutlass_moe(
             out,
-            self._workspace(),
+            self.workspace(),
             x,
             received.local_ids,
             received.weights if received.weighting is Weighting.EXPERTS else None,
@@ -150,13 +152,19 @@ class FlashInferCutlassExperts(Experts):
         return Tactics(self, cache).find(rows)
 
     def use(self, tuned: list[int]) -> None:
-        self._tactics = tuned
+        self._tactics, self._tuned = tuned, True
 
-    def _workspace(self) -> Tensor:
-        # a compiled graph keeps the buffer of the eager call before it: the stream is not looked up inside the graph
-        if self._scratch is None or not torch.compiler.is_compiling():
-            self._scratch = self.workspaces.take(self.workspaces.reserved)
-        return self._scratch
+    def _advise(self) -> None:
+        """Once per kernel object; nothing to say where FlashInfer chooses the tile itself (fp8_block)."""
+        if self._tuned or torch.compiler.is_compiling():
+            return
+        self._tuned = True
+        if self.runner.scheme != "fp8_block":
+            warnings.warn(
+                "flashinfer_cutlass runs with FlashInfer's default tiles, which can be several times slower than the "
+                "best ones; call EPContext.tune() once after the weights are loaded (cache=folder keeps what it finds)",
+                stacklevel=3,
+            )
 
     def _clamp_constants(self) -> list[Tensor]:
         """alpha, beta and limit, float32 [L] each, of the clamped SwiGLU."""

@@ -1,0 +1,152 @@
+"""The fp8 128 x 128 expert step as one torch operator on caller-owned memory, for every row layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.types import Activation
+from ep_moe.workspace import Shapes, carve, carved_bytes
+
+FP8 = torch.float8_e4m3fn
+BLOCK = 128
+FUSED_HIDDEN = 2048  # up to here the activation inside the first product is faster; measured at 2048 and 7168
+
+
+def shapes(pairs: int, rows: int, hidden: int, w13_rows: int, inner: int, slots: int, dtype: torch.dtype) -> Shapes:
+    """Scratch for `pairs` (row, expert) pairs. rows: RANK_MAJOR rows, which are sorted and reduced, 0 for others."""
+    found: Shapes = {
+        "rows": ((pairs, hidden), FP8),
+        "row_scale": ((pairs, hidden // BLOCK), torch.float32),
+        "h": ((pairs, w13_rows), dtype),
+        "act": ((pairs, inner), FP8),
+        "act_scale": ((pairs, inner // BLOCK), torch.float32),
+        "starts": ((slots,), torch.int32),
+        "ends": ((slots,), torch.int32),
+    }
+    if rows:
+        from ep_moe.experts.fp8_block_kernels import group_workspace
+
+        found |= {
+            "y": ((pairs, hidden), dtype),
+            "source": ((pairs,), torch.int32),
+            "slots": ((rows, pairs // rows), torch.int32),
+            "sorting": ((group_workspace(pairs, slots),), torch.int32),
+        }
+    return found
+
+
+def scratch_bytes(pairs: int, rows: int, hidden: int, w13_rows: int, inner: int, slots: int, dtype: torch.dtype) -> int:
+    return carved_bytes(shapes(pairs, rows, hidden, w13_rows, inner, slots, dtype))
+
+
+@torch.library.custom_op("ep_moe::fp8_block_moe", mutates_args=("out", "workspace"))
+def fp8_block_moe(
+    out: Tensor,
+    workspace: Tensor,
+    x: Tensor,
+    ids: Tensor | None,
+    weights: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
+    expected: float,
+    chunk: int,
+) -> None:
+    """x, out: [N, H]. Either ids (int [N, K], local, -1 for none) and weights (float32 [N, K], None for 1), or
+    starts and ends (int32 [L], the rows of each expert) and weights (float32 [N] or None).
+
+    expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
+    """
+    step = _Step(workspace, w13, w13_scale, w2, w2_scale, activation, alpha, limit)
+    if ids is None:
+        assert starts is not None
+        assert ends is not None
+        for start in range(0, len(x), chunk):
+            part = slice(start, min(start + chunk, len(x)))
+            step.grouped(x[part], starts, ends, start, out[part], expected)
+        if weights is not None:
+            out.mul_(weights.unsqueeze(1))
+        return
+    rows = max(1, chunk // ids.shape[1])
+    for start in range(0, len(x), rows):
+        part = slice(start, min(start + rows, len(x)))
+        step.rank_major(x[part], ids[part], None if weights is None else weights[part], out[part], expected)
+
+
+@fp8_block_moe.register_fake
+def _(*args: object, **kwargs: object) -> None:
+    return None
+
+
+class _Step:
+    """One call's weights and scratch memory."""
+
+    def __init__(
+        self,
+        workspace: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        activation: str,
+        alpha: float,
+        limit: float,
+    ) -> None:
+        self.workspace = workspace
+        self.w13, self.w13_scale, self.w2, self.w2_scale = w13, w13_scale, w2, w2_scale
+        self.activation, self.alpha, self.limit = Activation(activation), alpha, limit
+
+    def _carve(self, pairs: int, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        slots, hidden, inner = self.w2.shape
+        return carve(self.workspace, shapes(pairs, rows, hidden, self.w13.shape[1], inner, slots, dtype))
+
+    def grouped(self, x: Tensor, starts: Tensor, ends: Tensor, first: int, out: Tensor, expected: float) -> None:
+        """Rows that are grouped already; `first` is the number of x's first row."""
+        from ep_moe.experts import fp8_block_kernels as kernels
+
+        own = self._carve(len(x), 0, x.dtype)
+        for name, bounds in (("starts", starts), ("ends", ends)):
+            own[name].copy_(bounds).sub_(first).clamp_(0, len(x))
+        kernels.quantize_rows(x, own["rows"], own["row_scale"])
+        self._matrices(own, own["starts"], None, out, len(x) * expected)
+
+    def rank_major(self, x: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor, expected: float) -> None:
+        from ep_moe.experts import fp8_block_kernels as kernels
+
+        pairs, slots = ids.numel(), len(self.w2)
+        own = self._carve(pairs, len(x), x.dtype)
+        kernels.group_pairs(ids.contiguous(), slots, own["source"], own["slots"], own["ends"], own["sorting"])
+        counts = own["ends"][-1:]
+        kernels.quantize_pairs(x, own["slots"], own["rows"], own["row_scale"])
+        self._matrices(own, None, counts, own["y"], len(x) * expected)
+        kernels.reduce_pairs(own["y"], own["slots"], weights, out)
+
+    def _matrices(
+        self, own: dict[str, Tensor], starts: Tensor | None, counts: Tensor | None, out: Tensor, expected: float
+    ) -> None:
+        from ep_moe.experts import fp8_block_kernels as kernels
+
+        slots, pairs = len(self.w2), max(1, int(expected))
+        hopper, ends = kernels.has_hopper(out.device), own["ends"]
+        fused = hopper and self.w13.shape[2] <= FUSED_HIDDEN
+        config = kernels.config_for(pairs, slots, *self.w13.shape[1:], hopper=hopper, activated=fused)
+        first = (own["rows"], own["row_scale"], self.w13, self.w13_scale, ends)
+        result = (own["act"], own["act_scale"], self.activation)
+        if fused:
+            kernels.grouped_gemm_activate(
+                *first, *result, starts=starts, config=config, alpha=self.alpha, limit=self.limit
+            )
+        else:
+            kernels.grouped_gemm(*first, own["h"], starts=starts, config=config)
+            kernels.activate_and_quantize(own["h"], *result, counts=counts, alpha=self.alpha, limit=self.limit)
+        config = kernels.config_for(pairs, slots, *self.w2.shape[1:], hopper=hopper)
+        kernels.grouped_gemm(
+            own["act"], own["act_scale"], self.w2, self.w2_scale, ends, out, starts=starts, config=config
+        )

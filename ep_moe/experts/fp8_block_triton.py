@@ -1,0 +1,113 @@
+"""`fp8_block_triton`: DeepSeek's fp8 128 x 128 blocks on Hopper by this project's own grouped GEMM.
+
+Takes every row layout as it is: CONTIGUOUS and BATCHED rows are neither sorted nor copied.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts import fp8_block_op
+from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.types import Activation, Received, RowLayout, Weighting
+
+
+class Fp8BlockTritonExperts(Experts):
+    name = "fp8_block_triton"
+    capabilities = ExpertsCapabilities(
+        layouts=frozenset(RowLayout),
+        weightings=frozenset(Weighting),
+        activations=frozenset(Activation),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        schemes=frozenset({"fp8_block"}),
+        biases=False,
+        etp=True,
+        alignment_bytes=16,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,
+        differentiable=False,
+        min_compute_capability=(9, 0),
+        max_compute_capability=(9, 0),
+        devices=frozenset({"cuda"}),
+    )
+
+    @classmethod
+    def available(cls) -> str | None:
+        return None if importlib.util.find_spec("triton") else "Triton is not installed; use a CUDA build of torch"
+
+    @property
+    def pairs(self) -> int:
+        """(row, expert) pairs of one pass."""
+        return self.options.chunk_rows * self.config.top_k
+
+    def workspace_bytes(self) -> int:
+        if not self.weights.num_slots:
+            return 0
+        config, etp = self.config, self.weights.etp.size
+        return fp8_block_op.scratch_bytes(
+            self.pairs,
+            self.options.chunk_rows,
+            config.hidden_size,
+            config.w13_rows // etp,
+            config.intermediate_size // etp,
+            self.weights.num_slots,
+            self.weights.dtype,
+        )
+
+    def compute(self, received: Received, out: Tensor | None) -> Tensor:
+        x, weights, config = received.x, self.weights, self.config
+        out = torch.empty_like(x) if out is None else out
+        if x.numel() == 0 or weights.num_slots == 0:
+            return out.zero_()
+        starts, ends = self._bounds(received)
+        torch.ops.ep_moe.fp8_block_moe(
+            out.view(-1, config.hidden_size),
+            self.workspace(),
+            x.view(-1, config.hidden_size),
+            received.local_ids,
+            self._weights(received),
+            starts,
+            ends,
+            weights.get_parameter("w13"),
+            weights.get_parameter("w13_scale"),
+            weights.get_parameter("w2"),
+            weights.get_parameter("w2_scale"),
+            config.activation.value,
+            config.activation_alpha,
+            config.activation_limit,
+            self._expected(received),
+            self.pairs,
+        )
+        return out
+
+    def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:
+        """First and last row of each expert among the flat rows, int32 [L]."""
+        match received.layout:
+            case RowLayout.RANK_MAJOR:
+                return None, None
+            case RowLayout.CONTIGUOUS:
+                assert received.expert_offsets is not None
+                offsets = received.expert_offsets.int()
+                return offsets[:-1], offsets[1:]
+            case RowLayout.BATCHED:
+                assert received.expert_counts is not None
+                slots, cap = received.x.shape[:2]
+                starts = torch.arange(0, slots * cap, cap, dtype=torch.int32, device=received.x.device)
+                return starts, starts + received.expert_counts.int()
+
+    def _weights(self, received: Received) -> Tensor | None:
+        if received.weighting is Weighting.COMBINE:
+            return None
+        assert received.weights is not None
+        return received.weights if received.layout is RowLayout.RANK_MAJOR else received.weights.flatten()
+
+    def _expected(self, received: Received) -> float:
+        """Pairs per row, if the router is uniform: the tile is chosen for as many."""
+        if received.layout is not RowLayout.RANK_MAJOR:
+            return 1.0
+        top_k, share = self.config.top_k, self.weights.num_slots / self.config.num_experts
+        return top_k * share / (1 - (1 - share) ** top_k) if share < 1 else float(top_k)

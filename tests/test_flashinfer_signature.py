@@ -1,0 +1,71 @@
+"""What this project hands to FlashInfer, held against FlashInfer's own source; runs wherever it is installed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ep_moe.experts import cutlass_op
+from ep_moe.experts.flashinfer_cutlass import ACTIVATIONS
+from ep_moe.types import Activation
+
+pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+
+import flashinfer
+from flashinfer.fused_moe import core
+from flashinfer.tllm_enums import ActivationType
+
+SOURCE = Path(inspect.getfile(core)).read_text()
+CUTLASS = Path(flashinfer.__file__).parent / "data/csrc/fused_moe/cutlass_backend"
+BINDING = CUTLASS / "flashinfer_cutlass_fused_moe_binding.cu"
+FLAGS = cutlass_op.runner_of(torch.bfloat16, torch.bfloat16, "none", True).flags.keys()
+
+
+def test_arguments_of_run_moe_and_their_order():
+    """The C++ parameter list of the compiled function that `cutlass_op` calls."""
+    (declared,) = re.findall(r"void runMoe\((.*?)\)\s*\{", BINDING.read_text(), re.DOTALL)
+    flat = re.sub(r"=\s*[^,]*?\{\}|=\s*[\w:]+", "", declared)
+    names = [part.split()[-1] for part in re.sub(r"<[^()]*?>+", "", flat).split(",")]
+    assert tuple(names) == cutlass_op.RUN_MOE
+
+
+def test_python_hands_them_over_in_that_order():
+    """FlashInfer's own Python calls the compiled function with these, min-latency outputs aside."""
+    (call,) = re.findall(r"\n        run_moe\((.*?)\n        \)", SOURCE, re.DOTALL)
+    names = [part.strip() for part in call.split(",") if part.strip() and not part.strip().startswith("*")]
+    names = [re.sub(r"\s+", " ", name) for name in names]
+    renamed = {"activation_type": "base_activation_type", "[gemm_tactic_1": "profile_ids"}
+    names = [renamed.get(name, name) for name in names if name != "gemm_tactic_2]"]
+    assert tuple(names) == cutlass_op.RUN_MOE
+
+
+def test_runner_takes_the_flags():
+    (signature,) = re.findall(r"class MoERunner\(TunableRunner\):.*?def __init__\(\s*self,(.*?)\):", SOURCE, re.DOTALL)
+    wanted = {part.split(":")[0].strip() for part in signature.split(",") if part.strip()}
+    given = {
+        "x_dtype", "weight_dtype", "output_dtype", "top_k", "tp_size", "tp_rank", "ep_size", "ep_rank",
+        "cluster_size", "cluster_rank", "enable_alltoall", "min_latency_mode", "enable_pdl", "activation_type",
+    }  # fmt: skip
+    assert wanted == given | FLAGS
+
+
+def test_workspace_size_takes_the_flags():
+    parameters = inspect.signature(core.cutlass_fused_moe_workspace_size).parameters
+    assert parameters.keys() >= FLAGS
+    assert list(parameters)[:5] == [
+        "max_num_tokens", "hidden_size", "intermediate_size", "num_experts_total", "top_k",
+    ]  # fmt: skip
+    assert {"x_dtype", "weight_dtype", "output_dtype", "activation_type", "device"} <= parameters.keys()
+
+
+def test_activation_numbers():
+    assert {
+        Activation.SWIGLU: ActivationType.Swiglu,
+        Activation.SWIGLU_CLAMPED: ActivationType.Swiglu,
+        Activation.GEGLU: ActivationType.Geglu,
+        Activation.RELU2: ActivationType.Relu2,
+    } == ACTIVATIONS
