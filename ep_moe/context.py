@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ep_moe.all2all.base import Dispatcher, Geometry
 
 DEADLINE_S = 300.0
+TUNING_S = 1800.0  # how long ranks wait for the one that tunes
 TUNED_ROWS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
 
@@ -214,7 +215,7 @@ class EPContext:
             total["workspace"] = self.workspaces.reserved
         return total
 
-    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: Path | None = None) -> None:
+    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> None:
         """`MoELayer.tune` for every layer, measured once for layers of one shape. Collective."""
         found: dict[Any, list[int]] = {}
         for _, layer in sorted(self._layers.items()):

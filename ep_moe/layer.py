@@ -16,7 +16,7 @@ from torch.func import functional_call
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry, routing_problem
 from ep_moe.config import MoEConfig
-from ep_moe.context import TUNED_ROWS, EPContext
+from ep_moe.context import TUNED_ROWS, TUNING_S, EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.shared import SharedExperts
@@ -162,13 +162,19 @@ class MoELayer(nn.Module):
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(name, self.context.stage_times)
 
-    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: Path | None = None) -> list[int]:
+    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> list[int]:
         """Let the expert kernel find its fastest variant for each number of received rows, before any CUDA graph is
-        captured. Collective: the first rank measures, with the weights that are loaded, and all ranks use what it
-        found. cache: a folder that keeps findings by GPU, versions and shape, read and written by the first rank.
-        Returns what was found, in the kernel's own terms."""
-        agreement, experts = self.context.agreement, self.experts
-        found: list[int] = agreement.share(f"tune {self.name}", lambda: experts.tune(rows, cache))
+        captured. Collective: the rank with the most experts measures, with the weights that are loaded, and all ranks
+        use what it found. cache: a folder that keeps findings by GPU, versions and shape, read and written by that
+        rank. Returns what was found, in the kernel's own terms."""
+        experts, placed = self.experts, self.placement.expert_map
+        busiest = max(range(placed.num_ranks), key=placed.num_slots)
+        found: list[int] = self.context.agreement.share(
+            f"tune {self.name}",
+            lambda: experts.tune(_counts(rows), None if cache is None else Path(cache)),
+            owner=busiest * self.context.layout.etp,  # within the first EP group of those that run together
+            deadline_s=TUNING_S,
+        )
         experts.use(found)
         return found
 
@@ -352,6 +358,13 @@ def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
             raise ConfigError(
                 f"expert_map.{name} must be {value} for this layer and context, got {getattr(expert_map, name)}"
             )
+
+
+def _counts(rows: Sequence[int]) -> list[int]:
+    for count in rows:
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"tune: rows must be integers of at least 1, got {count!r}")
+    return list(rows)
 
 
 def _flat(config: Any, prefix: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ One sentinel everywhere: id -1 means "no expert".
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,17 @@ class Received:
     weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap]
     expert_offsets: Tensor | None = None  # CONTIGUOUS
     expert_counts: Tensor | None = None  # BATCHED
+
+    def dense(self) -> Received:
+        """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""
+        tensors = {name: value for name in _TENSORS if isinstance(value := getattr(self, name), Tensor)}
+        copies: dict[str, Any] = {
+            name: tensor.contiguous() for name, tensor in tensors.items() if not tensor.is_contiguous()
+        }
+        return dataclasses.replace(self, **copies) if copies else self
+
+
+_TENSORS = ("x", "local_ids", "weights", "expert_offsets", "expert_counts")
 
 
 class Activation(enum.Enum):

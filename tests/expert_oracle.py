@@ -53,6 +53,11 @@ def half_step(values: Tensor, scale: Tensor | float, rounding: Rounding, dtype: 
     return torch.maximum(values.abs() * 2.0**-4, torch.as_tensor(scale, device=values.device) * 2.0**-10)
 
 
+def power_of_two(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """No less than the next power of two above; in half precision also its reciprocal is a number."""
+    return (2 * scale).clamp(min=2.0**-15 if dtype == torch.float16 else 0.0)
+
+
 def scale_of_rows(values: Tensor, rounding: Rounding) -> Tensor:
     """Where a kernel finds the scale in the values themselves: per row, or per row and 128 columns."""
     if rounding is Rounding.FP8_ROWS:
@@ -97,7 +102,7 @@ def expected_and_limit(
             case Rounding.FP8_STATIC:
                 step = half_step(inputs, max(static), scheme.activations, dtype)
             case Rounding.FP8_DYNAMIC:
-                step = half_step(inputs, 2 * largest / FP8_MAX, scheme.activations, dtype)  # 2: a power of two above
+                step = half_step(inputs, power_of_two(largest / FP8_MAX, dtype), scheme.activations, dtype)
             case other:
                 step = half_step(inputs, scale_of_rows(inputs, other), other, dtype)
         h = inputs @ w13.T
@@ -111,7 +116,7 @@ def expected_and_limit(
             case Rounding.FP8_STATIC:
                 step = half_step(a, tensors["w2_input_scale"], scheme.activations, dtype)
             case Rounding.FP8_DYNAMIC:
-                step = half_step(a, 2 * bounds[slot], scheme.activations, dtype)
+                step = half_step(a, power_of_two(bounds[slot], dtype), scheme.activations, dtype)
             case other:
                 step = half_step(a, scale_of_rows(a, other), other, dtype)
         # to the dtype once on the way (some schemes), and inside the activation
@@ -136,7 +141,9 @@ def dynamic_scales(
         return []
     cap = torch.inf
     if config.activation is Activation.SWIGLU_CLAMPED:
-        cap = config.activation_limit * (config.activation_limit + 1)
+        lowest = torch.linspace(-10, 0, 10_001, dtype=torch.float64)
+        lowest = float((lowest * lowest.sigmoid()).min()) / config.activation_alpha
+        cap = max(config.activation_limit, -1.001 * lowest) * (config.activation_limit + 1)
     found = [(activation_bound(config, scheme, t).double() * (longest + 1)).clamp(max=cap) / FP8_MAX for t in experts]
     return [max(found)] * len(found) if scheme.name == "int4_fp8" else found
 

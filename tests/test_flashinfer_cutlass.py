@@ -16,6 +16,7 @@ from ep_moe.weights.schemes import SCHEMES, Scheme
 from tests.cutlass_emulation import emulate
 from tests.expert_oracle import expected_and_limit, random_expert, worst
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
 SLOTS, ROWS, TOP_K = 5, 24, 3
 BF16 = torch.bfloat16
 

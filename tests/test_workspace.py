@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -123,7 +124,7 @@ def test_carved_tensors_are_aligned_and_do_not_overlap():
             spans.append((view.data_ptr() - buffer.data_ptr(), view.numel() * view.itemsize))
     assert (views["rest"].data_ptr() - buffer.data_ptr(), views["rest"].numel()) == (needed, 40)
     spans.append((needed, 40))
-    for (start, size), (following, _) in zip(spans, spans[1:], strict=False):
+    for (start, size), (following, _) in pairwise(spans):
         assert start + size <= following
     for number, view in enumerate(views.values(), 1):
         view.copy_(torch.full(view.shape, number).to(view.dtype))

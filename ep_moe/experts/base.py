@@ -153,6 +153,7 @@ class Experts(ABC):
 
         out: contiguous, of the shape of `received.x`; where it is written to. Default a new tensor.
         """
+        received = received.dense()
         if received.layout in self.capabilities.layouts:
             return self.compute(received, out)
         rows = as_rank_major(received, self.weights.num_slots)
@@ -161,4 +162,4 @@ class Experts(ABC):
 
     @abstractmethod
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        """As `__call__`, for the layouts that the capabilities name."""
+        """As `__call__`, for the layouts that the capabilities name; all tensors are contiguous."""

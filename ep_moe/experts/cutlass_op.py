@@ -272,6 +272,8 @@ def _quant_scales(scheme: str, scales: Sequence[Tensor], own: dict[str, Tensor],
                 ("act2", "alpha2", own["quant2"][0]),
             ):
                 scale.log2_().ceil_().exp2_()
+                if own[act].dtype == torch.float16:
+                    scale.clamp_(2.0**-15, 2.0**14)  # its reciprocal is a normal number of half precision
                 own[alpha].copy_(scale.expand_as(own[alpha]))
                 own[act].copy_(scale.reciprocal_().expand_as(own[act]))
             nothing = own["act1"][:0]

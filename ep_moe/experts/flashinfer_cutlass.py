@@ -177,6 +177,11 @@ class FlashInferCutlassExperts(Experts):
         return self._clamp
 
     def _activation_cap(self) -> float:
-        """What the clamped SwiGLU cannot exceed: limit * (limit + 1); 0 for activations without a limit."""
+        """What the clamped SwiGLU cannot exceed; 0 for activations without a limit.
+
+        |up + 1| <= limit + 1; the gate is clamped above only, and gate * sigmoid(alpha * gate) lies between its minimum
+        -0.2785 / alpha (as t * sigmoid(t) >= -0.2785) and limit."""
+        if self.config.activation is not Activation.SWIGLU_CLAMPED:
+            return 0.0
         limit = self.config.activation_limit
-        return limit * (limit + 1) if self.config.activation is Activation.SWIGLU_CLAMPED else 0.0
+        return max(limit, 0.2785 / self.config.activation_alpha) * (limit + 1)

@@ -122,7 +122,7 @@ class _Step:
 
         pairs, slots = ids.numel(), len(self.w2)
         own = self._carve(pairs, len(x), x.dtype)
-        kernels.group_pairs(ids.contiguous(), slots, own["source"], own["slots"], own["ends"], own["sorting"])
+        kernels.group_pairs(ids, slots, own["source"], own["slots"], own["ends"], own["sorting"])
         counts = own["ends"][-1:]
         kernels.quantize_pairs(x, own["slots"], own["rows"], own["row_scale"])
         self._matrices(own, None, counts, own["y"], len(x) * expected)

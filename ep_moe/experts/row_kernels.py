@@ -16,7 +16,7 @@ def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tens
     goes to its first place.
 
     ids: int [N, K]; weights: float32 [N, K] or None; out_ids: int32 [N, K]; out_weights: float32 [N, K], None with
-    weights None
+    weights None; all contiguous
     """
     if ids.is_cuda:
         _triton().clean_ids(ids, weights, num_slots, out_ids, out_weights)
@@ -27,7 +27,7 @@ def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tens
     repeated = (same & torch.ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
     out_ids.copy_(torch.where(valid & ~repeated, ids, -1))
     if weights is not None and out_weights is not None:
-        merged = (same * weights.unsqueeze(1)).sum(2)
+        merged = torch.where(same, weights.unsqueeze(1), 0.0).sum(2)
         out_weights.copy_(torch.where(out_ids >= 0, merged, 0.0))
 
 

@@ -13,34 +13,32 @@ def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tens
     rows, top_k = ids.shape
     block = 128
     _clean_ids[(triton.cdiv(rows, block),)](
-        ids, weights, out_ids, out_weights, rows, num_slots, *ids.stride(), TOP_K=top_k, BLOCK=block,
-        WEIGHTED=weights is not None,
+        ids, weights, out_ids, out_weights, rows, num_slots, TOP_K=top_k, BLOCK=block, WEIGHTED=weights is not None,
     )  # fmt: skip
 
 
 @triton.jit
 def _clean_ids(
-    ids, weights, out_ids, out_weights, rows, num_slots, row_stride, column_stride,
+    ids, weights, out_ids, out_weights, rows, num_slots,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    source = row.to(tl.int64) * row_stride
-    target = row.to(tl.int64) * TOP_K
+    first = row.to(tl.int64) * TOP_K
     for i in range(TOP_K):
-        id = tl.load(ids + source + i * column_stride, mask=inside, other=-1).to(tl.int32)  # noqa: A001
+        id = tl.load(ids + first + i, mask=inside, other=-1)  # noqa: A001
         keep = (id >= 0) & (id < num_slots)
         weight = tl.zeros([BLOCK], tl.float32)
         for j in range(TOP_K):
-            other = tl.load(ids + source + j * column_stride, mask=inside, other=-1).to(tl.int32)
+            other = tl.load(ids + first + j, mask=inside, other=-1)
             equal = other == id
             if j < i:
                 keep = keep & (equal == 0)
             if WEIGHTED:
-                weight += tl.where(equal, tl.load(weights + target + j, mask=inside, other=0.0), 0.0)
-        tl.store(out_ids + target + i, tl.where(keep, id, -1), mask=inside)
+                weight += tl.where(equal, tl.load(weights + first + j, mask=inside, other=0.0), 0.0)
+        tl.store(out_ids + first + i, tl.where(keep, id, -1), mask=inside)
         if WEIGHTED:
-            tl.store(out_weights + target + i, tl.where(keep, weight, 0.0), mask=inside)
+            tl.store(out_weights + first + i, tl.where(keep, weight, 0.0), mask=inside)
 
 
 def row_extremes(x: Tensor, ids: Tensor, out: Tensor) -> None:

@@ -89,9 +89,10 @@ class Tactics:
             return {}
         try:
             content = json.loads(file.read_text())
-            return dict(content["tactics"]) if content["key"] == self.key() else {}
-        except (ValueError, KeyError, TypeError):
-            return {}  # half written or of another release: measured again and written anew
+            known = content["tactics"].items() if content["key"] == self.key() else ()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return {}  # half written or not ours: measured again and written anew
+        return {rows: pair for rows, pair in known if _is_pair(pair)}
 
     def _save(self, tactics: dict[str, list[int]]) -> None:
         file = self._file()
@@ -176,3 +177,7 @@ class Tactics:
             return float("inf")
         finally:
             experts.use(before)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)

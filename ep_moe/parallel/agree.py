@@ -39,24 +39,29 @@ class Agreement:
         """Raise on all ranks when any has a problem; the error names that rank. Also a barrier."""
         self._settle({"what": what}, problem)
 
-    def share(self, what: str, make: Callable[[], Any]) -> Any:
-        """What the first rank makes (plain JSON), on all ranks. If it raises there, all raise."""
+    def share(self, what: str, make: Callable[[], Any], *, owner: int = 0, deadline_s: float | None = None) -> Any:
+        """What one rank makes (plain JSON), on all ranks. If it raises there, all raise.
+
+        owner: its index among the ranks; deadline_s: for work that may take longer than other agreements"""
         found, problem = None, None
-        if self._rank == self._ranks[0]:
+        maker = self._ranks[owner]
+        deadline = self._deadline if deadline_s is None else max(self._deadline, timedelta(seconds=deadline_s))
+        if self._rank == maker:
             try:
                 found = make()
             except Exception as error:
                 problem = error
-        self.healthy(what, problem)
+        self._settle({"what": what}, problem, deadline)
         if len(self._ranks) == 1 or self._store is None:
             return found
         number, self._calls = self._calls, self._calls + 1
         key = f"agree/{number}/shared"
-        if self._rank == self._ranks[0]:
+        if self._rank == maker:
             self._store.set(key, json.dumps(found))
-        return json.loads(self._await(key, what))
+        return json.loads(self._await(key, what, self._deadline))
 
-    def _settle(self, facts: dict[str, Any], problem: Exception | None) -> None:
+    def _settle(self, facts: dict[str, Any], problem: Exception | None, deadline: timedelta | None = None) -> None:
+        deadline = deadline or self._deadline
         kind = type(problem).__name__ if isinstance(problem, EPMoEError) else ConfigError.__name__
         if len(self._ranks) == 1 or self._store is None:
             if problem is not None:
@@ -67,32 +72,32 @@ class Agreement:
         entry = {"facts": facts, "problem": None if problem is None else str(problem), "kind": kind}
         self._store.set(f"{key}/{self._rank}", json.dumps(entry, sort_keys=True, default=str))
         if self._rank == self._ranks[0]:
-            self._store.set(f"{key}/verdict", json.dumps(self._judge(key, facts["what"])))
-        verdict = json.loads(self._await(f"{key}/verdict", facts["what"]))
+            self._store.set(f"{key}/verdict", json.dumps(self._judge(key, facts["what"], deadline)))
+        verdict = json.loads(self._await(f"{key}/verdict", facts["what"], deadline))
         if verdict is not None:
             raise _ERRORS.get(verdict[0], ConfigError)(verdict[1])
 
-    def _await(self, key: str, what: str) -> bytes:
+    def _await(self, key: str, what: str, deadline: timedelta) -> bytes:
         assert self._store is not None
         try:
             # the comparing rank may itself wait one deadline for a missing peer before it can publish that
-            self._store.wait([key], 2 * self._deadline)
+            self._store.wait([key], 2 * deadline)
         except RuntimeError as error:  # DistStoreError, but FileStore has no type of its own
             raise PeerTimeout(
-                f"{what}: no verdict from rank {self._ranks[0]} within {2 * self._deadline.total_seconds():g} s; "
+                f"{what}: no verdict from rank {self._ranks[0]} within {2 * deadline.total_seconds():g} s; "
                 f"it died or never got here"
             ) from error
         return bytes(self._store.get(key))
 
-    def _judge(self, key: str, what: str) -> tuple[str, str] | None:
+    def _judge(self, key: str, what: str, deadline: timedelta) -> tuple[str, str] | None:
         assert self._store is not None
         keys = [f"{key}/{rank}" for rank in self._ranks]
         try:
-            self._store.wait(keys, self._deadline)
+            self._store.wait(keys, deadline)
         except RuntimeError:
             missing = [rank for rank, k in zip(self._ranks, keys, strict=True) if not self._store.check([k])]
             return PeerTimeout.__name__, (
-                f"{what}: {_ranks(missing)} did not arrive within {self._deadline.total_seconds():g} s; all ranks must "
+                f"{what}: {_ranks(missing)} did not arrive within {deadline.total_seconds():g} s; all ranks must "
                 f"make the same calls in the same order"
             )
         entries = {rank: json.loads(self._store.get(k)) for rank, k in zip(self._ranks, keys, strict=True)}

@@ -233,8 +233,10 @@ def scheme_of(name: str) -> Scheme:
 
 
 def _scale_to(largest: Tensor, top: float) -> Tensor:
-    """The scale that brings `largest` to `top`; 1 for all zeros."""
-    return torch.where(largest > 0, largest / top, torch.ones_like(largest))
+    """The scale that brings `largest` to `top`; 1 for all zeros, and for numbers so small that the scale would not be a
+    normal number (dividing by it could overflow)."""
+    scale = largest / top
+    return torch.where(scale >= torch.finfo(torch.float32).tiny, scale, torch.ones_like(scale))
 
 
 def _tiles(weight: Tensor) -> Tensor:

@@ -1,0 +1,597 @@
+"""`flashinfer_cutlass` with errors planted, which the check must see, and the cases at the edge of its contract."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from ep_moe import Activation, ExpertMap, MoEConfig
+from ep_moe.experts import cutlass_op
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.link import Link
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+from ep_moe.weights import cutlass_sm90
+from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
+from tests.expert_oracle import expected_and_limit, random_expert, worst
+from tests.test_flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
+BOTH = {"none": SCHEMES["none"], "int4_fp8": SCHEMES["int4_fp8"]}  # one call of the kernel, and one that measures rows
+each_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+each_of_both = pytest.mark.parametrize("scheme", BOTH.values(), ids=BOTH)
+
+
+def times_the_limit(
+    experts: FlashInferCutlassExperts, tensors: list[dict[str, Tensor]], received: Received, *, output_bias: bool = True
+) -> float:
+    """The largest error of a call as a multiple of what rounding may cause: above 1 is wrong."""
+    config, weights = experts.config, experts.weights
+    if weights.etp.size > 1:
+        config = dataclasses.replace(config, intermediate_size=config.intermediate_size // weights.etp.size)
+    y = experts(received)
+    ids, scales = received.local_ids, received.weights
+    return worst(
+        y,
+        *expected_and_limit(
+            config, weights.scheme, tensors, received.x, ids, scales, weights.dtype, output_bias=output_bias
+        ),
+    )
+
+
+def ratio(scheme: Scheme, config: MoEConfig | None = None) -> float:
+    config = config or shape()
+    experts, tensors = build(config, scheme)
+    return times_the_limit(experts, tensors, rows(config))
+
+
+def before_run(monkeypatch, change) -> None:
+    """Let `change(arguments)` change what the kernel is given."""
+    run = cutlass_op.run_moe
+
+    def planted(runner, **arguments) -> None:
+        change(arguments)
+        run(runner, **arguments)
+
+    monkeypatch.setattr(cutlass_op, "run_moe", planted)
+
+
+# --- errors in the weights ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [Activation.GEGLU, Activation.SWIGLU_CLAMPED], ids=lambda a: a.value)
+@each_scheme
+def test_gate_first_is_seen(scheme, activation, monkeypatch):
+    config = shape(activation)
+    assert ratio(scheme, config) <= 1
+    monkeypatch.setattr(cutlass_sm90.CutlassSm90, "_swapped", lambda self, tensors: dict(tensors))
+    assert ratio(scheme, config) > 1
+
+
+def test_a_bias_with_gate_first_is_seen(monkeypatch):
+    config = shape(bias=True)
+    swapped = cutlass_sm90.CutlassSm90._swapped
+
+    def planted(self, tensors):
+        return swapped(self, tensors) | {"w13_bias": tensors["w13_bias"]}
+
+    monkeypatch.setattr(cutlass_sm90.CutlassSm90, "_swapped", planted)
+    assert ratio(PLAIN, config) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("mxfp4", "interleave_mxfp4_bf16"),
+        ("mxfp4_fp8", "interleave_mxfp4_fp8"),
+        ("int4_fp8", "interleave_int4_fp8"),
+    ],
+)
+def test_weights_that_are_not_interleaved_are_seen(name, function, monkeypatch):
+    assert ratio(SCHEMES[name]) <= 1
+    monkeypatch.setattr(cutlass_sm90.mixed, function, lambda data: data.clone())
+    assert ratio(SCHEMES[name]) > 1
+
+
+def test_another_interleave_is_seen(monkeypatch):
+    monkeypatch.setattr(cutlass_sm90.mixed, "interleave_mxfp4_fp8", cutlass_sm90.mixed.interleave_int4_fp8)
+    assert ratio(SCHEMES["mxfp4_fp8"]) > 1  # its signs stay where they were
+
+
+@pytest.mark.parametrize(("name", "function"), [("mxfp4", "fold_mxfp4_scale"), ("int4_fp8", "fold_int4_scale")])
+def test_scales_that_are_not_folded_are_seen(name, function, monkeypatch):
+    fold = getattr(cutlass_sm90.mixed, function)
+    monkeypatch.setattr(
+        cutlass_sm90.mixed, function, lambda scale: scale.contiguous().view(fold(scale).dtype).view(fold(scale).shape)
+    )
+    assert ratio(SCHEMES[name]) > 1
+
+
+def scale_tensors(name: str) -> tuple[str, ...]:
+    return tuple(n for n in cutlass_op.scale_names(name) if n.startswith("w") and n.endswith(("_scale", "_residual")))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["w13", "w2"])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in ("none", "mxfp4", "mxfp4_fp8")])
+def test_a_scale_twice_as_large_is_seen(name, which):
+    experts, tensors = build(shape(), SCHEMES[name])
+    experts.weights.get_parameter(f"{('w13', 'w2')[which]}_scale").mul_(2)
+    assert times_the_limit(experts, tensors, rows(shape())) > 1
+
+
+@pytest.mark.parametrize("which", ["w13", "w2"])
+def test_an_exponent_that_is_one_more_is_seen(which):
+    experts, tensors = build(shape(), SCHEMES["mxfp4"])
+    experts.weights.get_parameter(f"{which}_scale").view(torch.uint8).add_(1)
+    assert times_the_limit(experts, tensors, rows(shape())) > 1
+
+
+@pytest.mark.parametrize("which", ["w13", "w2"])
+@pytest.mark.parametrize("factor", [2.0, 1 / cutlass_sm90.mixed.HUMMING_COMPENSATION])
+def test_another_residual_is_seen(which, factor):
+    experts, tensors = build(shape(), SCHEMES["mxfp4_fp8"])
+    experts.weights.get_parameter(f"{which}_residual").mul_(factor)
+    assert times_the_limit(experts, tensors, rows(shape())) > 1
+
+
+@pytest.mark.parametrize("which", ["w13", "w2"])
+def test_a_missing_residual_is_seen(which):
+    experts, tensors = build(shape(), SCHEMES["mxfp4_fp8"])
+    experts.weights.get_parameter(f"{which}_residual").fill_(1)
+    assert times_the_limit(experts, tensors, rows(shape())) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "none"])
+def test_scales_of_the_other_matrix_are_seen(name, monkeypatch):
+    """Without a gate and with I = H both matrices have scales of one shape. Those of w2 are made another size."""
+    config = shape(Activation.RELU2, inner=256)
+    experts, tensors = build(config, SCHEMES[name])
+    for expert, own in enumerate(tensors):
+        plain = {n: SCHEMES[name].dequantize(own, n) * (1.0, 8.0)[n == "w2"] for n in ("w13", "w2")}
+        own |= SCHEMES[name].quantize(plain, BF16)
+        experts.weights.update_expert(expert, own)
+    assert times_the_limit(experts, tensors, rows(config)) <= 1
+    names = cutlass_op.scale_names(name)
+    other = tuple("w2" + n[3:] if n.startswith("w13") else "w13" + n[2:] for n in names if n != "w13_bound")
+    monkeypatch.setattr(cutlass_op, "scale_names", lambda scheme: (*other, *names[len(other) :]))
+    assert times_the_limit(experts, tensors, rows(config)) > 1
+
+
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_dynamic", "int4_fp8"])
+def test_a_wrong_scale_of_the_second_products_input_is_seen(name, monkeypatch):
+    """As where the scale that divides and the one that multiplies are not the same."""
+    assert ratio(SCHEMES[name]) <= 1
+    made = cutlass_op._quant_scales
+
+    def planted(*arguments):
+        scales = made(*arguments)
+        scales[3 if name == "int4_fp8" else 1] = scales[3 if name == "int4_fp8" else 1] * 2
+        return scales
+
+    monkeypatch.setattr(cutlass_op, "_quant_scales", planted)
+    assert ratio(SCHEMES[name]) > 1
+
+
+# --- errors in the call ---------------------------------------------------------------------------------------------
+
+
+@each_scheme
+def test_ids_that_are_one_off_are_seen(scheme, monkeypatch):
+    def planted(arguments):
+        ids = arguments["token_selected_experts"]
+        arguments["token_selected_experts"] = torch.where(ids >= 0, (ids + 1) % SLOTS, ids).int()
+
+    before_run(monkeypatch, planted)
+    assert ratio(scheme) > 1
+
+
+def test_weights_of_the_next_row_are_seen(monkeypatch):
+    def planted(arguments):
+        arguments["token_final_scales"] = arguments["token_final_scales"].roll(1, 0)
+
+    before_run(monkeypatch, planted)
+    assert ratio(PLAIN) > 1
+
+
+@pytest.mark.parametrize("name", ["none", "fp8_dynamic", "mxfp4"])
+def test_missing_clamp_constants_are_seen(name, monkeypatch):
+    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=1.0)
+    assert ratio(SCHEMES[name], config) <= 1
+    monkeypatch.setattr(FlashInferCutlassExperts, "_clamp_constants", lambda self: [])
+    assert ratio(SCHEMES[name], config) > 1
+
+
+@pytest.mark.parametrize("which", ["swiglu_alpha", "swiglu_beta", "swiglu_limit"])
+def test_each_missing_clamp_constant_is_seen(which, monkeypatch):
+    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=1.0, activation_alpha=3.0)
+    before_run(monkeypatch, lambda arguments: arguments.update({which: None}))
+    assert ratio(PLAIN, config) > 1
+
+
+def pieces(config: MoEConfig, scheme: Scheme) -> list[tuple[FlashInferCutlassExperts, list[dict[str, Tensor]]]]:
+    """Both ranks of an etp group, with their pieces of the experts."""
+    whole = [random_expert(config, scheme, expert, BF16) for expert in range(SLOTS)]
+    made = []
+    for rank in range(2):
+        weights = ExpertWeights(
+            config,
+            ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
+            etp=Link(None, (0, 1), rank, Ledger()),
+            dtype=BF16,
+            scheme=scheme,
+            preparation=FlashInferCutlassExperts.preparation,
+        )
+        for expert, tensors in enumerate(whole):
+            weights.update_expert(expert, tensors)
+        own = [{name: cut(config, name, tensor, 2, rank) for name, tensor in tensors.items()} for tensors in whole]
+        made.append((FlashInferCutlassExperts(config, weights), own))
+    return made
+
+
+@each_scheme
+def test_one_rank_of_etp_adds_the_output_bias(scheme, monkeypatch):
+    config = shape(Activation.SWIGLU_CLAMPED, bias=True, inner=256)
+    ranks = pieces(config, scheme)
+    received = rows(config)
+    for rank, (experts, own) in enumerate(ranks):
+        assert times_the_limit(experts, own, received, output_bias=rank == 0) <= 1
+    before_run(monkeypatch, lambda arguments: arguments.update({"tp_rank": 0}))
+    assert times_the_limit(*ranks[1], received, output_bias=False) > 1
+
+
+# --- ids and weights ------------------------------------------------------------------------------------------------
+
+
+def with_ids(received: Received, ids: Tensor, weights: Tensor | None) -> Received:
+    return dataclasses.replace(received, local_ids=LocalIds(ids), weights=weights)
+
+
+@each_of_both
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_repeated_id_counts_once_with_all_its_weight(scheme, dtype):
+    experts, tensors = build(shape(), scheme)
+    received = rows(shape(), count=4)
+    ids = torch.tensor([[2, 2, -1], [1, 4, 1], [3, 3, 3], [-1, -1, -1]], dtype=dtype)
+    weights = torch.tensor([[0.5, 0.25, 9.0], [0.5, 1.0, 0.75], [0.25, 0.5, 0.125], [1.0, 2.0, 3.0]])
+    once = torch.tensor([[2, -1, -1], [1, 4, -1], [3, -1, -1], [-1, -1, -1]])
+    merged = torch.tensor([[0.75, 0, 0], [1.25, 1.0, 0], [0.875, 0, 0], [0, 0, 0]])
+    y = experts(with_ids(received, ids, weights))
+    assert torch.equal(y, experts(with_ids(received, once, merged)))
+    assert times_the_limit(experts, tensors, with_ids(received, once, merged)) <= 1
+    assert not y[3].any()
+
+
+@each_of_both
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_out_of_range_count_as_none(scheme, dtype):
+    experts, _ = build(shape(), scheme)
+    received = rows(shape(), count=3)
+    received.x[1] *= 50  # whose row has no expert then, and must not count for the scale
+    ids = torch.tensor([[2, SLOTS, -7], [1000, -1, -2], [SLOTS - 1, 0, 2**31 - 1]], dtype=dtype)
+    y = experts(with_ids(received, ids, received.weights))
+    valid = torch.where((ids >= 0) & (ids < SLOTS), ids, -1)
+    assert torch.equal(y, experts(with_ids(received, valid, received.weights)))
+    assert not y[1].any()
+    assert y[0].any()
+
+
+def test_weights_may_be_a_part_of_a_wider_tensor():
+    """As `torch_a2a` delivers them: beside the ids in one message."""
+    experts, _ = build(shape(), PLAIN)
+    received = rows(shape())
+    wide = torch.cat([torch.full_like(received.weights, 99.0), received.weights], 1)
+    part = wide.chunk(2, 1)[1]
+    assert not part.is_contiguous()
+    y = experts(with_ids(received, received.local_ids, part))
+    assert torch.equal(y, experts(received))
+    columns = torch.cat([received.local_ids, received.local_ids + 1], 1).chunk(2, 1)[0]
+    assert torch.equal(experts(with_ids(received, columns, received.weights)), y)
+
+
+def test_the_weight_of_an_absent_expert_is_not_read():
+    experts, _ = build(shape(), PLAIN)
+    received = rows(shape())
+    y = experts(received)
+    weights = torch.where(received.local_ids < 0, torch.nan, received.weights)
+    assert torch.equal(experts(with_ids(received, received.local_ids, weights)), y)
+
+
+@each_scheme
+def test_rows_may_be_a_part_of_a_wider_tensor(scheme):
+    """As a model that hands `x[:, :H]` to a layer on one rank."""
+    experts, _ = build(shape(), scheme)
+    received = rows(shape())
+    y = experts(received)
+    part = torch.cat([received.x, received.x + 1], 1)[:, :256]
+    assert torch.equal(experts(dataclasses.replace(received, x=part)), y)
+
+
+@each_scheme
+def test_rows_without_an_expert_may_hold_anything(scheme):
+    experts, _ = build(shape(), scheme)
+    received = rows(shape())
+    y = experts(received)
+    absent = (received.local_ids < 0).all(1)
+    assert absent.any()
+    for junk in (torch.nan, torch.inf, 60000.0):
+        x = torch.where(absent.unsqueeze(1), junk, received.x).to(BF16)
+        again = experts(dataclasses.replace(received, x=x))
+        assert torch.equal(again, y)
+    assert not y[absent].any()
+
+
+# --- nothing to do --------------------------------------------------------------------------------------------------
+
+
+@each_scheme
+def test_no_rows(scheme, emulated):  # noqa: F811
+    experts, _ = build(shape(), scheme)
+    y = experts(rows(shape(), count=0))
+    assert (y.shape, y.dtype) == ((0, 256), BF16)
+    out = torch.empty(0, 256, dtype=BF16)
+    assert experts(rows(shape(), count=0), out) is out
+    assert not emulated
+
+
+@each_scheme
+def test_no_slots(scheme, emulated):  # noqa: F811
+    weights = ExpertWeights(
+        shape(),
+        ExpertMap.uneven([8, 0]),
+        ep_rank=1,
+        dtype=BF16,
+        scheme=scheme,
+        preparation=FlashInferCutlassExperts.preparation,
+    )
+    experts = FlashInferCutlassExperts(shape(), weights)
+    assert experts.workspace_bytes() == 0
+    received = rows(shape())
+    out = torch.full_like(received.x, torch.nan)
+    assert experts(received, out) is out
+    assert not out.any()
+    assert not emulated
+
+
+@each_scheme
+def test_no_row_with_an_expert(scheme):
+    experts, _ = build(shape(), scheme)
+    received = rows(shape())
+    y = experts(with_ids(received, torch.full_like(received.local_ids, -1), received.weights))
+    assert y.shape == received.x.shape
+    assert not y.any()
+
+
+@each_scheme
+@pytest.mark.parametrize(
+    "dtype",
+    [BF16, torch.float16],
+    ids=str,
+)
+def test_rows_of_zeros(scheme, dtype):
+    if dtype == torch.float16 and scheme.name in ("mxfp4", "fp8_block"):
+        pytest.skip("bfloat16 only")
+    experts, _ = build(shape(), scheme, dtype)
+    received = dataclasses.replace(rows(shape(), dtype), x=torch.zeros(24, 256, dtype=dtype))
+    y = experts(received)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+def test_small_rows_in_half_precision_under_int4():
+    experts, tensors = build(shape(), SCHEMES["int4_fp8"], torch.float16)
+    received = rows(shape(), torch.float16)
+    small = dataclasses.replace(received, x=(received.x.float() * 1e-3).half())
+    assert times_the_limit(experts, tensors, small) <= 1
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.1])
+def test_the_cap_holds_for_every_alpha(alpha):
+    """|activation| <= cap for all gates and ups, or fp8 saturates below what it must hold."""
+    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=1.0, activation_alpha=alpha)
+    experts, _ = build(config, SCHEMES["fp8_dynamic"])
+    gate = torch.linspace(-500, 50, 50_001, dtype=torch.float64)
+    gate = gate.clamp(max=config.activation_limit)
+    largest = (gate * (alpha * gate).sigmoid()).abs().max() * (config.activation_limit + 1)
+    assert largest <= experts._activation_cap()
+
+
+@pytest.mark.parametrize("limit", [0.5, 7.0])
+def test_the_cap_holds_for_the_alpha_of_gpt_oss(limit):
+    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=limit)
+    experts, _ = build(config, SCHEMES["fp8_dynamic"])
+    gate = torch.linspace(-500, 50, 50_001, dtype=torch.float64).clamp(max=limit)
+    assert (gate * (1.702 * gate).sigmoid()).abs().max() * (limit + 1) <= experts._activation_cap()
+    assert build(shape(Activation.GEGLU), SCHEMES["fp8_dynamic"])[0]._activation_cap() == 0
+
+
+# --- chunks, memory of the caller, layouts, weighting ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 24])
+@each_scheme
+def test_in_chunks_as_in_one(scheme, chunk, monkeypatch, emulated):  # noqa: F811
+    whole, _ = build(shape(), scheme)
+    received = rows(shape())
+    y = whole(received)
+    emulated.clear()
+    seen: list[list[Tensor]] = []
+    before_run(monkeypatch, lambda arguments: seen.append([t.clone() for t in arguments["quant_scales"] or []]))
+    parts, tensors = build(shape(), scheme, chunk_rows=chunk)
+    assert parts.chunk_rows == chunk
+    assert times_the_limit(parts, tensors, received) <= 1
+    sizes = [len(call["input"]) for call in emulated]
+    assert sizes == [min(chunk, 24 - start) for start in range(0, 24, chunk)]
+    for scales in seen:  # one scale for all rows, whatever the chunks
+        assert all(
+            torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+            for a, b in zip(scales, seen[0], strict=True)
+        )
+    # matrix products of other sizes add in another order: a number may round to its neighbour, before and after w2
+    torch.testing.assert_close(parts(received).float(), y.float(), rtol=2**-6, atol=0.03)
+
+
+def test_a_chunk_needs_less_memory():
+    whole, _ = build(shape(), PLAIN)
+    parts, _ = build(shape(), PLAIN, chunk_rows=8)
+    assert parts.workspace_bytes() < whole.workspace_bytes()
+    assert parts.workspaces.reserved == parts.workspace_bytes()
+
+
+def test_a_chunk_is_never_more_than_the_kernel_can_count():
+    config = MoEConfig(hidden_size=7168, intermediate_size=8192, num_experts=4, top_k=2)
+    experts = object.__new__(FlashInferCutlassExperts)
+    experts.config, experts.options = config, ExpertsOptions(chunk_rows=10**9)
+    experts.weights = type("Weights", (), {"etp": Link.alone()})()
+    assert experts.chunk_rows * config.top_k * config.w13_rows < 2**31
+    assert (experts.chunk_rows + 1) * config.top_k * config.w13_rows >= 2**31 - 1
+
+
+@each_scheme
+def test_out_is_written(scheme):
+    experts, _ = build(shape(), scheme)
+    received = rows(shape())
+    out = torch.full((24, 256), torch.nan, dtype=BF16)
+    assert experts(received, out) is out
+    assert torch.equal(out, experts(received))
+    assert not out.isnan().any()
+
+
+def test_the_callers_rows_ids_and_weights_are_left_alone():
+    for scheme in SCHEMES.values():
+        experts, _ = build(shape(), scheme)
+        received = rows(shape())
+        before = [t.clone() for t in (received.x, received.local_ids, received.weights)]
+        stored = {name: p.detach().clone() for name, p in experts.weights.named_parameters()}
+        experts(received)
+        for now, then in zip((received.x, received.local_ids, received.weights), before, strict=True):
+            assert torch.equal(now, then)
+        for name, parameter in experts.weights.named_parameters():
+            assert torch.equal(parameter.contiguous().view(torch.uint8), stored[name].view(torch.uint8)), name
+
+
+COUNTS = [3, 0, 5, 1, 2]  # rows of each expert
+
+
+def by_expert(config: MoEConfig) -> tuple[Received, Tensor, Tensor, Tensor]:
+    """RANK_MAJOR rows with one expert each, sorted by it; and these rows, experts and weights alone."""
+    generator = torch.Generator().manual_seed(4)
+    expert = torch.repeat_interleave(torch.arange(SLOTS), torch.tensor(COUNTS))
+    x = torch.randn(len(expert), config.hidden_size, generator=generator).to(BF16)
+    weights = torch.rand(len(expert), generator=generator) + 0.1
+    ids = torch.cat([expert.unsqueeze(1), torch.full((len(expert), TOP_K - 1), -1)], 1)
+    received = Received(
+        x=x,
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        handle=None,
+        local_ids=LocalIds(ids),
+        weights=torch.cat([weights.unsqueeze(1), torch.ones(len(expert), TOP_K - 1)], 1),
+    )
+    return received, x, expert, weights
+
+
+@pytest.mark.parametrize("weighting", list(Weighting), ids=lambda w: w.value)
+@each_scheme
+def test_contiguous_rows_are_rank_major_ones(scheme, weighting):
+    experts, _ = build(shape(), scheme)
+    received, x, _, weights = by_expert(shape())
+    offsets = torch.tensor([0, *COUNTS]).cumsum(0)
+    weighted = weighting is Weighting.EXPERTS
+    expected = experts(
+        dataclasses.replace(received, weighting=weighting, weights=received.weights if weighted else None)
+    )
+    junk = torch.full((4, 256), torch.nan, dtype=BF16)  # room for more than were sent
+    contiguous = Received(
+        x=torch.cat([x, junk]),
+        layout=RowLayout.CONTIGUOUS,
+        weighting=weighting,
+        handle=None,
+        weights=torch.cat([weights, torch.full((4,), 7.0)]) if weighted else None,
+        expert_offsets=offsets.int(),
+    )
+    out = torch.empty(len(x) + 4, 256, dtype=BF16)
+    y = experts(contiguous, out)
+    assert y.data_ptr() == out.data_ptr()
+    assert torch.equal(y[: len(x)], expected)
+    assert torch.equal(experts(dataclasses.replace(contiguous, expert_offsets=offsets))[: len(x)], expected)
+
+
+@pytest.mark.parametrize("weighting", list(Weighting), ids=lambda w: w.value)
+@each_scheme
+def test_batched_rows_are_rank_major_ones(scheme, weighting):
+    experts, _ = build(shape(), scheme)
+    received, x, expert, weights = by_expert(shape())
+    weighted = weighting is Weighting.EXPERTS
+    expected = experts(
+        dataclasses.replace(received, weighting=weighting, weights=received.weights if weighted else None)
+    )
+    place = torch.cat([torch.arange(count) for count in COUNTS])
+    batch = torch.full((SLOTS, 6, 256), torch.nan, dtype=BF16)
+    batch[expert, place] = x
+    factors = torch.full((SLOTS, 6), 7.0)
+    factors[expert, place] = weights
+    batched = Received(
+        x=batch,
+        layout=RowLayout.BATCHED,
+        weighting=weighting,
+        handle=None,
+        weights=factors if weighted else None,
+        expert_counts=torch.tensor(COUNTS, dtype=torch.int32),
+    )
+    out = torch.empty(SLOTS, 6, 256, dtype=BF16)
+    y = experts(batched, out)
+    assert (y.shape, y.data_ptr()) == (out.shape, out.data_ptr())
+    assert torch.equal(y[expert, place], expected)
+
+
+@each_scheme
+def test_weights_left_to_combine_are_one(scheme, emulated):  # noqa: F811
+    experts, tensors = build(shape(), scheme)
+    received = dataclasses.replace(rows(shape()), weighting=Weighting.COMBINE, weights=None)
+    assert times_the_limit(experts, tensors, received) <= 1
+    assert emulated[-1]["token_final_scales"] is None
+    ones = torch.ones_like(rows(shape()).weights)
+    assert torch.equal(
+        experts(received), experts(dataclasses.replace(received, weighting=Weighting.EXPERTS, weights=ones))
+    )
+
+
+def test_a_router_that_gives_weights_to_combine_too_is_not_weighted_twice():
+    experts, _ = build(shape(), PLAIN)
+    received = rows(shape())
+    combine = dataclasses.replace(received, weighting=Weighting.COMBINE)
+    assert torch.equal(experts(combine), experts(dataclasses.replace(combine, weights=None)))
+    assert not torch.equal(experts(combine), experts(received))
+
+
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+
+def advice(experts: FlashInferCutlassExperts, times: int = 2) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            experts(rows(shape(), count=2))
+    return [str(warning.message) for warning in caught]
+
+
+def test_untuned_kernels_say_so_once():
+    (text,) = advice(build(shape(), PLAIN)[0])
+    assert "EPContext.tune()" in text
+    assert not advice(build(shape(), SCHEMES["fp8_block"])[0])
+    tuned = build(shape(), PLAIN)[0]
+    tuned.use([])
+    assert not advice(tuned)
+
+
+def test_tactics_reach_the_kernel(emulated):  # noqa: F811
+    experts, _ = build(shape(), PLAIN)
+    experts.use([8, 3, 11, 24, 4, 12])
+    for count, pair in ((2, [3, 11]), (8, [3, 11]), (9, [4, 12]), (24, [4, 12]), (30, [4, 12])):
+        experts(rows(shape(), count=count))
+        assert emulated[-1]["profile_ids"] == pair

@@ -1,0 +1,172 @@
+"""Why a GPU kernel is not chosen: every refusal has a sentence, and what serves a scheme best comes first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.select import choose, explain
+from ep_moe.weights.schemes import SCHEMES
+
+GPU = torch.device("cuda")
+BF16 = torch.bfloat16
+
+
+def config(hidden: int = 256, inner: int = 256, **fields) -> MoEConfig:
+    return MoEConfig(hidden_size=hidden, intermediate_size=inner, num_experts=8, top_k=2, **fields)
+
+
+def layout(etp: int = 1) -> RankLayout:
+    return RankLayout(world=etp, rank=0, dp=etp, ep=1, etp=etp)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """An H200 with both libraries, as far as the choice looks: it runs nothing."""
+    here = {"capability": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
+    for kernel in (FlashInferCutlassExperts, Fp8BlockTritonExperts):
+        monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))
+    return here
+
+
+def reason(kernel: str, scheme: str = "none", dtype: torch.dtype = BF16, *, device=GPU, options=None, etp=1, **fields):
+    rows = explain(config(**fields), layout(etp), device, dtype, scheme=SCHEMES[scheme], options=options)
+    (row,) = (row for row in rows if (row.all2all, row.experts) == ("local", kernel))
+    return row.reason if row.status == "refused" else None
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_hopper_has_a_kernel_for_every_scheme(scheme):
+    found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES[scheme])
+    assert found.experts == ("fp8_block_triton" if scheme == "fp8_block" else "flashinfer_cutlass")
+    assert reason("flashinfer_cutlass", scheme) is None
+    assert reason("reference", scheme) is None
+
+
+def test_what_the_fast_kernels_lack_goes_to_the_next():
+    def chosen(scheme: str, dtype: torch.dtype = BF16, **fields) -> str:
+        return choose(config(**fields), layout(), GPU, dtype, scheme=SCHEMES[scheme]).experts
+
+    assert chosen("fp8_block", expert_bias=True) == "flashinfer_cutlass"
+    assert chosen("fp8_block", torch.float16) == "fp8_block_triton"
+    assert chosen("none", torch.float32) == "reference"
+    assert chosen("mxfp4", torch.float16) == "reference"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+@pytest.mark.parametrize("kernel", ["flashinfer_cutlass", "fp8_block_triton"])
+def test_older_gpus(kernel, capability, hopper):
+    hopper["capability"] = capability
+    here = ".".join(map(str, capability))
+    sentence = f"{kernel} needs a GPU of compute capability 9.0 or newer, this one has {here}"
+    assert reason(kernel, "fp8_block") == sentence
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)])
+@pytest.mark.parametrize("kernel", ["flashinfer_cutlass", "fp8_block_triton"])
+def test_newer_gpus_were_not_run(kernel, capability, hopper):
+    hopper["capability"] = capability
+    here = ".".join(map(str, capability))
+    sentence = f"{kernel} has been run on compute capability 9.0 at most, this one has {here}"
+    assert reason(kernel, "fp8_block") == sentence
+
+
+def test_no_gpu():
+    assert reason("flashinfer_cutlass", device=torch.device("cpu")) == "flashinfer_cutlass runs on cuda, not on cpu"
+
+
+def test_missing_libraries(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert FlashInferCutlassExperts.available() == "FlashInfer is not installed; pip install ep-moe[gpu]"
+    assert Fp8BlockTritonExperts.available() == "Triton is not installed; use a CUDA build of torch"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert FlashInferCutlassExperts.available() is None
+    assert Fp8BlockTritonExperts.available() is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "scheme", "dtype", "fields", "sentence"),
+    [
+        ("flashinfer_cutlass", "none", BF16, {"hidden": 20}, "hidden_size must be a multiple of 8 in bfloat16, got 20"),
+        ("flashinfer_cutlass", "none", BF16, {"inner": 20, "etp": 2},
+         "intermediate_size / etp must be a multiple of 8 in bfloat16, got 10"),
+        ("flashinfer_cutlass", "fp8_static", BF16, {"hidden": 24},
+         "hidden_size must be a multiple of 16 with quantization fp8_static, got 24"),
+        ("flashinfer_cutlass", "fp8_dynamic", BF16, {"inner": 24},
+         "intermediate_size / etp must be a multiple of 16 with quantization fp8_dynamic, got 24"),
+        ("flashinfer_cutlass", "mxfp4", BF16, {"hidden": 96},
+         "hidden_size must be a multiple of 128 with quantization mxfp4, got 96"),
+        ("flashinfer_cutlass", "mxfp4_fp8", BF16, {"inner": 128, "etp": 2},
+         "intermediate_size / etp must be a multiple of 128 with quantization mxfp4_fp8, got 64"),
+        ("flashinfer_cutlass", "int4_fp8", BF16, {"inner": 64},
+         "quantization int4_fp8 needs intermediate_size / etp to be a multiple of 128, got 64"),
+        ("flashinfer_cutlass", "none", torch.float32, {}, "dtype float32 is not among bfloat16, float16"),
+        ("flashinfer_cutlass", "mxfp4", torch.float16, {}, "quantization mxfp4 needs bfloat16"),
+        ("flashinfer_cutlass", "fp8_block", torch.float16, {}, "quantization fp8_block needs bfloat16"),
+        ("fp8_block_triton", "none", BF16, {}, "quantization none is not among fp8_block"),
+        ("fp8_block_triton", "fp8_block", BF16, {"expert_bias": True},
+         "it has no expert biases (expert_bias=True)"),
+        ("fp8_block_triton", "fp8_block", torch.float32, {}, "dtype float32 is not among bfloat16, float16"),
+        ("fp8_block_triton", "fp8_block", BF16, {"hidden": 192},
+         "quantization fp8_block needs hidden_size to be a multiple of 128, got 192"),
+    ],
+)  # fmt: skip
+def test_shapes_dtypes_and_schemes(kernel, scheme, dtype, fields, sentence):
+    assert reason(kernel, scheme, dtype, **fields) == sentence
+
+
+@pytest.mark.parametrize("kernel", [FlashInferCutlassExperts, Fp8BlockTritonExperts], ids=lambda k: k.name)
+def test_every_activation_is_served(kernel):
+    for activation in Activation:
+        assert reason(kernel.name, "fp8_block", activation=activation) is None
+
+
+def test_an_activation_that_a_kernel_lacks(monkeypatch):
+    narrow = dataclasses.replace(FlashInferCutlassExperts.capabilities, activations=frozenset({Activation.SWIGLU}))
+    monkeypatch.setattr(FlashInferCutlassExperts, "capabilities", narrow)
+    assert reason("flashinfer_cutlass", activation=Activation.RELU2) == "activation relu2 is not among swiglu"
+
+
+def test_deterministic_is_served_or_refused(monkeypatch):
+    wanted = ExpertsOptions(deterministic=True)
+    assert reason("flashinfer_cutlass", options=wanted) is None
+    able = dataclasses.replace(FlashInferCutlassExperts.capabilities, deterministic=False)
+    monkeypatch.setattr(FlashInferCutlassExperts, "capabilities", able)
+    assert reason("flashinfer_cutlass", options=wanted) == "it is not deterministic"
+    assert reason("flashinfer_cutlass") is None
+
+
+def test_a_named_kernel_that_cannot_run_lists_those_that_can(hopper):
+    hopper["capability"] = (8, 0)
+    with pytest.raises(BackendUnavailable) as error:
+        choose(config(), layout(), GPU, BF16, experts="flashinfer_cutlass")
+    text = str(error.value)
+    assert "needs a GPU of compute capability 9.0 or newer, this one has 8.0" in text
+    assert "Pairs that can: local with reference" in text
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 1.5, "many", True])
+def test_chunk_rows_is_checked(chunk):
+    with pytest.raises(ConfigError, match="chunk_rows must be an integer of at least 1, got"):
+        ExpertsOptions(chunk_rows=chunk)
+
+
+def test_bad_fields_of_a_layer():
+    context = EPContext.local(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"quantization must be one of none, fp8_static, .* got 'nvfp4'"):
+        MoELayer(config(), context, quantization="nvfp4", dtype=BF16)
+    with pytest.raises(BackendUnavailable, match=r"flashinfer_cutlass runs on cuda, not on cpu|is not installed"):
+        MoELayer(config(), context, experts="flashinfer_cutlass", dtype=BF16)
+    layer = MoELayer(config(), context, dtype=BF16)
+    for bad in (0, -5, 2.5, True):
+        with pytest.raises(ConfigError, match="tune: rows must be integers of at least 1, got"):
+            layer.tune((8, bad))
+    assert layer.tune((8,)) == []
