@@ -4,7 +4,8 @@
 
 Medians of CUDA-graph replays in microseconds, and two ratios of one run: to the floor (the larger of weight bytes
 touched at the measured copy rate and operations at the measured matmul rate), and to FlashInfer's public
-`cutlass_fused_moe`, tuned by its own autotuner on the same rows, where it has that scheme.
+`cutlass_fused_moe` where it has that scheme: tuned by its own autotuner on the same rows, and with the tiles that this
+project found (the raw call: what the adapter adds).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.cutlass_op import tactic_for
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -75,41 +77,51 @@ class Line:
     us: float
     floor_us: float
     peer_us: float | None = None
+    raw_us: float | None = None
     untuned_us: float | None = None
 
 
-def replayed(call: Callable[[], Any], *, calls: int = 5, replays: int = 15) -> float:
-    """Median microseconds of one call inside a CUDA graph."""
+def replayed(*calls: Callable[[], Any], repeat: int = 5, replays: int = 15) -> list[float]:
+    """Median microseconds of each call inside a CUDA graph; replays take turns, so that the clock drifts for all."""
+    graphs = [_captured(call, repeat) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(replays + 2):
+        for graph, own in zip(graphs, times, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            own.append(start.elapsed_time(end) * 1e3 / repeat)
+    return [statistics.median(own[2:]) for own in times]
+
+
+def _captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
+        for _ in range(repeat):
             call()
-    times: list[float] = []
-    for _ in range(replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times[2:])
+    return graph
 
 
 def measure_rates(device: torch.device) -> Rates:
     source = torch.ones(1 << 28, device=device)  # 1 GiB
     target = torch.empty_like(source)
-    copy = 2 * source.nbytes / replayed(lambda: torch.neg(source, out=target), calls=2, replays=5) * 1e6
+    (copy_us,) = replayed(lambda: torch.neg(source, out=target), repeat=2)
     size = 8192
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     a16, b16 = a.bfloat16(), b.bfloat16()
-    bf16 = 2 * size**3 / replayed(lambda: a16 @ b16, calls=2, replays=5) * 1e6
     a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
-    fp8 = 2 * size**3 * 1e6
-    fp8 /= replayed(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16), calls=2, replays=5)
-    return Rates(copy, bf16, fp8)
+    bf16_us, fp8_us = replayed(
+        lambda: a16 @ b16,
+        lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16),
+        repeat=2,
+    )
+    operations = 2e6 * size**3
+    return Rates(2e6 * source.nbytes / copy_us, operations / bf16_us, operations / fp8_us)
 
 
 def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chunk_rows: int) -> Experts:
@@ -181,18 +193,19 @@ def floor_us(config: MoEConfig, scheme: str, received: Received, rates: Rates) -
     return 1e6 * max(touched / rates.copy, 2 * len(valid) * numbers / (rates.fp8 if fast else rates.bf16))
 
 
-def public_call(experts: Any, received: Received) -> float | None:
-    """FlashInfer's own function on the same weights, as its authors would: autotuned, fused finalize, own workspace."""
+def public_calls(experts: Any, received: Received, tiles: list[int]) -> list[Callable[[], Any]]:
+    """FlashInfer's own function on the same weights, as its authors would call it: autotuned, fused finalize, own
+    workspace; and so with given tiles. Nothing for schemes that it was not set up for here."""
     scheme, weights = experts.weights.scheme.name, experts.weights
-    if scheme not in ("none", "fp8_block"):
-        return None
+    if experts.name != "flashinfer_cutlass" or scheme not in ("none", "fp8_block"):
+        return []
     import flashinfer
     from flashinfer.fused_moe import cutlass_fused_moe
 
     out = torch.empty_like(received.x)
     scales = [] if scheme == "none" else [weights.get_parameter(f"{name}_scale") for name in ("w13", "w2")]
 
-    def call() -> None:
+    def call(profile_ids: list[int] | None = None) -> None:
         cutlass_fused_moe(
             received.x,
             received.local_ids,
@@ -204,16 +217,17 @@ def public_call(experts: Any, received: Received) -> float | None:
             output=out,
             use_deepseek_fp8_block_scale=scheme == "fp8_block",
             tune_max_num_tokens=len(out),
+            profile_ids=profile_ids,
         )
 
     with flashinfer.autotune(True):
         call()
-    return replayed(call)
+    return [call, lambda: call(tiles)]
 
 
 def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = ROWS) -> list[Line]:
     device = torch.device("cuda", torch.cuda.current_device())
-    console = Console(width=130)
+    console = Console(width=160)
     rates = measure_rates(device)
     console.print(
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {rates.copy / 1e12:.2f} TB/s, "
@@ -229,18 +243,21 @@ def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = R
                 console.print(f"{kernel}: {why}")
                 continue
             experts = make(kernel, scheme, config, device, max(rows))
-            untuned = {count: _timed(experts, config, count, device) for count in rows}
-            experts.use(experts.tune(rows, None))
+            untuned = {count: _untuned(experts, config, count, device) for count in rows}
+            tiles = experts.tune(rows, None)
+            experts.use(tiles)
             for count in rows:
                 received = received_rows(config, experts.weights.num_slots, count, device)
                 least = floor_us(config, scheme, received, rates)
-                peer = public_call(experts, received) if kernel == "flashinfer_cutlass" else None
-                us = _timed(experts, config, count, device)
-                lines.append(Line(model, count, kernel, scheme, "rank_major", us, least, peer, untuned[count]))
+                theirs = public_calls(experts, received, tactic_for(tiles, count))
+                us, *others = replayed(_own_call(experts, received), *theirs)
+                line = Line(model, count, kernel, scheme, "rank_major", us, least, untuned_us=untuned[count])
+                if others:
+                    line.peer_us, line.raw_us = others
+                lines.append(line)
                 if scheme == "fp8_block":
                     grouped = contiguous_rows(received, experts.weights.num_slots)
-                    out = torch.empty_like(grouped.x)
-                    us = replayed(lambda g=grouped, o=out, e=experts: e(g, o))  # type: ignore[misc]
+                    (us,) = replayed(_own_call(experts, grouped))
                     lines.append(Line(model, count, kernel, scheme, "contiguous", us, least))
             del experts
             torch.cuda.empty_cache()
@@ -248,23 +265,28 @@ def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = R
     return lines
 
 
-def _timed(experts: Experts, config: MoEConfig, count: int, device: torch.device) -> float:
-    received = received_rows(config, experts.weights.num_slots, count, device)
+def _own_call(experts: Experts, received: Received) -> Callable[[], Any]:
     out = torch.empty_like(received.x)
-    return replayed(lambda: experts(received, out))
+    return lambda: experts(received, out)
+
+
+def _untuned(experts: Experts, config: MoEConfig, count: int, device: torch.device) -> float:
+    return replayed(_own_call(experts, received_rows(config, experts.weights.num_slots, count, device)))[0]
 
 
 def table(lines: list[Line], title: str) -> Table:
     found = Table(title=f"{title}, one rank of {RANKS}")
-    numbers = ("us", "x floor", "untuned us", "FlashInfer us", "ours / FlashInfer")
+    numbers = ("us", "x floor", "untuned us", "FlashInfer us", "ours / FlashInfer", "raw us", "ours / raw")
     for name in ("rows", "kernel", "scheme", "layout", *numbers):
-        found.add_column(name, justify="left" if name in ("kernel", "scheme", "layout") else "right")
+        found.add_column(name, no_wrap=True, justify="left" if name in ("kernel", "scheme", "layout") else "right")
     for line in sorted(lines, key=lambda line: line.rows):
         found.add_row(
             str(line.rows), line.kernel, line.scheme, line.layout, f"{line.us:.0f}", f"{line.us / line.floor_us:.2f}",
             "" if line.untuned_us is None else f"{line.untuned_us:.0f}",
             "" if line.peer_us is None else f"{line.peer_us:.0f}",
             "" if line.peer_us is None else f"{line.us / line.peer_us:.2f}",
+            "" if line.raw_us is None else f"{line.raw_us:.0f}",
+            "" if line.raw_us is None else f"{line.us / line.raw_us:.2f}",
         )  # fmt: skip
     return found
 
@@ -279,7 +301,18 @@ def main() -> None:
     if asked.csv is not None:
         with asked.csv.open("w", newline="") as file:
             writer = csv.writer(file)
-            columns = ("model", "rows", "kernel", "scheme", "layout", "us", "floor_us", "peer_us", "untuned_us")
+            columns = (
+                "model",
+                "rows",
+                "kernel",
+                "scheme",
+                "layout",
+                "us",
+                "floor_us",
+                "peer_us",
+                "raw_us",
+                "untuned_us",
+            )
             writer.writerow(columns)
             writer.writerows([getattr(line, column) for column in columns] for line in lines)
 

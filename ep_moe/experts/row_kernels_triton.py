@@ -11,34 +11,34 @@ _BLOCK = 1024
 
 def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tensor, out_weights: Tensor | None) -> None:
     rows, top_k = ids.shape
-    block = 128
+    width = triton.next_power_of_2(top_k)
+    block = max(1, 2048 // width**2)  # pairs of columns that a program compares at once
     _clean_ids[(triton.cdiv(rows, block),)](
-        ids, weights, out_ids, out_weights, rows, num_slots, TOP_K=top_k, BLOCK=block, WEIGHTED=weights is not None,
+        ids, weights, out_ids, out_weights, rows, num_slots,
+        TOP_K=top_k, WIDTH=width, BLOCK=block, WEIGHTED=weights is not None,
     )  # fmt: skip
 
 
 @triton.jit
 def _clean_ids(
     ids, weights, out_ids, out_weights, rows, num_slots,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    first = row.to(tl.int64) * TOP_K
-    for i in range(TOP_K):
-        id = tl.load(ids + first + i, mask=inside, other=-1)  # noqa: A001
-        keep = (id >= 0) & (id < num_slots)
-        weight = tl.zeros([BLOCK], tl.float32)
-        for j in range(TOP_K):
-            other = tl.load(ids + first + j, mask=inside, other=-1)
-            equal = other == id
-            if j < i:
-                keep = keep & (equal == 0)
-            if WEIGHTED:
-                weight += tl.where(equal, tl.load(weights + first + j, mask=inside, other=0.0), 0.0)
-        tl.store(out_ids + first + i, tl.where(keep, id, -1), mask=inside)
-        if WEIGHTED:
-            tl.store(out_weights + first + i, tl.where(keep, weight, 0.0), mask=inside)
+    column = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < TOP_K)[None, :]
+    at = row.to(tl.int64)[:, None] * TOP_K + column[None, :]
+    id = tl.load(ids + at, mask=inside, other=-1)  # noqa: A001
+    valid = (id >= 0) & (id < num_slots)
+    same = (id[:, :, None] == id[:, None, :]) & valid[:, None, :]
+    earlier = column[None, None, :] < column[None, :, None]
+    repeated = tl.max((same & earlier).to(tl.int32), axis=2) > 0
+    keep = valid & (repeated == 0)
+    tl.store(out_ids + at, tl.where(keep, id, -1), mask=inside)
+    if WEIGHTED:
+        weight = tl.load(weights + at, mask=inside, other=0.0)
+        merged = tl.sum(tl.where(same, weight[:, None, :], 0.0), axis=2)
+        tl.store(out_weights + at, tl.where(keep, merged, 0.0), mask=inside)
 
 
 def row_extremes(x: Tensor, ids: Tensor, out: Tensor) -> None:

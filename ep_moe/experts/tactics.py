@@ -132,15 +132,15 @@ class Tactics:
         return tactic in {int(t) for t in compiled.get_valid_tactics_for_shape(which + 1, *shape)}
 
     def _example(self, rows: int) -> tuple[Received, Tensor]:
-        """Rows as a uniform router would deliver them: as many local experts each as a row that travelled here has."""
+        """Rows as a uniform router would deliver them: at least one local expert each."""
         config, weights, device = self.experts.config, self.experts.weights, self.experts.workspaces.device
         generator = torch.Generator(device=device).manual_seed(0)
-        share = weights.num_slots / config.num_experts
-        absent = torch.tensor(1 - share, dtype=torch.float64) ** config.top_k
-        local = max(1, min(config.top_k, weights.num_slots, round(config.top_k * share / (1 - float(absent)))))
-        scores = torch.rand(rows, weights.num_slots, generator=generator, device=device)
-        ids = torch.full((rows, config.top_k), -1, dtype=torch.int32, device=device)
-        ids[:, :local] = scores.topk(local).indices.int()
+        slots = weights.num_slots
+        physical = max(config.num_experts, slots)
+        ids = torch.rand(rows, physical, generator=generator, device=device).topk(config.top_k).indices.int()
+        ids = torch.where(ids < slots, ids, -1)
+        any_slot = torch.randint(slots, (rows,), generator=generator, device=device, dtype=torch.int32)
+        ids[:, 0] = torch.where((ids < 0).all(1), any_slot, ids[:, 0])
         x = torch.randn(rows, config.hidden_size, generator=generator, device=device).to(weights.dtype)
         received = Received(
             x=x,
