@@ -37,6 +37,9 @@ def run(
     etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
     all2all: Annotated[str, typer.Option(help="Transport: auto, local, allgather, torch_a2a, ...")] = "auto",
     experts: Annotated[str, typer.Option(help="Expert kernel: auto, reference, ...")] = "auto",
+    quantization: Annotated[
+        str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, mxfp4, ...")
+    ] = "none",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = None,
     window: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences per dp rank and forward.")] = 8,
@@ -49,7 +52,8 @@ def run(
     Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
     """
     options = RunOptions(
-        model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts, dtype=dtype,
+        model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
+        quantization=quantization, dtype=dtype,
         window=window, batch=batch, max_tokens=max_tokens, reference=reference, deadline_s=deadline,
     )  # fmt: skip
     try:

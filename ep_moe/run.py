@@ -24,6 +24,7 @@ from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
 from ep_moe.parallel.layout import share
 from ep_moe.parallel.local_ranks import run_local_ranks
 from ep_moe.select import AUTO
+from ep_moe.weights.schemes import PLAIN, SCHEMES
 
 LAPTOP_RANKS = 4
 DEMO = resources.files("ep_moe") / "demo"
@@ -49,6 +50,7 @@ class RunOptions:
     etp: int = 1
     all2all: str = "auto"
     experts: str = "auto"
+    quantization: str = PLAIN.name
     dtype: str | None = None
     window: int = 256
     batch: int = 8
@@ -69,7 +71,7 @@ class RunReport:
     tokens: int
     perplexity: float
     reference: float | None
-    exact: bool  # float32: the perplexities must agree
+    exact: bool  # float32, not quantised: the perplexities must agree
     expert_load: list[list[int]]  # [layer][logical expert]
     rank_load: list[list[int]]  # [layer][EP rank]
     stages: dict[str, float]
@@ -129,7 +131,14 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s) as context:
         dtype = _dtype(options.dtype, folder)
         windows = _windows(options, folder)
-        model = load_pretrained(folder, context, dtype=dtype, all2all=options.all2all, experts=options.experts)
+        model = load_pretrained(
+            folder,
+            context,
+            dtype=dtype,
+            all2all=options.all2all,
+            experts=options.experts,
+            quantization=options.quantization,
+        )
         if int(windows.max()) >= model.config.vocab_size:
             raise ConfigError(
                 f"--text has token {int(windows.max())}, but --model knows {model.config.vocab_size}; without "
@@ -170,7 +179,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
             tokens=int(total[1]) + len(windows),
             perplexity=math.exp(total[0] / total[1]),
             reference=reference,
-            exact=dtype == torch.float32,
+            exact=dtype == torch.float32 and options.quantization == PLAIN.name,
             expert_load=(loads // copies).tolist(),
             rank_load=(rank_loads // copies).tolist(),
             stages=slowest,
@@ -190,6 +199,8 @@ def _check(options: RunOptions) -> None:
         raise ConfigError(f"--deadline must be positive, got {options.deadline_s:g}")
     if options.dtype not in (None, "auto", *_DTYPES):
         raise ConfigError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {options.dtype!r}")
+    if options.quantization not in SCHEMES:
+        raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {options.quantization!r}")
     backends: dict[registry.Kind, tuple[str, str]] = {
         "dispatchers": ("all2all", options.all2all),
         "experts": ("experts", options.experts),
@@ -279,5 +290,5 @@ def _title(options: RunOptions, context: EPContext, layer: MoELayer, folder: Pat
     return (
         f"{'demo' if options.is_demo else folder.name}: {layout.world} ranks (dp {layout.dp}, tp {layout.tp}; "
         f"ep {layout.ep}, etp {layout.etp}), {dist.get_backend()} on {where}, all2all {layer.choice.all2all}, "
-        f"experts {layer.choice.experts}"
+        f"experts {layer.choice.experts}, quantization {options.quantization}"
     )

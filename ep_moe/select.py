@@ -82,6 +82,8 @@ def choose(
             return row
     named = [row for row in table if all2all in (AUTO, row.all2all) and experts in (AUTO, row.experts)]
     reasons = "; ".join(f"{row.all2all} with {row.experts}: {row.reason}" for row in named)
+    if len({row.reason for row in named}) == 1:
+        reasons = named[0].reason
     free = explain(config, layout, device, dtype, scheme=scheme, options=options)
     able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
     raise BackendUnavailable(
@@ -112,6 +114,9 @@ def _refusal(
     scheme: Scheme,
     options: ExpertsOptions,
 ) -> str | None:
+    problem = scheme.problem(config, layout.etp)
+    if problem is not None:
+        return problem
     for kind, name in (("dispatchers", transport), ("experts", kernel)):
         reason = registry.why_not(kind, name)  # type: ignore[arg-type]
         if reason is not None:
@@ -132,8 +137,7 @@ def _refusal(
         return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
     if options.deterministic and not can.deterministic:
         return f"{transport} is not deterministic"
-    reason = scheme.problem(config, layout.etp) or _gpu_problem(kernel, able, device)
-    why: str | None = reason or computer.why_not(config, dtype, layout.etp, scheme, options)
+    why: str | None = _gpu_problem(kernel, able, device) or computer.why_not(config, dtype, layout.etp, scheme, options)
     return why
 
 

@@ -124,9 +124,11 @@ def test_a_difference_is_exit_code_1(monkeypatch):
     result = invoke("run", "--max-tokens", 512)
     assert result.exit_code == 1
     assert "DIFFERENT" in result.output
-    # in bfloat16 nothing is promised
-    result = invoke("run", "--max-tokens", 512, "--dtype", "bfloat16")
-    assert result.exit_code == 0, result.output
+    # in bfloat16, or quantised, nothing is promised
+    for flags in (("--dtype", "bfloat16"), ("--quantization", "fp8_dynamic")):
+        result = invoke("run", "--max-tokens", 512, *flags)
+        assert result.exit_code == 0, result.output
+        assert "DIFFERENT" not in result.output
 
 
 def without_memory(**kwargs):
@@ -222,6 +224,8 @@ BAD = {
     "--deadline 0": "--deadline must be positive, got 0",
     "--dtype float8": "--dtype must be auto or one of float32, bfloat16, float16, got 'float8'",
     "--all2all carrier_pigeon": "--all2all must be auto or one of local, .*, got 'carrier_pigeon'",
+    "--quantization fp9": "--quantization must be one of none, fp8_static, .*, got 'fp9'",
+    "--quantization fp8_block": "MoELayer .* cannot run here .quantization fp8_block needs .* a multiple of 128, got 64",
     "--experts nobody": "--experts must be auto or one of .*flashinfer_cutlass, reference.*, got 'nobody'",
     "--model /nowhere --text {text}": "--model /nowhere is not a folder",
     "--model {text} --text {text}": "--model .*text.txt is not a folder",

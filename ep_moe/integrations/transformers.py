@@ -21,12 +21,14 @@ from ep_moe import select
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import Activation
 from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, load_layers, read_experts
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import find_format
+from ep_moe.weights.schemes import PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +144,13 @@ def expert_parallel(
     expert_map: ExpertMap | None = None,
     all2all: str = select.AUTO,
     experts: str = select.AUTO,
+    quantization: str = PLAIN.name,
+    options: ExpertsOptions | None = None,
 ) -> PreTrainedModel:
     """Replace the MoE blocks of a model, in place, and return it. Made by all ranks alike.
 
     A model in memory gives its weights (all ranks must hold the same ones), block by block; one on the meta device
-    stays there, for `load_pretrained` or your own loading.
+    stays there, for `load_pretrained` or your own loading. Arguments from expert_map on are `MoELayer`'s.
     """
     config, family = _family_of(model.config)
     moe_config = family.config(config)
@@ -162,6 +166,8 @@ def expert_parallel(
             shared_experts=shared,
             all2all=all2all,
             experts=experts,
+            quantization=quantization,
+            options=options,
             name=name,
             device=first.device,
             dtype=first.dtype,
@@ -185,17 +191,28 @@ def load_pretrained(
     expert_map: ExpertMap | None = None,
     all2all: str = select.AUTO,
     experts: str = select.AUTO,
+    quantization: str = PLAIN.name,
+    options: ExpertsOptions | None = None,
     progress: bool = True,
 ) -> PreTrainedModel:
     """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
     Each rank reads its own experts and the whole of everything else. dtype: default the checkpoint's.
+    quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
     Raises CheckpointError or ConfigError on all ranks.
     """
     config = _agreed_config(path, context)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-    expert_parallel(model, context, expert_map=expert_map, all2all=all2all, experts=experts)
+    expert_parallel(
+        model,
+        context,
+        expert_map=expert_map,
+        all2all=all2all,
+        experts=experts,
+        quantization=quantization,
+        options=options,
+    )
     model.to_empty(device=context.device)
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
     layers = {

@@ -15,6 +15,7 @@ from ep_moe.integrations import transformers as integration
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX
+from ep_moe.weights.schemes import SCHEMES
 from tests.test_checkpoint import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
 
 
@@ -114,6 +115,36 @@ def test_other_forms_on_disk(checkpoints, kind):
             ids = batch(context.layout)
             expected = logits(plain, ids)
             torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
+
+
+@distributed(2)
+def test_packed_experts_stay_packed(checkpoints):
+    """The checkpoint's own bytes, through a kernel that unpacks them as it computes: the same logits."""
+    checkpoint = checkpoints["gpt_oss mxfp4"]
+    quiet()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.plain).to(rank_device()).eval()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        options = {"dtype": torch.float32, "experts": "reference"}
+        model = load_pretrained(checkpoint.folder, context, quantization="mxfp4", **options)
+        for layer in moe_layers(model):
+            assert layer.expert_weights.get_parameter("w13").dtype == torch.uint8
+        ids = batch(context.layout)
+        torch.testing.assert_close(logits(model, ids), logits(plain, ids), rtol=1e-5, atol=1e-5)
+
+
+@distributed(2)
+def test_a_model_in_memory_is_quantised(checkpoints):
+    plain, rounded = untouched("qwen3_moe"), untouched("qwen3_moe")
+    scheme = SCHEMES["fp8_dynamic"]
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context, torch.no_grad():
+        model = expert_parallel(plain, context, quantization="fp8_dynamic", experts="reference")
+        for name, tensor in rounded.named_parameters():
+            if "experts.gate_up_proj" in name or "experts.down_proj" in name:
+                tensor.copy_(scheme.weights.dequantize(scheme.weights.quantize(tensor, tensor.dtype)))
+        ids = batch(context.layout)
+        expected = logits(rounded, ids)
+        assert (expected - logits(untouched("qwen3_moe"), ids)).abs().max() > 1e-3
+        torch.testing.assert_close(logits(model, ids), expected, rtol=1e-5, atol=1e-5)
 
 
 @distributed(2)
