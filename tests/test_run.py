@@ -225,7 +225,7 @@ BAD = {
     "--dtype float8": "--dtype must be auto or one of float32, bfloat16, float16, got 'float8'",
     "--all2all carrier_pigeon": "--all2all must be auto or one of local, .*, got 'carrier_pigeon'",
     "--quantization fp9": "--quantization must be one of none, fp8_static, .*, got 'fp9'",
-    "--quantization fp8_block": "MoELayer .* cannot run here .quantization fp8_block needs .* a multiple of 128, got 64",
+    "--quantization fp8_block": ".* cannot run here .quantization fp8_block needs .* a multiple of 128, got 64",
     "--experts nobody": "--experts must be auto or one of .*flashinfer_cutlass, reference.*, got 'nobody'",
     "--model /nowhere --text {text}": "--model /nowhere is not a folder",
     "--model {text} --text {text}": "--model .*text.txt is not a folder",
