@@ -171,7 +171,7 @@ class MoELayer(nn.Module):
         busiest = max(range(placed.num_ranks), key=placed.num_slots)
         found: list[int] = self.context.agreement.share(
             f"tune {self.name}",
-            lambda: experts.tune(_counts(rows), None if cache is None else Path(cache)),
+            lambda: experts.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
             owner=busiest * self.context.layout.etp,  # within the first EP group of those that run together
             deadline_s=TUNING_S,
         )
