@@ -44,11 +44,19 @@ class EPContext:
     tokens: the TokenFlow between attention's and the experts' view
     agreement: among the ranks that run the same layers (this rank's lockstep group)
     stage_times: None, or a StageTimes that the layers add to
+    max_tokens: the most tokens that any rank passes to a layer in one call; None: any number, and no transport with
+        fixed buffers
     workspaces: the kernels' scratch memory, shared by all layers
     """
 
     def __init__(
-        self, layout: RankLayout, device: torch.device, store: Store | None, links: Links, ledger: Ledger
+        self,
+        layout: RankLayout,
+        device: torch.device,
+        store: Store | None,
+        links: Links,
+        ledger: Ledger,
+        max_tokens: int | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -56,6 +64,8 @@ class EPContext:
         self.links = links
         self.tokens = TokenFlow(layout, tp=links["tp"], etp=links["etp"], lockstep=links["lockstep"])
         self.stage_times: StageTimes | None = None
+        self.max_tokens = max_tokens
+        self.step_tokens = self.wire_tokens
         peers = layout.group("lockstep")
         scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
         self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
@@ -75,14 +85,17 @@ class EPContext:
         *,
         device: torch.device | None = None,
         deadline_s: float = DEADLINE_S,
+        max_tokens: int | None = None,
     ) -> EPContext:
         """From torchrun's environment; makes the default process group unless there is one.
 
         parallel: defaults to expert parallel over all ranks (dp = world).
+        max_tokens: the most tokens (rows of x) that any rank will pass to a layer; opens the transports whose buffers
+            are made once, which CUDA graphs need
         """
         device = device or local_device()
         init_from_torchrun(device, deadline_s=deadline_s)
-        return cls.from_groups(parallel, device=device, deadline_s=deadline_s)
+        return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
 
     @classmethod
     def from_groups(
@@ -92,6 +105,7 @@ class EPContext:
         *,
         device: torch.device,
         deadline_s: float = DEADLINE_S,
+        max_tokens: int | None = None,
     ) -> EPContext:
         """Within an initialised torch.distributed; `groups` ("ep", "tp", "etp") are used where given, made where not.
 
@@ -107,8 +121,8 @@ class EPContext:
         # counted per rank in the store and not in a global: all ranks make their contexts in the same order
         number = base.add(f"ep_moe/contexts/{rank}", 1)
         store = PrefixStore(f"ep_moe/{number}", base)
-        layout = _agreed_layout(parallel, store, rank, world, device, deadline_s)
-        return cls._connect(layout, device, store, groups, deadline_s)
+        layout = _agreed_layout(parallel, store, rank, world, device, deadline_s, max_tokens)
+        return cls._connect(layout, device, store, groups, deadline_s, max_tokens)
 
     @classmethod
     def _connect(
@@ -118,6 +132,7 @@ class EPContext:
         store: Store,
         groups: Mapping[str, ProcessGroup] | None,
         deadline_s: float,
+        max_tokens: int | None,
     ) -> EPContext:
         agreement = Agreement(PrefixStore("connect", store), range(layout.world), layout.rank, deadline_s)
         problem = None
@@ -134,7 +149,7 @@ class EPContext:
         )
         made.append(Links(layout, ledger, device, groups))
         agreement.healthy("EPContext", None)  # all have their groups before any uses one
-        return cls(layout, device, store, made[0], ledger)
+        return cls(layout, device, store, made[0], ledger, max_tokens)
 
     @classmethod
     def from_mesh(
@@ -146,6 +161,7 @@ class EPContext:
         etp: int | None = None,
         device: torch.device | None = None,
         deadline_s: float = DEADLINE_S,
+        max_tokens: int | None = None,
     ) -> EPContext:
         """From a DeviceMesh with axes among (pp, dp, tp) or (pp, replica, ep, etp); its groups are used.
 
@@ -158,7 +174,7 @@ class EPContext:
             pp=pp, dp=mesh.size() // (tp * pp), tp=tp, ep=sizes.get("ep", ep), etp=etp, tokens=tokens
         )
         device = device or (local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type))
-        return cls.from_groups(parallel, groups, device=device, deadline_s=deadline_s)
+        return cls.from_groups(parallel, groups, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
 
     @classmethod
     def local(cls, device: torch.device | None = None) -> EPContext:
@@ -178,6 +194,29 @@ class EPContext:
             made: Dispatcher = registry.load("dispatchers", name)(geometry, self.links["ep"])
             self._dispatchers[key] = made
         return self._dispatchers[key]
+
+    @property
+    def wire_tokens(self) -> int | None:
+        """The most tokens that a rank dispatches: its own share of `max_tokens`, and its etp peers'."""
+        return None if self.max_tokens is None else self._on_the_wire(self.max_tokens)
+
+    @contextmanager
+    def at_most(self, max_tokens: int) -> Iterator[None]:
+        """Within, no rank passes more than so many tokens to a layer, fewer than the context's `max_tokens`: the
+        receivers of transports with fixed buffers then have fewer empty rows to look at. The same on all ranks, as when
+        a CUDA graph is captured for a batch size."""
+        if self.max_tokens is None or type(max_tokens) is not int or not 1 <= max_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"at_most: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got {max_tokens!r}"
+            )
+        before, self.step_tokens = self.step_tokens, self._on_the_wire(max_tokens)
+        try:
+            yield
+        finally:
+            self.step_tokens = before
+
+    def _on_the_wire(self, tokens: int) -> int:
+        return -(-tokens // self.layout.split) * self.layout.etp
 
     def name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""
@@ -267,7 +306,13 @@ class EPContext:
 
 
 def _agreed_layout(
-    parallel: ParallelConfig, store: Store, rank: int, world: int, device: torch.device, deadline_s: float
+    parallel: ParallelConfig,
+    store: Store,
+    rank: int,
+    world: int,
+    device: torch.device,
+    deadline_s: float,
+    max_tokens: int | None,
 ) -> RankLayout:
     """This rank's layout, after all ranks stated the same versions and sizes."""
     facts = {
@@ -276,10 +321,13 @@ def _agreed_layout(
         "python version": platform.python_version(),
         "device type": device.type,
         "deadline_s": deadline_s,
+        "max_tokens": max_tokens,
         **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
         "ParallelConfig.tokens": parallel.tokens.value,
     }
     problem = None if deadline_s > 0 else ConfigError(f"deadline_s must be positive, got {deadline_s}")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        problem = ConfigError(f"max_tokens must be an integer of at least 1 or None, got {max_tokens!r}")
     patience = DEADLINE_S if problem else deadline_s
     Agreement(PrefixStore("create", store), range(world), rank, patience).same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none

@@ -120,13 +120,13 @@ class MoELayer(nn.Module):
             with self._stage("place"):
                 placed = self.placement(routing)
             with self._stage("dispatch"):
-                pending = self.dispatcher.dispatch_start(mine, placed)
+                pending = self.dispatcher.dispatch_start(mine, placed, max_tokens=self.context.step_tokens)
             with self._stage("shared"):  # while the tokens travel
                 shared = None if self.shared_experts is None else self._replicated(self.shared_experts, own)
             with self._stage("dispatch wait"):
                 received = pending.wait()
             with self._stage("experts"):
-                y = self.experts(received)
+                y = self.experts(received, received.out)
             with self._stage("combine"):
                 out = flow.reduce(self.dispatcher.combine(y, received.handle), call)
                 out = flow.leave(out if shared is None else out + shared, call)
@@ -222,6 +222,7 @@ class MoELayer(nn.Module):
             cap=expert_map.cap,
             num_ranks=expert_map.num_ranks,
             dtype=self.dtype,
+            max_tokens=self.context.wire_tokens,
         )
 
     # --- what a user asks --------------------------------------------------------------------------------------
@@ -250,6 +251,7 @@ class MoELayer(nn.Module):
             self.context.device,
             self.dtype,
             **self._asked,
+            max_tokens=self.context.wire_tokens,
         )
 
     def extra_repr(self) -> str:
@@ -281,7 +283,9 @@ class MoELayer(nn.Module):
             _check_map(expert_map, config, context.layout.ep)
             scheme = scheme_of(quantization)
             self._asked: dict[str, Any] = {"all2all": all2all, "experts": experts, "scheme": scheme, "options": options}
-            choice = select.choose(config, context.layout, context.device, dtype, **self._asked)
+            choice = select.choose(
+                config, context.layout, context.device, dtype, **self._asked, max_tokens=context.wire_tokens
+            )
         except EPMoEError as error:
             problem = error
         facts = {
@@ -311,14 +315,19 @@ class MoELayer(nn.Module):
             return f"x must be {dtype_name(self.dtype)} as the layer is, got {dtype_name(x.dtype)}"
         if x.device != self.device:
             return f"x must be on {self.device} as the layer is, got {x.device}"
-        if x.requires_grad and torch.is_grad_enabled() and not self.experts.capabilities.differentiable:
+        if x.requires_grad and torch.is_grad_enabled() and (stuck := self._not_differentiable()):
             return (
-                f"x requires a gradient, and experts={self.choice.experts} has no backward; call it under "
-                f"torch.no_grad(), or build the layer with experts='reference' to train"
+                f"x requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
+                f"layer with experts='reference' and all2all='allgather' or 'torch_a2a' to train"
             )
         if routing is None:
             return None
         return self._routing_problem(x.reshape(-1, hidden), routing) or self._id_problem(routing)
+
+    def _not_differentiable(self) -> str:
+        if not self.experts.capabilities.differentiable:
+            return f"experts={self.choice.experts}"
+        return "" if self.dispatcher.capabilities.differentiable else f"all2all={self.choice.all2all}"
 
     def _routing_problem(self, rows: Tensor, routing: Routing) -> str | None:
         if not isinstance(routing, Routing):

@@ -19,6 +19,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "dispatchers": {
         "local": "ep_moe.all2all.local:LocalDispatcher",
         "allgather": "ep_moe.all2all.allgather:AllGatherDispatcher",
+        "flashinfer_nvlink": "ep_moe.all2all.flashinfer_nvlink:FlashInferNVLinkDispatcher",
         "torch_a2a": "ep_moe.all2all.torch_a2a:TorchAll2AllDispatcher",
     },
     "experts": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,10 +41,12 @@ def explain(
     experts: str = AUTO,
     scheme: Scheme = PLAIN,
     options: ExpertsOptions | None = None,
+    max_tokens: int | None = None,
 ) -> list[Choice]:
     """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
 
     scheme: how the experts are quantised; options: how the kernel shall run
+    max_tokens: the most tokens that a rank sends in one call, None for any number
 
     Raises ConfigError for an unknown name.
     """
@@ -54,7 +57,7 @@ def explain(
     table: list[Choice] = []
     for transport, why in _ranked(config, layout):
         for kernel in registry.targets("experts"):
-            reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options)
+            reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens)
             if reason is None and all2all not in (AUTO, transport):
                 reason = f"all2all={all2all!r} was asked for"
             if reason is None and experts not in (AUTO, kernel):
@@ -74,9 +77,11 @@ def choose(
     experts: str = AUTO,
     scheme: Scheme = PLAIN,
     options: ExpertsOptions | None = None,
+    max_tokens: int | None = None,
 ) -> Choice:
     """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
-    table = explain(config, layout, device, dtype, all2all=all2all, experts=experts, scheme=scheme, options=options)
+    rest: dict[str, Any] = {"scheme": scheme, "options": options, "max_tokens": max_tokens}
+    table = explain(config, layout, device, dtype, all2all=all2all, experts=experts, **rest)
     for row in table:
         if row.status == "chosen":
             return row
@@ -84,7 +89,7 @@ def choose(
     reasons = "; ".join(f"{row.all2all} with {row.experts}: {row.reason}" for row in named)
     if len({row.reason for row in named}) == 1:
         reasons = named[0].reason
-    free = explain(config, layout, device, dtype, scheme=scheme, options=options)
+    free = explain(config, layout, device, dtype, **rest)
     able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
     raise BackendUnavailable(
         f"all2all={all2all!r} with experts={experts!r} cannot run here ({reasons}). Pairs that can: {able}"
@@ -94,12 +99,13 @@ def choose(
 def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
     """Transports, best first, each with the reason for its place."""
     ranks, top_k = layout.ep, config.top_k
+    order = {"local": "one rank, nothing travels", "flashinfer_nvlink": "straight into peers' memory, no host sync"}
     if top_k >= ranks:
-        gather = f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
-        order = {"local": "one rank, nothing travels", "allgather": gather, "torch_a2a": "a row per rank that needs it"}
+        order["allgather"] = f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
+        order["torch_a2a"] = "a row per rank that needs it"
     else:
-        rows = f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
-        order = {"local": "one rank, nothing travels", "torch_a2a": rows, "allgather": "every row to every rank"}
+        order["torch_a2a"] = f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
+        order["allgather"] = "every row to every rank"
     others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
     return list((order | others).items())
 
@@ -113,6 +119,7 @@ def _refusal(
     kernel: str,
     scheme: Scheme,
     options: ExpertsOptions,
+    max_tokens: int | None,
 ) -> str | None:
     problem = scheme.problem(config, layout.etp)
     if problem is not None:
@@ -126,8 +133,10 @@ def _refusal(
     for name, devices in ((transport, can.devices), (kernel, able.devices)):
         if device.type not in devices:
             return f"{name} runs on {', '.join(sorted(devices))}, not on {device.type}"
-    if can.max_ranks is not None and layout.ep > can.max_ranks:
-        return f"{transport} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={layout.ep}"
+    reason = sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens)
+    reason = reason or sender.platform_problem(layout)
+    if reason is not None:
+        return str(reason)
     if not able.layouts & {can.layout, RowLayout.RANK_MAJOR}:  # any layout can be seen as RANK_MAJOR
         accepted = ", ".join(sorted(layout.value for layout in able.layouts))
         return f"{transport} delivers {can.layout.value} rows, {kernel} takes {accepted}"

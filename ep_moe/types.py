@@ -84,6 +84,7 @@ class Received:
     weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap]
     expert_offsets: Tensor | None = None  # CONTIGUOUS
     expert_counts: Tensor | None = None  # BATCHED
+    out: Tensor | None = None  # like x: where the transport would have the experts' rows written, to spare a copy
 
     def dense(self) -> Received:
         """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""
@@ -131,6 +132,11 @@ class Pending(Generic[Result]):
             raise RuntimeError("this Pending was waited for already; keep the result of the first wait()")
         finish, self._finish = self._finish, None
         return finish()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether work on the current stream goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -108,6 +108,7 @@ def test_the_transport_that_is_chosen(top_k, ep, etp, chosen):
     found = table(top_k, ep, etp)
     assert found == {
         ("local", "reference"): "chosen" if ep == 1 else "refused",
+        ("flashinfer_nvlink", "reference"): "refused",
         ("allgather", "reference"): "chosen" if chosen == "allgather" else "possible",
         ("torch_a2a", "reference"): "chosen" if chosen == "torch_a2a" else "possible",
     }
@@ -145,7 +146,7 @@ def test_a_named_transport_is_chosen(name):
     assert choose(config(2), layout(4), CPU, torch.float32, all2all=name).all2all == name
     found = explain(config(2), layout(4), CPU, torch.float32, all2all=name, experts="reference")
     for row in found:
-        if row.all2all not in (name, "local") and row.experts == "reference":
+        if row.all2all not in (name, "local", "flashinfer_nvlink") and row.experts == "reference":
             assert (row.status, row.reason) == ("refused", f"all2all={name!r} was asked for")
 
 
@@ -179,7 +180,7 @@ def test_where_nothing_can_run_that_is_said():
     [
         (
             {"all2all": "nvshmem"},
-            "no backend among dispatchers is named 'nvshmem'; there are local, allgather, torch_a2a",
+            "no backend among dispatchers is named 'nvshmem'; there are local, allgather, flashinfer_nvlink, torch_a2a",
         ),
         (
             {"experts": "cutlas"},

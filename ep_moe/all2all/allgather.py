@@ -28,7 +28,9 @@ class AllGatherDispatcher(Dispatcher):
         differentiable=True,
     )
 
-    def _dispatch(self, x: Tensor, routing: PhysicalRouting, problem: str | None) -> Pending[Received]:
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
         tokens, bad = (0, 0) if problem else (x.shape[0], self._out_of_range(routing))
         rows = self.link.agree([tokens, bad], problem, x.device)
         self._check_ids([row[1] for row in rows])

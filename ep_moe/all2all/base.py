@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from ep_moe.errors import InputError
+from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
-from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, dtype_name
+from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,10 @@ class DispatcherCapabilities:
     dedup: a token travels once to a rank, however many of its experts are there
     cuda_graph: dispatch and combine can be captured; host_sync: they wait for the device
     deterministic: equal inputs give equal bits; differentiable: backward works
-    max_ranks: of the EP group, None for no limit
-    devices: device types
+    max_ranks, max_top_k: of the EP group and of K, None for no limit
+    alignment_bytes: that a row must be a multiple of
+    dtypes: of rows, None for any; devices: device types
+    static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
     """
 
     layout: RowLayout
@@ -39,7 +42,11 @@ class DispatcherCapabilities:
     deterministic: bool
     differentiable: bool
     max_ranks: int | None = None
+    max_top_k: int | None = None
+    alignment_bytes: int = 1
+    dtypes: frozenset[torch.dtype] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    static: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,7 @@ class Geometry:
     """The shape of what travels; equal layers of a context share the dispatcher of their geometry.
 
     hidden_size H, top_k K, cap: slots per rank on the wire, num_ranks R, dtype: of the rows
+    max_tokens: the most tokens that a rank dispatches in one call; None: any number, on transports that are not static
     """
 
     hidden_size: int
@@ -54,6 +62,7 @@ class Geometry:
     cap: int
     num_ranks: int
     dtype: torch.dtype
+    max_tokens: int | None = None
 
     @property
     def num_physical(self) -> int:
@@ -75,19 +84,55 @@ class Dispatcher(ABC):
         """None, or why it cannot run in this installation. Touches no device and no group."""
         return None
 
-    def dispatch(self, x: Tensor, routing: PhysicalRouting) -> Received:
+    @classmethod
+    def why_not(
+        cls, hidden_size: int, top_k: int, ranks: int, dtype: torch.dtype, max_tokens: int | None
+    ) -> str | None:
+        """None, or why it cannot carry rows of this shape."""
+        can = cls.capabilities
+        if can.max_ranks is not None and ranks > can.max_ranks:
+            return f"{cls.name} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={ranks}"
+        if can.max_top_k is not None and top_k > can.max_top_k:
+            return f"{cls.name} serves top_k of at most {can.max_top_k}, got {top_k}"
+        if can.dtypes is not None and dtype not in can.dtypes:
+            return f"{cls.name} carries {', '.join(sorted(map(dtype_name, can.dtypes)))}, not {dtype_name(dtype)}"
+        if hidden_size * dtype.itemsize % can.alignment_bytes:
+            unit = can.alignment_bytes // dtype.itemsize
+            return f"{cls.name} needs hidden_size to be a multiple of {unit} in {dtype_name(dtype)}, got {hidden_size}"
+        if can.static and max_tokens is None:
+            return f"{cls.name} has fixed buffers; say how large by EPContext(max_tokens=...)"
+        return None
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout) -> str | None:
+        """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
+        return None
+
+    def dispatch(self, x: Tensor, routing: PhysicalRouting, *, max_tokens: int | None = None) -> Received:
         """x [T, H], ids and weights [T, K] to this rank's received rows."""
-        return self.dispatch_start(x, routing).wait()
+        return self.dispatch_start(x, routing, max_tokens=max_tokens).wait()
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
         """The experts' rows, in the order received, to [T, H]: the sum over ranks."""
         return self.combine_start(y, handle).wait()
 
-    def dispatch_start(self, x: Tensor, routing: PhysicalRouting, problem: str | None = None) -> Pending[Received]:
-        """Send; `wait()` receives. problem: a fault the caller found on this rank, raised on all of them."""
-        problem = problem or self._problem(x, routing)
+    def dispatch_start(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None = None, *, max_tokens: int | None = None
+    ) -> Pending[Received]:
+        """Send; `wait()` receives.
+
+        problem: a fault the caller found on this rank, raised on all of them
+        max_tokens: the most tokens that any rank has in this call, the same on all; default the geometry's. Fewer spare
+            a static transport's receiver empty rows.
+        """
+        bound = self.geometry.max_tokens if max_tokens is None else max_tokens
+        if not self.capabilities.cuda_graph and capturing(x.device):
+            raise InputError(
+                f"{self.name} waits for the device and cannot be captured in a CUDA graph; {_capturable()}"
+            )
+        problem = problem or self._problem(x, routing, bound)
         with self.link.ledger.step("dispatch", self.name):
-            pending = self._dispatch(x, routing, problem)
+            pending = self._dispatch(x, routing, problem, bound)
         return self._guarded("dispatch", pending)
 
     def combine_start(self, y: Tensor, handle: Any) -> Pending[Tensor]:
@@ -100,7 +145,9 @@ class Dispatcher(ABC):
         return
 
     @abstractmethod
-    def _dispatch(self, x: Tensor, routing: PhysicalRouting, problem: str | None) -> Pending[Received]: ...
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]: ...
 
     @abstractmethod
     def _combine(self, y: Tensor, handle: Any) -> Pending[Tensor]: ...
@@ -112,7 +159,7 @@ class Dispatcher(ABC):
 
         return Pending(finish)
 
-    def _problem(self, x: Tensor, routing: PhysicalRouting) -> str | None:
+    def _problem(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None) -> str | None:
         """What is wrong with a call, without waiting for the device."""
         g = self.geometry
         if not isinstance(routing, PhysicalRouting):
@@ -122,7 +169,20 @@ class Dispatcher(ABC):
         if x.dtype != g.dtype:
             found, wanted = dtype_name(x.dtype), dtype_name(g.dtype)
             return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
+        if self.capabilities.static:
+            assert g.max_tokens is not None
+            if max_tokens is None or not 1 <= max_tokens <= g.max_tokens:
+                return f"max_tokens must be in [1, {g.max_tokens}], as EPContext has it, got {max_tokens}"
+            if len(x) > max_tokens:
+                return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
         return routing_problem(routing.ids, routing.weights, x, g.top_k)
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """For transports without an exchange to ride on: raise here at once, and on the peers when they hear of it, at
+        their next step."""
+        text = f"rank {self.link.ranks[self.link.rank]}: {problem}"
+        self.link.ledger.refuse(text)
+        raise InputError(text)
 
     def _out_of_range(self, routing: PhysicalRouting) -> Tensor:
         """How many ids are neither -1 nor a physical expert: int64 scalar on the device."""
@@ -136,6 +196,17 @@ class Dispatcher(ABC):
                 f"{count} on rank {rank}" for rank, count in zip(self.link.ranks, bad, strict=True) if count
             )
             raise InputError(f"routing.ids must be -1 or {experts} in range, got ids out of range: {found}")
+
+
+def _capturable() -> str:
+    from ep_moe import registry
+
+    names = [
+        name
+        for name in registry.targets("dispatchers")
+        if registry.why_not("dispatchers", name) is None and registry.load("dispatchers", name).capabilities.cuda_graph
+    ]
+    return f"of those available here {', '.join(names)} can (with EPContext(max_tokens=...) where buffers are fixed)"
 
 
 def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.errors import InputError
-from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
+from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 
 class LocalDispatcher(Dispatcher):
@@ -26,10 +25,12 @@ class LocalDispatcher(Dispatcher):
         max_ranks=1,
     )
 
-    def _dispatch(self, x: Tensor, routing: PhysicalRouting, problem: str | None) -> Pending[Received]:
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
         if problem is not None:
             raise InputError(problem)
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not capturing(x.device):
             self._check_ids([int(self._out_of_range(routing))])
         received = Received(
             x=x,

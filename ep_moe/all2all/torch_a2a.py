@@ -40,7 +40,9 @@ class TorchAll2AllDispatcher(Dispatcher):
         differentiable=True,
     )
 
-    def _dispatch(self, x: Tensor, routing: PhysicalRouting, problem: str | None) -> Pending[Received]:
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
         ranks = self.link.size
         if problem is not None:
             self.link.agree([0] * (ranks + 1), problem, x.device)

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store
 
-from ep_moe.errors import EPMoEError, PeerTimeout
+from ep_moe.errors import EPMoEError, InputError, PeerTimeout
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Ledger:
         self._ranks, self._rank = list(ranks), rank
         self._step = Step(0, "", "start", "", True)
         self._started = time.monotonic()
-        self._failure: PeerTimeout | None = None
+        self._failure: EPMoEError | None = None
         self._abort = abort
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -116,6 +116,12 @@ class Ledger:
             raise self._diagnose(f"rank {owner} did not say what is wrong there") from error
         return self._store.get(key).decode()
 
+    def refuse(self, text: str) -> None:
+        """This rank cannot go on: raise `text` as InputError at every rank's next step, here and on the peers."""
+        self._failure = self._failure or InputError(text)
+        if self._store is not None and len(self._ranks) > 1:
+            self._store.set("refusal", text)
+
     def close(self) -> None:
         self._stop.set()
         if self._thread is not None:
@@ -128,6 +134,8 @@ class Ledger:
         try:
             while not self._stop.wait(self._period):
                 self._beat(store)
+                if self._failure is None and store.check(["refusal"]):
+                    self._failure = InputError(store.get("refusal").decode())
                 step = self._step
                 overdue = not step.done and time.monotonic() - self._started > self.deadline_s
                 if overdue and self._failure is None and self._abort is not None:

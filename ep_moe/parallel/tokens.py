@@ -20,6 +20,7 @@ from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.link import Link
+from ep_moe.types import capturing
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ class TokenFlow:
         """Agree with all ranks of this layer's collectives on a call with `total` rows here, and split them.
 
         Raises InputError on all of them when any has a problem. Where the EP group holds all of them and nothing is
-        split, the dispatcher's own exchange does this instead.
+        split, the dispatcher's own exchange does this instead. Inside a CUDA-graph capture all must pass equally many.
         """
         layout = self._layout
         totals = {layout.rank: total}
-        if self.checks_input:
+        if capturing(device):  # no exchange can be captured: a batch size is captured on all ranks alike
+            totals = dict.fromkeys(self._lockstep.ranks, total)
+        elif self.checks_input:
             with self._lockstep.ledger.step("enter"):
                 rows = self._lockstep.agree([total], problem, device)
             totals = {rank: row[0] for rank, row in zip(self._lockstep.ranks, rows, strict=True)}
@@ -63,7 +66,7 @@ class TokenFlow:
     def agree(self, problem: str | None, device: torch.device) -> None:
         """Raise a problem that a rank met after `enter`, on all ranks that entered; where the EP group holds them all
         the dispatcher's own exchange does this instead."""
-        if self.checks_input:
+        if self.checks_input and not capturing(device):
             with self._lockstep.ledger.step("route"):
                 self._lockstep.agree([], problem, device)
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ep_moe import EPContext
 from ep_moe.all2all.base import Dispatcher, Geometry
@@ -130,19 +129,6 @@ def gives_x_times_the_weights(dispatcher: Dispatcher, device: torch.device) -> N
         assert arrived == arrivals(counts, ranks, rank, dispatcher.name), f"{dispatcher.name}: {arrived}"
 
 
-@distributed(4)
-def test_half_precision_rows(world_size):
-    rank, device = dist.get_rank(), rank_device()
-    with EPContext.from_groups(device=device, deadline_s=30) as context, poisoned():
-        for name in TRANSPORTS:
-            for dtype in (torch.bfloat16, torch.float16):
-                x, routing = integer_rows(5, HIDDEN, rank).to(dtype), routes(rank, 5, world_size)
-                dispatcher = context.dispatcher(name, geometry(world_size, dtype))
-                y, received = once(dispatcher, x.to(device), moved(routing, device))
-                assert (received.x.dtype, received.weights.dtype, y.dtype) == (dtype, torch.float32, dtype)
-                assert_same(y, expected(x, routing), f"{name} {dtype}")
-
-
 @distributed(2, 4)
 def test_where_rows_go(world_size):
     for_each_transport(sends_rows_where_they_belong)
@@ -170,61 +156,6 @@ def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -
         assert received.local_ids[carried].tolist() == [local] * here, what
         mine = torch.tensor(local) >= 0
         assert_same(received.weights[carried].cpu()[:, mine], weights[:1, mine].expand(here, -1), what)
-
-
-@distributed(2, 4)
-def test_two_calls_in_flight(world_size):
-    for_each_transport(keeps_two_calls_apart)
-
-
-def keeps_two_calls_apart(dispatcher: Dispatcher, device: torch.device) -> None:
-    rank, ranks = dispatcher.link.rank, dispatcher.link.size
-    a, b = rows(rank, 3 + rank), rows(rank, 2) + 10
-    to_a, to_b = routes(rank, 3 + rank, ranks), routes(rank + 50, 2, ranks)
-    first = dispatcher.dispatch_start(a.to(device), moved(to_a, device))
-    second = dispatcher.dispatch_start(b.to(device), moved(to_b, device))
-    got_a, got_b = first.wait(), second.wait()
-    with pytest.raises(RuntimeError, match="waited for already"):
-        first.wait()
-    back_a = dispatcher.combine_start(identity(got_a), got_a.handle)
-    back_b = dispatcher.combine_start(identity(got_b), got_b.handle)
-    assert_same(back_b.wait(), expected(b, to_b), f"{dispatcher.name}, second call")
-    assert_same(back_a.wait(), expected(a, to_a), f"{dispatcher.name}, first call")
-
-
-@distributed(4)
-def test_one_ranks_nan_stays_its_own(world_size):
-    for_each_transport(keeps_nan_to_its_owner)
-
-
-def keeps_nan_to_its_owner(dispatcher: Dispatcher, device: torch.device) -> None:
-    """Rank 0's tokens are NaN; whoever shares experts with it is none the worse."""
-    rank, ranks = dispatcher.link.rank, dispatcher.link.size
-    x, routing = rows(rank, 5), routes(rank, 5, ranks)
-    if rank == 0:
-        x.fill_(float("nan"))
-    y = once(dispatcher, x.to(device), moved(routing, device))[0].cpu()
-    if rank:
-        assert_same(y, expected(x, routing), dispatcher.name)
-    else:
-        routed = (routing.ids >= 0).any(1)
-        assert y[routed].isnan().all(), dispatcher.name
-        assert_same(y[~routed], torch.zeros(int((~routed).sum()), HIDDEN), dispatcher.name)
-
-
-@distributed(4)
-def test_equal_calls_give_equal_bits(world_size):
-    for_each_transport(repeats_bit_for_bit)
-
-
-def repeats_bit_for_bit(dispatcher: Dispatcher, device: torch.device) -> None:
-    rank, ranks = dispatcher.link.rank, dispatcher.link.size
-    assert dispatcher.capabilities.deterministic
-    x = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device)
-    routing = moved(routes(rank, 64, ranks), device)
-    first = once(dispatcher, x, routing)[0]
-    for _ in range(3):
-        assert_same(once(dispatcher, x, routing)[0], first, dispatcher.name)
 
 
 @distributed(2, 4)

@@ -1,0 +1,161 @@
+"""`flashinfer_nvlink`: FlashInfer's one-sided all2all. Each rank writes its rows straight into its peers' memory over
+NVLink, and reads the experts' outputs back from there.
+
+Nothing waits on the host and shapes do not depend on the routing: R * max_tokens rows arrive, empty ones with ids -1. A
+rank has one call in flight per workspace; a second call before the first is combined gets a workspace of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.wire_ids import to_local, to_wire
+from ep_moe.errors import BackendUnavailable, InputError
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.link import Link
+from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
+
+TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compiled for
+
+
+@dataclass(eq=False)
+class _Lane:
+    """One workspace, and whether a call is under way in it."""
+
+    communication: Any
+    busy: bool = False
+
+
+class FlashInferNVLinkDispatcher(Dispatcher):
+    name = "flashinfer_nvlink"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,  # rows arrive in any order, and are summed in that of the ranks
+        differentiable=False,
+        max_ranks=64,
+        max_top_k=TOP_KS[-1],
+        alignment_bytes=16,
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        devices=frozenset({"cuda"}),
+        static=True,
+    )
+    _made: ClassVar[int] = 0  # FlashInfer shares equal workspaces within a process; none of these may be equal
+
+    def __init__(self, geometry: Geometry, link: Link) -> None:
+        super().__init__(geometry, link)
+        self._top_k = next(size for size in TOP_KS if size >= geometry.top_k)
+        self._base = link.rank * geometry.cap
+        self._lanes: list[_Lane] = []
+
+    @classmethod
+    def available(cls) -> str | None:
+        if importlib.util.find_spec("flashinfer") is None:
+            return "FlashInfer is not installed; pip install ep-moe[gpu]"
+        return None
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout) -> str | None:
+        ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
+        if here < ranks:
+            return f"{cls.name} has been run within one host only: ep * etp is {ranks}, and this host shows {here} GPUs"
+        return None
+
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
+        lane = self._free_lane(x.device)
+        if problem is not None:
+            self._poison(lane, x.device)
+            self._refuse(problem)
+        wire = (len(x), self._top_k)
+        ids = torch.empty(wire, dtype=torch.int32, device=x.device)
+        weights = torch.empty(wire, dtype=torch.float32, device=x.device)
+        to_wire(
+            routing.ids.contiguous(), routing.weights.contiguous(), self._base, self.geometry.num_physical, ids, weights
+        )
+        lane.busy = True
+        arrived = lane.communication.dispatch(x.contiguous(), ids, weights, max_tokens_per_rank=max_tokens)
+        local = torch.empty_like(arrived.topk_ids)
+        to_local(arrived.topk_ids, arrived.topk_weights, self._base, self.geometry.cap, local)
+        received = Received(
+            x=arrived.hidden_states,
+            layout=RowLayout.RANK_MAJOR,
+            weighting=Weighting.EXPERTS,
+            handle=lane,
+            local_ids=LocalIds(local),
+            weights=arrived.topk_weights,
+            out=lane.communication.get_combine_input_buffer(x.dtype),
+        )
+        return Pending(lambda: received)
+
+    def _combine(self, y: Tensor, handle: _Lane) -> Pending[Tensor]:
+        out = handle.communication.combine(y.contiguous())
+        handle.busy = False
+        return Pending(lambda: out)
+
+    def _poison(self, lane: _Lane, device: torch.device) -> None:
+        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        if capturing(device):
+            return
+        g = self.geometry
+        x = torch.empty(0, g.hidden_size, dtype=g.dtype, device=device)
+        ids = torch.empty(0, self._top_k, dtype=torch.int32, device=device)
+        lane.communication.dispatch(x, ids, ids.float(), max_tokens_per_rank=g.max_tokens)
+        rows = lane.communication.get_combine_input_buffer(g.dtype).fill_(torch.nan)
+        lane.communication.combine(rows)
+
+    def destroy(self) -> None:
+        for lane in self._lanes:
+            lane.communication.destroy()
+        self._lanes.clear()
+
+    # --- workspaces --------------------------------------------------------------------------------------------
+
+    def _free_lane(self, device: torch.device) -> _Lane:
+        """All ranks make the same calls, and so they run out of lanes together and make another together."""
+        for lane in self._lanes:
+            if not lane.busy:
+                return lane
+        self._lanes.append(_Lane(self._connect(device)))
+        return self._lanes[-1]
+
+    def _connect(self, device: torch.device) -> Any:
+        if capturing(device):
+            raise InputError(f"{self.name} makes its buffers in the first call: run the layer once before a capture")
+        g, kind = self.geometry, type(self)
+        number = max(row[0] for row in self.link.exchange(torch.tensor([kind._made], device=device)))
+        kind._made = number + 1
+        group = {
+            "world_size": self.link.size,
+            "rank": self.link.rank,
+            "device": device.index,
+            "process_group": self.link.group,
+        }
+        params = {
+            "num_experts": g.num_physical,
+            "top_k": self._top_k,
+            "max_tokens_per_rank": g.max_tokens,
+            "hidden_size": g.hidden_size,
+            "dtype": g.dtype,
+        }
+        try:
+            return communication(group, params, {"extra_payload_bytes_per_token": 16 * number})
+        except RuntimeError as error:  # FlashInfer asks all ranks, and all raise
+            raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
+
+
+def communication(group: dict[str, Any], params: dict[str, Any], config: dict[str, Any]) -> Any:
+    """FlashInfer's object for one workspace. Collective."""
+    from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, NVLinkOneSidedConfig, create_communication
+
+    return create_communication(BootstrapConfig(**group), MoEEpCommParams(**params), NVLinkOneSidedConfig(**config))

@@ -1,0 +1,376 @@
+"""The contract of a transport and of an expert kernel, as checks that anybody's class can be put to.
+
+    @distributed(2, 4)
+    def test_my_transport(world_size):
+        check_dispatcher(MyDispatcher)
+
+    def test_my_kernel():
+        check_experts(MyExperts, device=torch.device("cuda"))
+
+Numbers are small integers wherever rows only travel: sums are exact in every dtype and order, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.context import EPContext
+from ep_moe.errors import InputError, PeerTimeout
+from ep_moe.parallel.link import Link
+from ep_moe.testing.distributed import rank_device
+from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
+
+DispatcherFactory = Callable[[Geometry, Link], Dispatcher]
+HIDDEN, CAP, MAX_TOKENS = 256, 3, 24
+REPLAYS = 1000
+COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
+
+
+def check_dispatcher(
+    factory: DispatcherFactory, *, dtypes: tuple[torch.dtype, ...] | None = None, deadline_s: float = 60.0
+) -> None:
+    """Run a transport through its contract, on the ranks of the default process group (all of them one EP group).
+
+    factory: the class, or a function (geometry, link) -> dispatcher; collective. dtypes: of rows; default those of the
+    capabilities. AssertionError names the check, the dtype and the top-k.
+    """
+    device = rank_device()
+    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
+        for top_k in (1, 2, 3, 4, 8):
+            for dtype in dtypes or _dtypes(factory, context, device):
+                if top_k != 4 and dtype != torch.bfloat16:  # all dtypes once
+                    continue
+                shape = geometry(context.layout.ep, top_k, dtype)
+                _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
+
+
+def geometry(ranks: int, top_k: int, dtype: torch.dtype) -> Geometry:
+    return Geometry(hidden_size=HIDDEN, top_k=top_k, cap=CAP, num_ranks=ranks, dtype=dtype, max_tokens=MAX_TOKENS)
+
+
+def _dtypes(factory: DispatcherFactory, context: EPContext, device: torch.device) -> list[torch.dtype]:
+    probe = factory(geometry(context.layout.ep, 2, torch.bfloat16), context.links["ep"])
+    found = probe.capabilities.dtypes or {torch.bfloat16, torch.float16, torch.float32}
+    probe.destroy()
+    return sorted(found, key=str)
+
+
+def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> None:
+    dispatcher = make()
+    for check in CHECKS:
+        _run(check, dispatcher, device)
+    dispatcher.destroy()
+    dispatcher.destroy()  # idempotent
+    again = make()
+    _run(uneven_and_empty_ranks, again, device)
+    again.destroy()
+
+
+class Case:
+    """One check of one dispatcher. Faults are noted, not raised: a rank that stops early leaves the others waiting."""
+
+    def __init__(self, dispatcher: Dispatcher, device: torch.device) -> None:
+        self.dispatcher = dispatcher
+        self.device = device
+        self.rank, self.ranks = dispatcher.link.rank, dispatcher.link.size
+        self.shape = dispatcher.geometry
+        self.faults: list[str] = []
+
+    def call(self, tokens: int, seed: int = 0) -> tuple[Tensor, PhysicalRouting, Tensor]:
+        """This rank's rows and routes on the device, and what must come back."""
+        x = rows(self.rank + seed, tokens, self.shape.dtype)
+        routing = routes(self.rank + seed, tokens, self.ranks, self.shape.top_k)
+        return x.to(self.device), moved(routing, self.device), expected(x, routing)
+
+    def once(self, x: Tensor, routing: PhysicalRouting) -> Tensor:
+        received = self.dispatcher.dispatch(x, routing)
+        return self.dispatcher.combine(self.experts(received), received.handle)
+
+    def experts(self, received: Received) -> Tensor:
+        if received.local_ids is not None and not capturing(self.device):
+            ids = received.local_ids
+            self.that(bool(((ids >= -1) & (ids < self.shape.cap)).all()), "local ids out of range")
+        return identity(received)
+
+    def that(self, condition: bool, fault: str) -> None:
+        if not condition:
+            self.faults.append(fault)
+
+    def same(self, actual: Tensor, wanted: Tensor, what: str) -> None:
+        try:
+            same(actual, wanted, what)
+        except AssertionError as error:
+            self.faults.append(str(error))
+
+
+def _run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.device) -> None:
+    case = Case(dispatcher, device)
+    try:
+        check(case)
+    except PeerTimeout:
+        raise
+    except Exception as error:
+        case.faults.append(f"{type(error).__name__}: {error}")
+    told: list[list[str]] = [[] for _ in range(case.ranks)]
+    dist.all_gather_object(told, case.faults)
+    wrong = [rank for rank, faults in enumerate(told) if faults]
+    if wrong:
+        name = check.__name__.replace("_", " ")
+        raise AssertionError(
+            f"{dispatcher.name}: {name} (top_k {case.shape.top_k}, {case.shape.dtype}) on ranks {wrong}; rank "
+            f"{wrong[0]}: {told[wrong[0]][0]}"
+        )
+
+
+# --- data that every rank can compute for every other ---------------------------------------------------------------
+
+
+def rows(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 8:
+    products with up to 8 weights of 3 are exact in bfloat16."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
+    number = torch.arange(tokens)
+    x[:, 0], x[:, 1], x[:, 2] = rank % 8 + 1, number % 8, number // 8
+    return x.to(dtype)
+
+
+def routes(rank: int, tokens: int, ranks: int, top_k: int, *, drop: float = 0.3) -> PhysicalRouting:
+    """Distinct physical ids with some -1, and weights of small integers."""
+    generator = torch.Generator().manual_seed(rank)
+    width = max(ranks * CAP, top_k)
+    ids = torch.rand(tokens, width, generator=generator).topk(top_k).indices
+    dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * CAP)
+    weights = torch.randint(1, 4, ids.shape, generator=generator).float()
+    return PhysicalRouting(PhysicalIds(ids.masked_fill(dropped, -1)), weights)
+
+
+def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
+    return PhysicalRouting(PhysicalIds(routing.ids.to(device)), routing.weights.to(device))
+
+
+def identity(received: Received) -> Tensor:
+    """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
+    without any. Written where the transport would have it."""
+    x = received.x
+    match received.layout:
+        case RowLayout.RANK_MAJOR:
+            assert received.local_ids is not None
+            mine = received.local_ids >= 0
+            valid = mine.any(1)
+            factor: Tensor | None = None
+            if received.weighting is Weighting.EXPERTS:
+                assert received.weights is not None
+                factor = received.weights.masked_fill(~mine, 0).sum(1)
+        case RowLayout.CONTIGUOUS:
+            assert received.expert_offsets is not None
+            valid = torch.arange(len(x), device=x.device) < received.expert_offsets[-1]
+            factor = received.weights
+        case RowLayout.BATCHED:
+            assert received.expert_counts is not None
+            valid = torch.arange(x.shape[1], device=x.device) < received.expert_counts.unsqueeze(1)
+            factor = received.weights
+    y = x if factor is None or received.weighting is Weighting.COMBINE else x * factor.unsqueeze(-1).to(x.dtype)
+    y = torch.where(valid.unsqueeze(-1), y, torch.zeros_like(y))
+    return y if received.out is None else received.out.copy_(y.view_as(received.out))
+
+
+def expected(x: Tensor, routing: PhysicalRouting) -> Tensor:
+    return (x.float() * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
+
+
+def same(actual: Tensor, wanted: Tensor, what: object) -> None:
+    torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+# --- the checks -----------------------------------------------------------------------------------------------------
+
+
+def uneven_and_empty_ranks(case: Case) -> None:
+    for counts in COUNTS:
+        x, routing, wanted = case.call(counts[case.rank % 4])
+        case.same(case.once(x, routing), wanted, f"T={counts}")
+
+
+def rows_go_where_they_belong(case: Case) -> None:
+    """All to one rank, all to one expert, several experts of one rank, none at all."""
+    g, home = case.shape, (case.ranks - 1) * CAP
+    x = rows(case.rank, 4, g.dtype)
+    for chosen, what in (([0, 1, 2], "three experts of one rank"), ([1], "one expert"), ([], "no expert")):
+        local = (chosen + [-1] * g.top_k)[: g.top_k]
+        ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * 4)
+        weights = torch.arange(1, g.top_k + 1).float().expand(4, -1).contiguous()
+        routing = PhysicalRouting(PhysicalIds(ids), weights)
+        received = case.dispatcher.dispatch(x.to(case.device), moved(routing, case.device))
+        if received.layout is RowLayout.RANK_MAJOR and case.dispatcher.capabilities.dedup:
+            assert received.local_ids is not None
+            carried = int((received.local_ids >= 0).any(1).sum())
+            here = 4 * case.ranks if case.rank == case.ranks - 1 and max(local) >= 0 else 0
+            case.that(carried == here, f"{what}: {carried} rows with experts arrived, not {here}")
+        y = case.dispatcher.combine(case.experts(received), received.handle)
+        case.same(y, expected(x, routing), what)
+
+
+def views_are_taken(case: Case) -> None:
+    """Rows, ids and weights that are a part of wider tensors; int32 ids."""
+    x, routing, wanted = case.call(6)
+    wide = torch.cat([x, x + 1], 1)[:, :HIDDEN]
+    ids = torch.cat([routing.ids, routing.ids], 1)[:, : case.shape.top_k].int()
+    weights = torch.cat([routing.weights, routing.weights], 1)[:, : case.shape.top_k]
+    case.same(case.once(wide, PhysicalRouting(PhysicalIds(ids), weights)), wanted, "views")
+
+
+def two_in_flight(case: Case) -> None:
+    a, to_a, wanted_a = case.call(3 + case.rank % 4)
+    b, to_b, wanted_b = case.call(2, seed=50)
+    dispatcher = case.dispatcher
+    first, second = dispatcher.dispatch_start(a, to_a), dispatcher.dispatch_start(b, to_b)
+    got_a, got_b = first.wait(), second.wait()
+    back_a = dispatcher.combine_start(case.experts(got_a), got_a.handle)
+    back_b = dispatcher.combine_start(case.experts(got_b), got_b.handle)
+    case.same(back_b.wait(), wanted_b, "second call")
+    case.same(back_a.wait(), wanted_a, "first call")
+
+
+def nan_stays_with_its_owner(case: Case) -> None:
+    """Rank 0's rows and everybody's unused weights are NaN; whoever shares experts with rank 0 is none the worse."""
+    x, routing, wanted = case.call(5)
+    absent = routing.ids < 0
+    routing = PhysicalRouting(routing.ids, routing.weights.masked_fill(absent, torch.nan))
+    y = case.once(torch.full_like(x, torch.nan) if case.rank == 0 else x, routing)
+    if case.rank:
+        case.same(y, wanted, "beside NaN")
+    else:
+        nothing = absent.all(1)
+        case.that(bool(y[~nothing].isnan().all()), "NaN rows came back as numbers")
+        case.that(bool((y[nothing] == 0).all()), "rows without an expert must be zero")
+
+
+def equal_calls_give_equal_bits(case: Case) -> None:
+    if not case.dispatcher.capabilities.deterministic:
+        return
+    x = torch.randn(MAX_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(case.rank))
+    x = x.to(case.shape.dtype).to(case.device)
+    routing = moved(routes(case.rank, MAX_TOKENS, case.ranks, case.shape.top_k), case.device)
+    first = case.once(x, routing)
+    for _ in range(5):
+        case.same(case.once(x, routing), first, "again")
+
+
+@contextmanager
+def _uninitialised_is_nan() -> Iterator[None]:
+    memory: Any = torch.utils.deterministic
+    was = memory.fill_uninitialized_memory
+    # what torch.use_deterministic_algorithms calls; that one imports inductor, a second a rank
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(False)
+        memory.fill_uninitialized_memory = was
+
+
+def poisoned_buffers(case: Case) -> None:
+    """What a call leaves behind, in received rows and in those for the way back, is no part of the next one."""
+    with _uninitialised_is_nan():
+        for turn in range(4):
+            tokens = (MAX_TOKENS, 3, 0, 11)[(turn + case.rank) % 4]
+            x, routing, wanted = case.call(tokens, seed=turn)
+            received = case.dispatcher.dispatch(x, routing)
+            y = case.experts(received)
+            out = case.dispatcher.combine(y, received.handle)
+            case.same(out, wanted, f"turn {turn}")
+            # once all have read: peers may fetch rows from here
+            dist.barrier()
+            y.fill_(torch.nan)
+            if received.out is not None:
+                received.x.fill_(torch.nan)
+            dist.barrier()
+
+
+def random_delays(case: Case) -> None:
+    """Ranks that come late, each at another step: nobody reads before it was written, or writes before it was read."""
+    generator = torch.Generator().manual_seed(case.rank + 5)
+    results = []
+    for turn in range(6):
+        x, routing, wanted = case.call(1 + turn, seed=10 * turn)
+        _delay(case.device, generator)
+        received = case.dispatcher.dispatch(x, routing)
+        _delay(case.device, generator)
+        results.append((case.dispatcher.combine(identity(received), received.handle), wanted))
+    for turn, (y, wanted) in enumerate(results):
+        case.same(y, wanted, f"turn {turn}")
+
+
+def _delay(device: torch.device, generator: torch.Generator) -> None:
+    share = float(torch.rand(1, generator=generator))
+    if device.type == "cuda":
+        torch.cuda._sleep(int(share * 4e6))  # cycles: 2 ms at most
+    else:
+        time.sleep(share * 0.002)
+
+
+def captured_and_replayed(case: Case) -> None:
+    """Other rows, routes and numbers of tokens in each of 1,000 replays; a transport that cannot must say so."""
+    if case.device.type != "cuda":
+        return
+    g, device = case.shape, case.device
+    x = torch.zeros(MAX_TOKENS, HIDDEN, dtype=g.dtype, device=device)
+    ids = torch.full((MAX_TOKENS, g.top_k), -1, dtype=torch.int64, device=device)
+    routing = PhysicalRouting(PhysicalIds(ids), torch.zeros(ids.shape, device=device))
+    graph = torch.cuda.CUDAGraph()
+    if not case.dispatcher.capabilities.cuda_graph:
+        _refuses_capture(case, graph, x, routing)
+        return
+    case.once(x, routing)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = case.once(x, routing)
+    batches = []
+    for seed in range(8):
+        tokens = (0, 1, MAX_TOKENS, 7)[(seed + case.rank) % 4]
+        new = rows(case.rank + seed, MAX_TOKENS, g.dtype)
+        to = routes(case.rank + seed, MAX_TOKENS, case.ranks, g.top_k)
+        to.ids[tokens:] = -1  # rows that fill a batch up to its captured size
+        batches.append((new.to(device), moved(to, device), expected(new, to).to(device)))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for replay in range(REPLAYS):
+        new, to, wanted = batches[replay % len(batches)]
+        x.copy_(new)
+        routing.ids.copy_(to.ids)
+        routing.weights.copy_(to.weights)
+        graph.replay()
+        wrong += (y != wanted).any()
+    case.that(int(wrong) == 0, f"{int(wrong)} of {REPLAYS} replays differ")
+
+
+def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing: PhysicalRouting) -> None:
+    said = ""
+    try:
+        with torch.cuda.graph(graph):
+            case.dispatcher.dispatch(x, routing)
+    except InputError as error:
+        said = str(error)
+    case.that("cannot be captured" in said, f"a capture must be refused with those that can be captured, got {said!r}")
+
+
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    uneven_and_empty_ranks,
+    rows_go_where_they_belong,
+    views_are_taken,
+    two_in_flight,
+    nan_stays_with_its_owner,
+    equal_calls_give_equal_bits,
+    poisoned_buffers,
+    random_delays,
+    captured_and_replayed,
+)

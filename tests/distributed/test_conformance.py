@@ -1,0 +1,163 @@
+"""Every transport in the tree against the public contract; those of GPUs on a CPU too, over an emulation of theirs."""
+
+import dataclasses
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext, InputError, registry
+from ep_moe.all2all import flashinfer_nvlink
+from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
+from ep_moe.parallel.link import Link
+from ep_moe.testing import check_dispatcher, distributed, rank_device
+from ep_moe.testing.conformance import MAX_TOKENS, Case, expected, geometry, moved, routes, rows, same
+from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
+from tests.flashinfer_nvlink_emulation import communication
+
+
+def nvlink(shape: Geometry, link: Link) -> Dispatcher:
+    """The real one on GPUs."""
+    if rank_device().type == "cpu":
+        flashinfer_nvlink.communication = communication
+    return FlashInferNVLinkDispatcher(shape, link)
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("name", ["allgather", "torch_a2a"])
+def test_transports_of_torch(name, world_size):
+    dtypes = (torch.bfloat16,) if rank_device().type == "cuda" else None
+    check_dispatcher(registry.load("dispatchers", name), dtypes=dtypes)
+
+
+@distributed(2, 4)
+def test_flashinfer_nvlink(world_size):
+    if rank_device().type == "cuda" and (why := FlashInferNVLinkDispatcher.available()):
+        pytest.skip(why)
+    check_dispatcher(nvlink, dtypes=None if rank_device().type == "cuda" else (torch.bfloat16,))
+
+
+# --- errors that the suite must see ---------------------------------------------------------------------------------
+
+
+class OffByOne(TorchAll2AllDispatcher):
+    def _dispatch(self, x, routing, problem, max_tokens):
+        ids = torch.where(routing.ids >= 0, (routing.ids + 1) % self.geometry.num_physical, -1)
+        return super()._dispatch(x, PhysicalRouting(PhysicalIds(ids), routing.weights), problem, max_tokens)
+
+
+class Unweighted(TorchAll2AllDispatcher):
+    def _changed(self, received: Received) -> Received:
+        return dataclasses.replace(received, weights=torch.ones_like(received.weights))
+
+    def dispatch_start(self, *arguments, **options):
+        pending = super().dispatch_start(*arguments, **options)
+        return mock.Mock(wait=lambda: self._changed(pending.wait()))
+
+
+class ForeignIds(Unweighted):
+    """Other ranks' experts under this rank's numbers."""
+
+    def _changed(self, received: Received) -> Received:
+        ids = received.local_ids.clone()
+        ids[ids < 0] = self.geometry.cap
+        return dataclasses.replace(received, local_ids=LocalIds(ids))
+
+
+class SharedState(TorchAll2AllDispatcher):
+    """Keeps the newest call's handle for all."""
+
+    def dispatch_start(self, *arguments, **options):
+        pending = super().dispatch_start(*arguments, **options)
+
+        def finish():
+            received = pending.wait()
+            self.latest = received.handle
+            return received
+
+        return mock.Mock(wait=finish)
+
+    def _combine(self, y, handle):
+        return super()._combine(y, self.latest)
+
+
+class LastRowLost(TorchAll2AllDispatcher):
+    def _combine(self, y, handle):
+        pending = super()._combine(y, handle)
+
+        def finish():
+            out = pending.wait().clone()
+            out[MAX_TOKENS - 1 :] = 0
+            return out
+
+        return mock.Mock(wait=finish)
+
+
+class Copied(TorchAll2AllDispatcher):
+    """Claims to send a row once per rank, and sends it to every rank."""
+
+    def _wanted(self, ids):
+        return torch.ones_like(super()._wanted(ids))
+
+
+@distributed(4)
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (Unweighted, "uneven and empty ranks"),
+        (ForeignIds, "local ids out of range"),
+        (SharedState, "two in flight"),
+        (LastRowLost, "uneven and empty ranks"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_suite_sees_it(wrong, sentence, world_size):
+    with pytest.raises(Exception, match=sentence):
+        check_dispatcher(wrong, dtypes=(torch.bfloat16,), deadline_s=10)
+
+
+# --- fixed buffers --------------------------------------------------------------------------------------------------
+
+
+@distributed(2, 4)
+def test_one_token_too_many(world_size):
+    """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
+    rank, device = dist.get_rank(), rank_device()
+    deadline_s = 20.0 if device.type == "cuda" else 8.0
+    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
+        shape = geometry(world_size, 2, torch.bfloat16)
+        dispatcher = nvlink(shape, context.links["ep"])
+        x, good = rows(rank, MAX_TOKENS, torch.bfloat16), routes(rank, MAX_TOKENS, world_size, 2, drop=0.0)
+        same(Case(dispatcher, device).once(x.to(device), moved(good, device)), expected(x, good), "at capacity")
+        sentence = f"rank 1: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"
+        if rank == 1:
+            more = routes(rank, MAX_TOKENS + 1, world_size, 2)
+            with pytest.raises(InputError, match=sentence):
+                dispatcher.dispatch(rows(rank, MAX_TOKENS + 1, torch.bfloat16).to(device), moved(more, device))
+        else:
+            y = Case(dispatcher, device).once(x.to(device), moved(good, device)).cpu()
+            touched = (good.ids // shape.cap == 1).any(1)
+            assert touched.any()
+            assert y[touched].isnan().all()
+            same(y[~touched], expected(x, good)[~touched], "rows that rank 1 has no part in")
+        dist.barrier()
+        time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
+        with pytest.raises(InputError, match=sentence):
+            context.ledger.check()
+
+
+@distributed(2)
+def test_fewer_tokens_at_most(world_size):
+    rank, device = dist.get_rank(), rank_device()
+    with EPContext.from_groups(device=device, deadline_s=20) as context:
+        dispatcher = nvlink(geometry(world_size, 2, torch.bfloat16), context.links["ep"])
+        x, routing = rows(rank, 3 + rank, torch.bfloat16), routes(rank, 3 + rank, world_size, 2)
+        received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=5)
+        assert len(received.x) == 5 * world_size
+        y = received.out.copy_(received.x * (received.weights * (received.local_ids >= 0)).nan_to_num().sum(1, True))
+        y[(received.local_ids < 0).all(1)] = 0
+        same(dispatcher.combine(y, received.handle), expected(x, routing), "bound of 5")

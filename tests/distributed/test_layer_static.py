@@ -1,0 +1,156 @@
+"""Whole layers over a transport with fixed buffers, which neither waits on the host nor changes shape: every layout on
+the CPU over an emulation of FlashInfer's communication, and captured into CUDA graphs on GPUs."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens
+from ep_moe.all2all import flashinfer_nvlink
+from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.errors import InputError
+from ep_moe.testing import distributed, rank_device
+from ep_moe.types import LogicalIds, Routing
+from ep_moe.weights.schemes import SCHEMES
+from tests.distributed.cases import check_call
+from tests.expert_oracle import expected_and_limit, random_expert, worst
+from tests.flashinfer_nvlink_emulation import communication
+from tests.helpers import fill, integer_routing
+
+CONFIG = MoEConfig(
+    hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2, expert_bias=True
+)
+ON_CPU = dataclasses.replace(FlashInferNVLinkDispatcher.capabilities, devices=frozenset({"cpu"}), dtypes=None)
+LAYOUTS = {
+    "dp 4": {"dp": 4},
+    "tp 4": {"tp": 4},
+    "dp 2 tp 2": {"dp": 2, "tp": 2},
+    "dp 2 tp 2 etp 2": {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+    "dp 4 etp 2": {"dp": 4, "ep": 2, "etp": 2},
+    "sharded": {"dp": 2, "tp": 2, "tokens": Tokens.SHARDED},
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 over the emulation, on the CPU")
+@distributed(4)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_every_layout_equals_one_process(sizes, world_size):
+    flashinfer_nvlink.communication = communication
+    FlashInferNVLinkDispatcher.capabilities = ON_CPU
+    FlashInferNVLinkDispatcher.available = classmethod(lambda cls: None)
+    FlashInferNVLinkDispatcher.platform_problem = classmethod(lambda cls, layout: None)
+    device = rank_device()
+    with EPContext.from_groups(ParallelConfig(**LAYOUTS[sizes]), device=device, max_tokens=9) as context:
+        for make in (ExpertMap.linear, lambda experts, ranks: ExpertMap.redundant(experts, ranks, 2 * ranks)):
+            layer = fill(MoELayer(CONFIG, context, expert_map=make(6, context.layout.ep)))
+            assert layer.choice.all2all == "flashinfer_nvlink"
+            for tokens in (9, 0, 5):
+                check_call(layer, context, tokens=tokens, what=f"{sizes}, T={tokens}")
+            with context.at_most(4):
+                check_call(layer, context, tokens=4, what=f"{sizes}, at most 4")
+            check_call(layer, context, tokens=9, what=f"{sizes}, after")
+
+
+# --- on GPUs --------------------------------------------------------------------------------------------------------
+
+WIDE = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=10, top_k=3)
+TOKENS = 32
+
+
+class Captured:
+    """A layer captured at TOKENS tokens, and what it must give for others."""
+
+    def __init__(self, layer: MoELayer, tensors: list[dict[str, torch.Tensor]], scheme: str) -> None:
+        self.layer, self.tensors, self.scheme, self.device = layer, tensors, SCHEMES[scheme], layer.device
+        self.x = torch.zeros(TOKENS, WIDE.hidden_size, dtype=torch.bfloat16, device=self.device)
+        ids = torch.full((TOKENS, WIDE.top_k), -1, dtype=torch.int64, device=self.device)
+        self.routing = Routing(LogicalIds(ids), torch.zeros(ids.shape, device=self.device))
+        with torch.no_grad():
+            layer.forward_routed(self.x, self.routing)
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.y = layer.forward_routed(self.x, self.routing)
+
+    def replay(self, tokens: int, seed: int) -> float:
+        """The largest error over its limit, of `tokens` tokens and empty rows up to the captured number."""
+        generator = torch.Generator().manual_seed(seed)
+        self.x.copy_(torch.randn(TOKENS, WIDE.hidden_size, generator=generator))
+        routing = integer_routing(TOKENS, WIDE, seed)
+        self.routing.ids.copy_(routing.ids)
+        self.routing.ids[tokens:] = -1
+        self.routing.weights.copy_(routing.weights)
+        self.graph.replay()
+        expected, limit = expected_and_limit(
+            WIDE, self.scheme, self.tensors, self.x, self.routing.ids, self.routing.weights, torch.bfloat16
+        )
+        assert (self.y[tokens:] == 0).all()
+        return worst(self.y, expected, (1 + dist.get_world_size()) * limit)
+
+
+on_gpus = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(FlashInferNVLinkDispatcher.available()), reason="needs GPUs and FlashInfer"
+)
+
+
+@on_gpus
+@distributed(2, 4)
+@pytest.mark.parametrize(
+    ("scheme", "experts"),
+    [("none", "flashinfer_cutlass"), ("fp8_block", "fp8_block_triton"), ("mxfp4", "flashinfer_cutlass")],
+)
+def test_captured_with_other_routes_tokens_and_placements(scheme, experts, world_size):
+    rank, device = dist.get_rank(), rank_device()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
+        maps = [ExpertMap.redundant(10, world_size, 2 * world_size)]
+        layer = MoELayer(WIDE, context, expert_map=maps[0], quantization=scheme, experts=experts, dtype=torch.bfloat16)
+        assert layer.choice.all2all == "flashinfer_nvlink"
+        tensors = [random_expert(WIDE, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
+        for expert in range(10):
+            layer.update_expert(expert, **tensors[expert])
+        with context.at_most(TOKENS):
+            captured = Captured(layer, tensors, scheme)
+        for seed, tokens in enumerate((TOKENS, 0, 1, 17)):
+            found = captured.replay(tokens if rank % 2 else TOKENS - tokens, 10 * seed + rank)
+            assert found <= 1, (seed, found)
+        rotated = maps[0].physical_to_logical[maps[0].cap :] + maps[0].physical_to_logical[: maps[0].cap]
+        moved = ExpertMap(physical_to_logical=rotated, num_experts=10, num_ranks=world_size)
+        layer.placement.update(moved)
+        layer.expert_weights.expert_map = moved
+        for expert in range(10):
+            layer.update_expert(expert, **tensors[expert])
+        assert captured.replay(TOKENS, 77 + rank) <= 1, "after the placement changed"
+        check_call_eagerly(layer, tensors, scheme)
+
+
+def check_call_eagerly(layer: MoELayer, tensors: list[dict[str, torch.Tensor]], scheme: str) -> None:
+    """The same layer outside the graph, with uneven numbers of tokens."""
+    rank, device = dist.get_rank(), layer.device
+    tokens = (33, 0, 64, 7)[rank]
+    x = torch.randn(tokens, WIDE.hidden_size, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
+    routing = integer_routing(tokens, WIDE, rank)
+    routing = Routing(LogicalIds(routing.ids.to(device)), routing.weights.to(device))
+    with torch.no_grad():
+        y = layer.forward_routed(x, routing)
+    expected, limit = expected_and_limit(
+        WIDE, SCHEMES[scheme], tensors, x, routing.ids, routing.weights, torch.bfloat16
+    )
+    assert worst(y, expected, (1 + dist.get_world_size()) * limit) <= 1
+
+
+@on_gpus
+@distributed(2, 4)
+def test_a_transport_that_waits_refuses_a_capture(world_size):
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
+        layer = MoELayer(WIDE, context, all2all="torch_a2a", experts="reference", dtype=torch.bfloat16)
+        x = torch.zeros(4, WIDE.hidden_size, dtype=torch.bfloat16, device=context.device)
+        sentence = (
+            "torch_a2a waits for the device and cannot be captured in a CUDA graph; of those available here .*local"
+        )
+        with torch.no_grad():
+            layer(x)
+            torch.cuda.synchronize()
+            with pytest.raises(InputError, match=sentence), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                layer(x)

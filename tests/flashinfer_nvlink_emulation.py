@@ -1,0 +1,90 @@
+"""FlashInfer's one-sided communication by its documented contract, on gloo: the rank of an id, one row per (token,
+rank) in any order, garbage in empty rows, sums of the ranks' rows in float32. It checks what the real one takes on
+trust."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # moeAlltoAllKernels.cu, FlashInfer 0.7.2.post1
+sizes_made: list[int] = []  # FlashInfer shares equal workspaces within a process
+
+
+@dataclass
+class Communication:
+    """`flashinfer.moe_ep.NVLinkOneSidedAlltoAll`, as far as a dispatcher uses it."""
+
+    group: Any
+    rank: int
+    size: int
+    params: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        assert self.params["top_k"] in TOP_KS
+        assert self.params["num_experts"] % self.size == 0
+        self._plan: Any = None
+        self._buffer: Tensor | None = None
+        self._step = 0
+
+    def dispatch(self, hidden: Tensor, ids: Tensor, weights: Tensor, *, max_tokens_per_rank: int) -> Any:
+        assert self._plan is None, "dispatch called twice without an intervening combine"
+        assert 0 < max_tokens_per_rank <= self.params["max_tokens_per_rank"]
+        assert len(hidden) <= max_tokens_per_rank, "writes past its part of the peers' buffers"
+        assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+        assert ids.shape == weights.shape == (len(hidden), self.params["top_k"])
+        assert all(t.is_contiguous() for t in (hidden, ids, weights))
+        assert ((ids >= 0) & (ids < self.params["num_experts"])).all(), "writes to memory that is nobody's"
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, (hidden, ids, weights, max_tokens_per_rank), group=self.group)
+        assert len({bound for *_, bound in everyone}) == 1, "ranks disagree about the layout"
+        each = self.params["num_experts"] // self.size
+        shape = (self.size, max_tokens_per_rank)
+        rows = torch.full((*shape, hidden.shape[1]), torch.nan, dtype=hidden.dtype)
+        got_ids = torch.full((*shape, ids.shape[1]), -1, dtype=torch.int32)
+        got_weights = torch.full((*shape, ids.shape[1]), torch.nan)
+        self._step += 1
+        generator = torch.Generator().manual_seed(self._step * 100 + self.rank)
+        plan = []
+        for source, (x, i, w, _) in enumerate(everyone):
+            tokens = (i // each == self.rank).any(1).nonzero().flatten()
+            tokens = tokens[torch.randperm(len(tokens), generator=generator)]
+            for target, value in ((rows, x), (got_ids, i), (got_weights, w)):
+                target[source, : len(tokens)] = value[tokens]
+            plan.append(tokens)
+        self._plan, self._tokens, self._bound = plan, len(hidden), max_tokens_per_rank
+        return SimpleNamespace(
+            hidden_states=rows.flatten(0, 1), topk_ids=got_ids.flatten(0, 1), topk_weights=got_weights.flatten(0, 1)
+        )
+
+    def get_combine_input_buffer(self, dtype: torch.dtype) -> Tensor:
+        assert self._plan is not None, "get_combine_input_buffer called before dispatch"
+        self._buffer = torch.full((self.size * self._bound, self.params["hidden_size"]), torch.nan, dtype=dtype)
+        return self._buffer
+
+    def combine(self, y: Tensor) -> Tensor:
+        assert self._plan is not None, "combine called before dispatch"
+        assert y.shape == (self.size * self._bound, self.params["hidden_size"])
+        assert y.is_contiguous()
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, (y.view(self.size, self._bound, -1), self._plan), group=self.group)
+        total = torch.zeros(self._tokens, y.shape[1])
+        for rows, plan in everyone:
+            total[plan[self.rank]] += rows[self.rank, : len(plan[self.rank])].float()
+        self._plan = self._buffer = None
+        return total.to(y.dtype)
+
+    def destroy(self) -> None:
+        self.params = {}
+
+
+def communication(group: dict[str, Any], params: dict[str, Any], config: dict[str, Any]) -> Communication:
+    size = params["hidden_size"] * 1000 + config["extra_payload_bytes_per_token"]
+    assert (params["max_tokens_per_rank"], size) not in sizes_made, "two users of one workspace"
+    sizes_made.append((params["max_tokens_per_rank"], size))
+    return Communication(group["process_group"], group["rank"], group["world_size"], params)

@@ -1,0 +1,82 @@
+"""Why `flashinfer_nvlink` is not chosen, each with its sentence, and where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout
+from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.select import choose, explain
+
+GPU = torch.device("cuda")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def four_gpus(monkeypatch):
+    """One host with 4 Hopper GPUs and FlashInfer, as far as the choice looks: it runs nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(FlashInferNVLinkDispatcher, "available", classmethod(lambda cls: None))
+
+
+def config(top_k: int = 2, hidden: int = 256) -> MoEConfig:
+    return MoEConfig(hidden_size=hidden, intermediate_size=256, num_experts=32, top_k=top_k)
+
+
+def layout(ep: int = 4, etp: int = 1) -> RankLayout:
+    return RankLayout(world=ep * etp, rank=0, dp=ep * etp, ep=ep, etp=etp)
+
+
+def reason(config=config(), layout=layout(), device=GPU, dtype=BF16, max_tokens: int | None = 128) -> str | None:  # noqa: B008
+    rows = explain(config, layout, device, dtype, max_tokens=max_tokens)
+    (row,) = (row for row in rows if (row.all2all, row.experts) == ("flashinfer_nvlink", "reference"))
+    return row.reason if row.status == "refused" else None
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 22])
+def test_it_is_the_first_choice_where_it_can_run(top_k):
+    found = choose(config(top_k), layout(), GPU, BF16, max_tokens=128)
+    assert (found.all2all, found.reason) == ("flashinfer_nvlink", "straight into peers' memory, no host sync")
+    assert choose(config(top_k), layout(1), GPU, BF16, max_tokens=128).all2all == "local"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_tokens": None}, "flashinfer_nvlink has fixed buffers; say how large by EPContext(max_tokens=...)"),
+        ({"config": config(23)}, "flashinfer_nvlink serves top_k of at most 22, got 23"),
+        ({"config": config(2, 20)}, "flashinfer_nvlink needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
+        ({"dtype": torch.float32}, "flashinfer_nvlink carries bfloat16, float16, not float32"),
+        ({"layout": layout(65)}, "flashinfer_nvlink serves at most 64 ranks, ep=65"),
+        ({"layout": layout(8)}, "flashinfer_nvlink has been run within one host only: ep * etp is 8, and this host "
+         "shows 4 GPUs"),
+        ({"layout": layout(4, 2)}, "flashinfer_nvlink has been run within one host only: ep * etp is 8, and this host "
+         "shows 4 GPUs"),
+        ({"device": torch.device("cpu")}, "flashinfer_nvlink runs on cuda, not on cpu"),
+    ],
+)  # fmt: skip
+def test_refusals(fields, sentence):
+    assert reason() is None
+    assert reason(**fields) == sentence
+
+
+def test_not_installed(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert FlashInferNVLinkDispatcher.available() == "FlashInfer is not installed; pip install ep-moe[gpu]"
+    with pytest.raises(BackendUnavailable, match="FlashInfer is not installed"):
+        choose(config(), layout(), GPU, BF16, all2all="flashinfer_nvlink", max_tokens=8)
+
+
+def test_bounds_of_a_context():
+    context = EPContext.local(torch.device("cpu"))
+    with (
+        pytest.raises(ConfigError, match=r"at_most: max_tokens must be an integer in \[1, None\]"),
+        context.at_most(5),
+    ):
+        pass
+    layer = MoELayer(config(), context)
+    assert layer.geometry.max_tokens is None
+    assert layer(torch.zeros(3, 256)).shape == (3, 256)
