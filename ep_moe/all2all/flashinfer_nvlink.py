@@ -25,7 +25,7 @@ TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compile
 
 
 @dataclass(eq=False)
-class _Lane:
+class Lane:
     """One workspace, and whether a call is under way in it."""
 
     communication: Any
@@ -33,6 +33,8 @@ class _Lane:
 
 
 class FlashInferNVLinkDispatcher(Dispatcher):
+    """lanes: the workspaces made so far, one per call that was ever in flight at once."""
+
     name = "flashinfer_nvlink"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
@@ -55,7 +57,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         super().__init__(geometry, link)
         self._top_k = next(size for size in TOP_KS if size >= geometry.top_k)
         self._base = link.rank * geometry.cap
-        self._lanes: list[_Lane] = []
+        self.lanes: list[Lane] = []
 
     @classmethod
     def available(cls) -> str | None:
@@ -98,12 +100,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         )
         return Pending(lambda: received)
 
-    def _combine(self, y: Tensor, handle: _Lane) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: Lane) -> Pending[Tensor]:
         out = handle.communication.combine(y.contiguous())
         handle.busy = False
         return Pending(lambda: out)
 
-    def _poison(self, lane: _Lane, device: torch.device) -> None:
+    def _poison(self, lane: Lane, device: torch.device) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
         if capturing(device):
             return
@@ -115,19 +117,19 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         lane.communication.combine(rows)
 
     def destroy(self) -> None:
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.communication.destroy()
-        self._lanes.clear()
+        self.lanes.clear()
 
     # --- workspaces --------------------------------------------------------------------------------------------
 
-    def _free_lane(self, device: torch.device) -> _Lane:
+    def _free_lane(self, device: torch.device) -> Lane:
         """All ranks make the same calls, and so they run out of lanes together and make another together."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             if not lane.busy:
                 return lane
-        self._lanes.append(_Lane(self._connect(device)))
-        return self._lanes[-1]
+        self.lanes.append(Lane(self._connect(device)))
+        return self.lanes[-1]
 
     def _connect(self, device: torch.device) -> Any:
         if capturing(device):

@@ -62,7 +62,7 @@ def lose(parallel: ParallelConfig, all2all: str, stage: str, how: Callable[[], N
         elif stage == "router":
             layer.router.register_forward_pre_hook(lambda *_: how())
         elif stage == "experts":
-            layer.experts = lambda received: how()
+            layer.experts = lambda received, out: how()
         elif stage == "combine":
             layer.dispatcher._combine = lambda *_: how()
         layer(x)

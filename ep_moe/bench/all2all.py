@@ -1,0 +1,258 @@
+"""Dispatch and combine alone, with experts that return their input: every transport that runs here, beside its floor.
+
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.all2all [--hidden H ...] [--tokens T ...] [--csv F] ...
+
+Microseconds of one dispatch and one combine, the slowest rank's median: of CUDA-graph replays where the transport can
+be captured, else of eager calls with their host work. bf16 rows, 128 experts, top-8, uniform routing.
+
+wire      bytes that leave the busiest rank: rows, ids and weights out, rows back
+p2p       copies between the same GPUs, all at once, measured in the same run: bytes/s
+floor     wire / p2p
+raw       the library's own calls on ids that are ready, where there is a library: what our adapter adds
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ep_moe import registry
+from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.context import EPContext
+from ep_moe.types import PhysicalIds, PhysicalRouting
+
+EXPERTS, TOP_K = 128, 8
+HIDDEN = (2048, 4096, 7168)
+TOKENS = (1, 16, 128, 1024, 8192)
+DTYPE = torch.bfloat16
+
+
+@dataclass
+class Line:
+    transport: str
+    hidden: int
+    tokens: int
+    us: float
+    captured: bool
+    wire_bytes: int
+    floor_us: float
+    raw_us: float | None = None
+
+
+def measure(context: EPContext, hidden: Sequence[int], tokens: Sequence[int]) -> tuple[list[Line], float]:
+    rate = p2p_rate(context)
+    lines: list[Line] = []
+    for size in hidden:
+        for count in tokens:
+            x, routing = inputs(context, size, count)
+            wire = busiest(context, wire_bytes(context, routing, size))
+            for name in registry.targets("dispatchers"):
+                if (reason := refusal(name, context, size, count)) is not None:
+                    if (size, count) == (hidden[0], tokens[0]) and context.layout.rank == 0:
+                        Console().print(f"{name}: {reason}")
+                    continue
+                line = Line(name, size, count, 0.0, False, wire, wire / rate * 1e6)
+                time_transport(context, line, x, routing)
+                lines.append(line)
+    return lines, rate
+
+
+def refusal(name: str, context: EPContext, hidden: int, tokens: int) -> str | None:
+    reason = registry.why_not("dispatchers", name)
+    if reason is not None:
+        return reason
+    kind: type[Dispatcher] = registry.load("dispatchers", name)
+    return kind.why_not(hidden, TOP_K, context.layout.ep, DTYPE, tokens) or kind.platform_problem(context.layout)
+
+
+def inputs(context: EPContext, hidden: int, tokens: int) -> tuple[Tensor, PhysicalRouting]:
+    generator = torch.Generator(device=context.device).manual_seed(context.layout.rank)
+    scores = torch.rand(tokens, EXPERTS, generator=generator, device=context.device)
+    ids = scores.topk(TOP_K).indices
+    x = torch.randn(tokens, hidden, generator=generator, device=context.device).to(DTYPE)
+    return x, PhysicalRouting(PhysicalIds(ids), torch.full(ids.shape, 1 / TOP_K, device=context.device))
+
+
+def wire_bytes(context: EPContext, routing: PhysicalRouting, hidden: int) -> int:
+    """Each token once to each other rank that has one of its experts, and its result back."""
+    ranks = context.layout.ep
+    owner = routing.ids // (EXPERTS // ranks)
+    wanted = torch.zeros(len(owner), ranks, dtype=torch.bool, device=owner.device).scatter_(1, owner, True)
+    wanted[:, context.layout.ep_rank] = False
+    return int(wanted.sum()) * (2 * hidden * DTYPE.itemsize + TOP_K * 8)
+
+
+def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting) -> None:
+    geometry = Geometry(
+        hidden_size=line.hidden,
+        top_k=TOP_K,
+        cap=EXPERTS // context.layout.ep,
+        num_ranks=context.layout.ep,
+        dtype=DTYPE,
+        max_tokens=line.tokens,
+    )
+    dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(geometry, context.links["ep"])
+
+    def pair() -> Tensor:
+        received = dispatcher.dispatch(x, routing)
+        return dispatcher.combine(received.x if received.out is None else received.out, received.handle)
+
+    line.captured = dispatcher.capabilities.cuda_graph
+    calls: list[Callable[[], Any]] = [pair]
+    pair()
+    if line.transport == "flashinfer_nvlink":
+        calls.append(flashinfer_pair(dispatcher, x, routing))
+    times = (replayed if line.captured else eager)(calls)
+    line.us = slowest(context, times[0])
+    if len(times) > 1:
+        line.raw_us = slowest(context, times[1])
+    torch.cuda.synchronize()
+    dist.barrier()
+    dispatcher.destroy()
+
+
+def flashinfer_pair(dispatcher: Any, x: Tensor, routing: PhysicalRouting) -> Callable[[], Any]:
+    """FlashInfer's own calls, zero copy on the way back."""
+    communication, ids = dispatcher.lanes[0].communication, routing.ids.int()
+
+    def pair() -> None:
+        communication.dispatch(x, ids, routing.weights)
+        communication.combine(communication.get_combine_input_buffer(DTYPE))
+
+    return pair
+
+
+def replayed(calls: list[Callable[[], Any]], *, repeat: int = 10, replays: int = 15) -> list[float]:
+    """Median microseconds of each; replays take turns."""
+    graphs = []
+    for call in calls:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeat):
+                call()
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(replays + 2):
+        for graph, own in zip(graphs, times, strict=True):
+            dist.barrier()
+            own.append(_timed(graph.replay) / repeat)
+    return [statistics.median(own[2:]) for own in times]
+
+
+def eager(calls: list[Callable[[], Any]], *, repeat: int = 5, replays: int = 9) -> list[float]:
+    found = []
+    for call in calls:
+        times = []
+        for _ in range(replays + 2):
+            dist.barrier()
+            times.append(_timed(lambda call=call: [call() for _ in range(repeat)]) / repeat)  # type: ignore[misc]
+        found.append(statistics.median(times[2:]))
+    return found
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end) * 1e3)
+
+
+def p2p_rate(context: EPContext) -> float:
+    """Bytes/s that each GPU copies to the next one while all do."""
+    local, ranks = context.device.index, context.layout.ep
+    target = torch.device("cuda", (local + 1) % ranks)
+    source = torch.ones(1 << 28, dtype=torch.uint8, device=context.device)
+    sink = torch.empty_like(source, device=target)
+    (us,) = eager([lambda: sink.copy_(source)])
+    return float(source.nbytes / slowest(context, us) * 1e6)
+
+
+def slowest(context: EPContext, us: float) -> float:
+    found = torch.tensor([us], dtype=torch.float64, device=context.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def busiest(context: EPContext, count: int) -> int:
+    return int(slowest(context, float(count)))
+
+
+def table(lines: list[Line], rate: float) -> Table:
+    found = Table(title=f"dispatch + combine, bf16, E={EXPERTS}, K={TOP_K}; p2p {rate / 1e9:.0f} GB/s")
+    for name in ("H", "T", "transport", "us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us", ""):
+        found.add_column(name, no_wrap=True, justify="left" if name in ("transport", "") else "right")
+    for line in lines:
+        found.add_row(
+            str(line.hidden),
+            str(line.tokens),
+            line.transport,
+            f"{line.us:.1f}",
+            f"{line.us / line.floor_us:.1f}" if line.wire_bytes else "",
+            f"{line.wire_bytes / 1024:.0f}",
+            f"{line.floor_us / line.us:.0%}",
+            "" if line.raw_us is None else f"{line.raw_us:.1f}",
+            "" if line.raw_us is None else f"{line.us - line.raw_us:+.1f}",
+            "" if line.captured else "eager",
+        )
+    return found
+
+
+def plot(lines: list[Line], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    sizes = sorted({line.hidden for line in lines})
+    figure = Figure(figsize=(5 * len(sizes), 4), layout="constrained")
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+        here = [line for line in lines if line.hidden == size]
+        for name in sorted({line.transport for line in here}):
+            own = [line for line in here if line.transport == name]
+            axes.plot([line.tokens for line in own], [line.us for line in own], "o-", label=name)
+        floor = {line.tokens: line.floor_us for line in here if line.wire_bytes}
+        axes.plot(list(floor), list(floor.values()), "k--", label="floor")
+        axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us", title=f"H = {size}")
+        axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", nargs="+", type=int, default=HIDDEN)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    asked = parser.parse_args()
+    with EPContext.from_torchrun() as context:
+        torch.cuda.set_device(context.device)
+        lines, rate = measure(context, asked.hidden, asked.tokens)
+        if context.layout.rank:
+            return
+    Console(width=130).print(table(lines, rate))
+    if asked.csv is not None:
+        with asked.csv.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([field.name for field in dataclasses.fields(Line)])
+            writer.writerows(dataclasses.astuple(line) for line in lines)
+    if asked.plot is not None:
+        plot(lines, asked.plot)
+
+
+if __name__ == "__main__":
+    main()
