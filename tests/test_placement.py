@@ -224,6 +224,7 @@ def test_update_has_room_for_any_later_plan():
         (ExpertMap.from_ranks([[0, 1, 2, 3], [4, 0, 1, 2]], 5), "num_experts=6, got 5"),
         (ExpertMap.redundant(6, 4, 10), "num_ranks=2, got 4"),
         (ExpertMap.redundant(6, 2, 4), "cap=4, got 5"),
+        (ExpertMap.from_ranks([[0, 1, 2], [3, 4, 5, 0]], 6), "at most 3 slots on rank 1, as at construction, got 4"),
         (
             ExpertMap.from_ranks([[0, 0, 0, 1], [2, 3, 4, 5]], 6, allow_duplicates=True),
             "room for 2 replicas of an expert, got 3",
@@ -231,7 +232,7 @@ def test_update_has_room_for_any_later_plan():
     ],
 )
 def test_update_refuses_another_geometry_and_changes_nothing(other, message):
-    old = ExpertMap.redundant(6, 2, 2)
+    old = ExpertMap.redundant(6, 2, 2) if "slots" not in message else ExpertMap.uneven([4, 3, 0][:2])
     placement = Placement(old)
     with pytest.raises(ConfigError) as error:
         placement.update(other)

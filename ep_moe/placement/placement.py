@@ -38,6 +38,7 @@ class Placement(nn.Module):
         super().__init__()
         self.expert_map = expert_map
         self._ep_rank = ep_rank
+        self._slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
         experts = expert_map.num_experts
         # room for any later plan: no expert needs more replicas than ranks or than spare slots
         self._max_replicas = max(
@@ -74,12 +75,19 @@ class Placement(nn.Module):
         self.slot_load.index_add_(0, physical.flatten(), ones)
 
     def update(self, expert_map: ExpertMap) -> None:
-        """Put another map in force, in place: captured graphs and held references see it. E, R and cap must stay."""
+        """Put another map in force, in place: captured graphs and held references see it. E, R and cap must stay, and
+        no rank may get more slots than it has memory for."""
         old = self.expert_map
         for name in ("num_experts", "num_ranks", "cap"):
             if getattr(expert_map, name) != getattr(old, name):
                 raise ConfigError(
                     f"Placement.update needs a map with {name}={getattr(old, name)}, got {getattr(expert_map, name)}"
+                )
+        for rank, room in enumerate(self._slots):
+            if expert_map.num_slots(rank) > room:
+                raise ConfigError(
+                    f"Placement.update needs a map with at most {room} slots on rank {rank}, as at construction, got "
+                    f"{expert_map.num_slots(rank)}"
                 )
         if max(expert_map.replica_count) > self._max_replicas:
             raise ConfigError(

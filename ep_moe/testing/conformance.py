@@ -13,7 +13,7 @@ Numbers are small integers wherever rows only travel: sums are exact in every dt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,19 +35,23 @@ COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 2
 
 
 def check_dispatcher(
-    factory: DispatcherFactory, *, dtypes: tuple[torch.dtype, ...] | None = None, deadline_s: float = 60.0
+    factory: DispatcherFactory,
+    *,
+    top_ks: Sequence[int] = (1, 2, 3, 4, 8),
+    dtypes: Sequence[torch.dtype] | None = None,
+    deadline_s: float = 60.0,
 ) -> None:
     """Run a transport through its contract, on the ranks of the default process group (all of them one EP group).
 
-    factory: the class, or a function (geometry, link) -> dispatcher; collective. dtypes: of rows; default those of the
-    capabilities. AssertionError names the check, the dtype and the top-k.
+    factory: the class, or a function (geometry, link) -> dispatcher; collective. dtypes: of rows, all of them with the
+    last top-k, the others in the first; default those of the capabilities. AssertionError names the check, the dtype and
+    the top-k, on all ranks alike.
     """
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
-        for top_k in (1, 2, 3, 4, 8):
-            for dtype in dtypes or _dtypes(factory, context, device):
-                if top_k != 4 and dtype != torch.bfloat16:  # all dtypes once
-                    continue
+        dtypes = dtypes or _dtypes(factory, context)
+        for top_k in top_ks:
+            for dtype in dtypes if top_k == top_ks[-1] else dtypes[:1]:
                 shape = geometry(context.layout.ep, top_k, dtype)
                 _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
 
@@ -56,7 +60,7 @@ def geometry(ranks: int, top_k: int, dtype: torch.dtype) -> Geometry:
     return Geometry(hidden_size=HIDDEN, top_k=top_k, cap=CAP, num_ranks=ranks, dtype=dtype, max_tokens=MAX_TOKENS)
 
 
-def _dtypes(factory: DispatcherFactory, context: EPContext, device: torch.device) -> list[torch.dtype]:
+def _dtypes(factory: DispatcherFactory, context: EPContext) -> list[torch.dtype]:
     probe = factory(geometry(context.layout.ep, 2, torch.bfloat16), context.links["ep"])
     found = probe.capabilities.dtypes or {torch.bfloat16, torch.float16, torch.float32}
     probe.destroy()

@@ -104,8 +104,8 @@ on_gpus = pytest.mark.skipif(
 def test_captured_with_other_routes_tokens_and_placements(scheme, experts, world_size):
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
-        maps = [ExpertMap.redundant(10, world_size, 2 * world_size)]
-        layer = MoELayer(WIDE, context, expert_map=maps[0], quantization=scheme, experts=experts, dtype=torch.bfloat16)
+        placed = ExpertMap.redundant(10, world_size, 2)  # equally many slots on all ranks
+        layer = MoELayer(WIDE, context, expert_map=placed, quantization=scheme, experts=experts, dtype=torch.bfloat16)
         assert layer.choice.all2all == "flashinfer_nvlink"
         tensors = [random_expert(WIDE, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
         for expert in range(10):
@@ -115,7 +115,7 @@ def test_captured_with_other_routes_tokens_and_placements(scheme, experts, world
         for seed, tokens in enumerate((TOKENS, 0, 1, 17)):
             found = captured.replay(tokens if rank % 2 else TOKENS - tokens, 10 * seed + rank)
             assert found <= 1, (seed, found)
-        rotated = maps[0].physical_to_logical[maps[0].cap :] + maps[0].physical_to_logical[: maps[0].cap]
+        rotated = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
         moved = ExpertMap(physical_to_logical=rotated, num_experts=10, num_ranks=world_size)
         layer.placement.update(moved)
         layer.expert_weights.expert_map = moved
