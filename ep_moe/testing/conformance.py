@@ -43,9 +43,10 @@ def check_dispatcher(
 ) -> None:
     """Run a transport through its contract, on the ranks of the default process group (all of them one EP group).
 
-    factory: the class, or a function (geometry, link) -> dispatcher; collective. dtypes: of rows, all of them with the
-    last top-k, the others in the first; default those of the capabilities. AssertionError names the check, the dtype and
-    the top-k, on all ranks alike.
+    factory: the class, or a function (geometry, link) -> dispatcher; collective
+    dtypes: of rows, default those of the capabilities; all with the last top-k, the others with the first dtype
+
+    AssertionError names the check, the dtype and the top-k, on all ranks alike.
     """
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
