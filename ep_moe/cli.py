@@ -1,4 +1,4 @@
-"""The command line: `ep-moe run`, `ep-moe doctor`. It only parses, prints and sets exit codes."""
+"""The command line: `ep-moe run`, `ep-moe explain`, `ep-moe doctor`. It only parses, prints and sets exit codes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ep_moe import doctor as doctor_report
+from ep_moe.config import ParallelConfig
 from ep_moe.errors import EPMoEError
 from ep_moe.parallel.local_ranks import RanksFailed
 from ep_moe.run import DIGITS, RunOptions, RunReport
 from ep_moe.run import run as run_model
+from ep_moe.select import explain_model
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _console = Console(soft_wrap=True)
@@ -79,6 +82,34 @@ def doctor() -> None:
     _table("", ["kind", "backend", "here"], [list(row) for row in doctor_report.backends()])
 
 
+@app.command()
+def explain(
+    config: Annotated[str, typer.Option(help="Bundled model config by name, or a .toml file.")],
+    dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks that hold the same tokens.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
+    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
+    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to admit.")] = "auto",
+    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to admit.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a rank in one call; default any number.")
+    ] = None,
+) -> None:
+    """Print every pair of transport and kernel for a model on this machine: chosen, possible, or why not."""
+    try:
+        rows = explain_model(
+            config, ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp), all2all, experts, quantization, dtype, max_tokens
+        )
+    except EPMoEError as error:
+        _fail(error)
+    for row in rows:
+        _console.print(str(row), highlight=False, markup=False)
+    if not any(row.status == "chosen" for row in rows):
+        raise typer.Exit(1)
+
+
 def _fail(error: EPMoEError) -> NoReturn:
     """A user's error is one sentence, printed once: all ranks have the same one."""
     if os.environ.get("RANK", "0") == "0":
@@ -129,6 +160,6 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right" if title else "left", no_wrap=bool(title))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     _console.print()
     _console.print(table)

@@ -198,7 +198,7 @@ class EPContext:
     @property
     def wire_tokens(self) -> int | None:
         """The most tokens that a rank dispatches: its own share of `max_tokens`, and its etp peers'."""
-        return None if self.max_tokens is None else self._on_the_wire(self.max_tokens)
+        return None if self.max_tokens is None else self.layout.wire_tokens(self.max_tokens)
 
     @contextmanager
     def at_most(self, max_tokens: int) -> Iterator[None]:
@@ -209,14 +209,11 @@ class EPContext:
             raise ConfigError(
                 f"at_most: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got {max_tokens!r}"
             )
-        before, self.step_tokens = self.step_tokens, self._on_the_wire(max_tokens)
+        before, self.step_tokens = self.step_tokens, self.layout.wire_tokens(max_tokens)
         try:
             yield
         finally:
             self.step_tokens = before
-
-    def _on_the_wire(self, tokens: int) -> int:
-        return -(-tokens // self.layout.split) * self.layout.etp
 
     def name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""

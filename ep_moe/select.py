@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ep_moe import registry
-from ep_moe.config import MoEConfig
-from ep_moe.errors import BackendUnavailable
+from ep_moe.config import MoEConfig, ParallelConfig, load_model_config
+from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.types import RowLayout, Weighting
-from ep_moe.weights.schemes import PLAIN, Scheme
+from ep_moe.types import RowLayout, Weighting, dtype_name
+from ep_moe.weights.schemes import PLAIN, Scheme, scheme_of
 
 AUTO = "auto"
 
@@ -28,7 +28,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.status:8}  {self.all2all:12}  {self.experts:18}  {self.reason}"
+        return f"{self.status:8}  {self.all2all:17}  {self.experts:18}  {self.reason}"
 
 
 def explain(
@@ -93,6 +93,35 @@ def choose(
     able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
     raise BackendUnavailable(
         f"all2all={all2all!r} with experts={experts!r} cannot run here ({reasons}). Pairs that can: {able}"
+    )
+
+
+def explain_model(
+    config: str,
+    parallel: ParallelConfig,
+    all2all: str = AUTO,
+    experts: str = AUTO,
+    quantization: str = PLAIN.name,
+    dtype: str = "bfloat16",
+    max_tokens: int | None = None,
+) -> list[Choice]:
+    """`explain` for a bundled model config (or TOML file) on this machine, from names as a command line has them."""
+    dtypes = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
+    world = parallel.pp * parallel.dp * parallel.tp
+    layout = RankLayout.from_config(parallel, world=world, rank=0)
+    wire = None if max_tokens is None else layout.wire_tokens(max_tokens)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return explain(
+        load_model_config(config).moe,
+        layout,
+        device,
+        dtypes[dtype],
+        all2all=all2all,
+        experts=experts,
+        scheme=scheme_of(quantization),
+        max_tokens=wire,
     )
 
 

@@ -276,6 +276,40 @@ def test_doctor_names_every_backend():
             assert re.search(rf"{kind} +{name} +{re.escape(reason.split()[0])}", result.output), name
 
 
+def test_explain_prints_the_table_of_a_model():
+    result = invoke("explain", "--config", "qwen3-30b-a3b", "--dp", 4, "--max-tokens", 256)
+    assert result.exit_code == 0, result.output
+    pairs = {(a, b) for a in registry.targets("dispatchers") for b in registry.targets("experts")}
+    lines = [line.split() for line in result.output.splitlines() if line]
+    assert {tuple(line[1:3]) for line in lines} == pairs
+    (chosen,) = (line for line in lines if line[0] == "chosen")
+    assert chosen[1:3] == ["allgather", "reference"]
+    result = invoke("explain", "--config", "qwen3-30b-a3b", "--dp", 16, "--all2all", "torch_a2a", "--dtype", "float32")
+    assert re.search(r"chosen +torch_a2a +reference +top_k=8 < ep=16", result.output)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--config nothing", "error: no bundled config is named 'nothing'; there are deepseek-v3"),
+        ("--config demo --dp 3 --ep 2", "error: ep . etp must divide dp . tp"),
+        ("--config demo --dtype int8", "error: dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ("--config demo --quantization x", "error: quantization must be one of none, .* got 'x'"),
+        ("--config demo --all2all x", "error: no backend among dispatchers is named 'x'"),
+    ],
+)
+def test_explain_refuses_in_one_sentence(flags, sentence):
+    result = invoke("explain", *flags.split())
+    assert result.exit_code == 2, result.output
+    assert re.match(sentence, result.output), result.output
+
+
+def test_explain_says_by_its_exit_code_that_nothing_can_run():
+    result = invoke("explain", "--config", "demo", "--quantization", "fp8_block")
+    assert result.exit_code == 1
+    assert "multiple of 128" in result.output
+
+
 def command(*args):
     root = Path(__file__).parent.parent
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=100, cwd=root, check=False)

@@ -89,6 +89,10 @@ class RankLayout:
         """Ranks that must enter one layer's collectives together: a contiguous block of this size."""
         return math.lcm(self.split, self.ep * self.etp)
 
+    def wire_tokens(self, tokens: int) -> int:
+        """The most tokens that a rank dispatches where none passes more than `tokens`: its share and its etp peers'."""
+        return -(-tokens // self.split) * self.etp
+
     # --- this rank's coordinates -------------------------------------------------------------------------------
 
     @property
