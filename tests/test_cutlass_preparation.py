@@ -10,13 +10,13 @@ from ep_moe import Activation, ConfigError, ExpertMap, InputError, MoEConfig
 from ep_moe.experts.activations import activate
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
+from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights import sm90_mixed_gemm as mixed
 from ep_moe.weights.cutlass_sm90 import BOUND, CutlassSm90, activation_bound
 from ep_moe.weights.expert_weights import ExpertWeights, cut, join
 from ep_moe.weights.prepare import Preparation
 from ep_moe.weights.schemes import FP8, SCHEMES, Rounding, Scheme
 from tests import cutlass_emulation as emulation
-from tests.expert_oracle import random_expert
 
 BF16, F16 = torch.bfloat16, torch.float16
 QUANTISED = [name for name in SCHEMES if name != "none"]

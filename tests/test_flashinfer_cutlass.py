@@ -10,11 +10,11 @@ from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES, Scheme
 from tests.cutlass_emulation import emulate
-from tests.expert_oracle import expected_and_limit, random_expert, worst
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
 SLOTS, ROWS, TOP_K = 5, 24, 3

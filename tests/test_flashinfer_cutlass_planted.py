@@ -15,11 +15,11 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
+from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights import cutlass_sm90
 from ep_moe.weights.expert_weights import ExpertWeights, cut
 from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
-from tests.expert_oracle import expected_and_limit, random_expert, worst
 from tests.test_flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")

@@ -12,10 +12,10 @@ from ep_moe.all2all import flashinfer_nvlink
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
+from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LogicalIds, Routing
 from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import check_call
-from tests.expert_oracle import expected_and_limit, random_expert, worst
 from tests.flashinfer_nvlink_emulation import communication
 from tests.helpers import fill, integer_routing
 

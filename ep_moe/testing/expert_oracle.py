@@ -1,9 +1,9 @@
 """What a quantised expert kernel should give, and how far it may be off: float64 on the dequantised weights.
 
 Errors are those of rounding: of the activations before each matrix product (the scheme's own, with its scale), of each
-intermediate result to the layer's dtype, of each addition of the output. One rounding is off by at most half a step c.
-A sum of n of them with factors f is off by at most z * sqrt(sum (f * c)**2) but for a probability of 2 exp(-z*z / 2)
-(Hoeffding, errors of random data being independent with mean zero); z = 7 leaves 5e-11 an element.
+intermediate result to the layer's dtype, of sums in float32, of each addition of the output. One rounding is off by at
+most half a step c. A sum of n of them with factors f is off by at most z * sqrt(sum (f * c)**2) but for a probability
+of 2 exp(-z*z / 2) (Hoeffding, errors of random data being independent with mean zero); z = 7 leaves 5e-11 an element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FP8_MAX = 448.0
 
 
 def random_expert(
-    config: MoEConfig, scheme: Scheme, expert: int, dtype: torch.dtype, device="cpu"
+    config: MoEConfig, scheme: Scheme, expert: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """Canonical quantised tensors of one expert, of the size that keeps activations near 1. Static input scales are
     wide enough for normal rows: a saturated number has no bound."""
@@ -62,7 +62,7 @@ def scale_of_rows(values: Tensor, rounding: Rounding) -> Tensor:
     """Where a kernel finds the scale in the values themselves: per row, or per row and 128 columns."""
     if rounding is Rounding.FP8_ROWS:
         return values.abs().amax(1, keepdim=True) / FP8_MAX
-    groups = values.abs().unflatten(1, (-1, 128)).amax(2) / FP8_MAX
+    groups: Tensor = values.abs().unflatten(1, (-1, 128)).amax(2) / FP8_MAX
     return groups.repeat_interleave(128, 1)
 
 
@@ -106,7 +106,7 @@ def expected_and_limit(
             case other:
                 step = half_step(inputs, scale_of_rows(inputs, other), other, dtype)
         h = inputs @ w13.T
-        h_variance = step.square() @ w13.square().T + (half * h).square()
+        h_variance = step.square() @ w13.square().T + (half * h).square() + summing(inputs, w13)
         if config.expert_bias:
             h = h + tensors["w13_bias"].double()
         a, a_variance = through_activation(config, h, h_variance)
@@ -122,7 +122,7 @@ def expected_and_limit(
         # to the dtype once on the way (some schemes), and inside the activation
         a_variance = a_variance + step.square() + 4 * (half * a).square()
         y = a @ w2.T
-        y_variance = a_variance @ w2.square().T + (half * y).square()
+        y_variance = a_variance @ w2.square().T + (half * y).square() + summing(a, w2)
         if config.expert_bias and output_bias:
             y = y + tensors["w2_bias"].double()
         value.index_add_(0, at, weight * y)
@@ -133,6 +133,13 @@ def expected_and_limit(
     return value, Z * variance.sqrt() + half * (routes + 1) * size
 
 
+def summing(a: Tensor, w: Tensor) -> Tensor:
+    """Variance of adding up a product's K terms in float32: each partial sum is rounded by 2**-24 of itself at most,
+    and is itself below z * sqrt(sum of squares)."""
+    sizes: Tensor = a.square() @ w.square().T
+    return a.shape[1] * (Z * 2.0**-24) ** 2 * sizes
+
+
 def dynamic_scales(
     config: MoEConfig, scheme: Scheme, experts: list[dict[str, Tensor]], longest: Tensor
 ) -> list[Tensor]:
@@ -141,11 +148,11 @@ def dynamic_scales(
         return []
     cap = torch.inf
     if config.activation is Activation.SWIGLU_CLAMPED:
-        lowest = torch.linspace(-10, 0, 10_001, dtype=torch.float64)
-        lowest = float((lowest * lowest.sigmoid()).min()) / config.activation_alpha
+        below = torch.linspace(-10, 0, 10_001, dtype=torch.float64)
+        lowest = float((below * below.sigmoid()).min()) / config.activation_alpha
         cap = max(config.activation_limit, -1.001 * lowest) * (config.activation_limit + 1)
     found = [(activation_bound(config, scheme, t).double() * (longest + 1)).clamp(max=cap) / FP8_MAX for t in experts]
-    return [max(found)] * len(found) if scheme.name == "int4_fp8" else found
+    return [torch.stack(found).max()] * len(found) if scheme.name == "int4_fp8" else found
 
 
 def through_activation(config: MoEConfig, h: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,9 +161,9 @@ def through_activation(config: MoEConfig, h: Tensor, variance: Tensor) -> tuple[
     with torch.enable_grad():
         a = activate(torch.cat(parts, 1), config)
         slopes = torch.autograd.grad(a.sum(), parts)
-    spread = variance.chunk(2, 1) if config.activation.gated else (variance,)
-    first = sum(slope.square() * v for slope, v in zip(slopes, spread, strict=True))
-    return a.detach(), first + 2 * (Z * sum(spread)).square()
+    spread = torch.stack(variance.chunk(2, 1) if config.activation.gated else (variance,))
+    first = (torch.stack(slopes).square() * spread).sum(0)
+    return a.detach(), first + 2 * (Z * spread.sum(0)).square()
 
 
 def worst(y: Tensor, expected: Tensor, limit: Tensor) -> float:

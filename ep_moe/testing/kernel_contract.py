@@ -1,0 +1,260 @@
+"""The contract of an expert kernel, as checks that anybody's class can be put to.
+
+    def test_my_kernel():
+        check_experts(MyExperts, device=torch.device("cuda"))
+
+Outputs are compared with float64 on the dequantised weights, within the bound of `expert_oracle`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.link import Link
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.types import Activation, LocalIds, Received, RowLayout, Weighting
+from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.schemes import SCHEMES, Scheme
+from ep_moe.workspace import Workspaces
+
+SLOTS, TOP_K, HIDDEN, INNER = 5, 3, 256, 256
+ROWS = (33, 1, 0, 257)
+COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
+
+
+def check_experts(
+    kind: type[Experts],
+    *,
+    device: torch.device,
+    schemes: Sequence[str] | None = None,
+    activations: Sequence[Activation] | None = None,
+) -> int:
+    """Run a kernel through its contract on one device, in every scheme, dtype, activation and row layout that its
+    capabilities name. Returns how many layers were checked; AssertionError names the first that is wrong.
+
+    schemes, activations: default those of the capabilities
+    """
+    can, checked = kind.capabilities, 0
+    for scheme in schemes or sorted(can.schemes):
+        for dtype in sorted(can.dtypes, key=str):
+            for activation in activations or sorted(can.activations, key=lambda a: a.value):
+                for bias in (False, True) if can.biases else (False,):
+                    config = MoEConfig(
+                        hidden_size=HIDDEN,
+                        intermediate_size=INNER,
+                        num_experts=8,
+                        top_k=TOP_K,
+                        activation=activation,
+                        expert_bias=bias,
+                    )
+                    if kind.why_not(config, dtype, 1, SCHEMES[scheme]) is None:
+                        _check_layer(Layer(kind, config, SCHEMES[scheme], dtype, device))
+                        checked += 1
+    assert checked, f"{kind.name}: its capabilities name nothing that it serves"
+    return checked
+
+
+class Layer:
+    """One kernel object with the weights of `SLOTS` experts, and their canonical tensors."""
+
+    def __init__(
+        self,
+        kind: type[Experts],
+        config: MoEConfig,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        device: torch.device,
+        etp: Link | None = None,
+        options: ExpertsOptions | None = None,
+    ) -> None:
+        self.config, self.scheme, self.dtype, self.device, self.kind = config, scheme, dtype, device, kind
+        self.tensors = [random_expert(config, scheme, expert, dtype, device) for expert in range(SLOTS)]
+        weights = ExpertWeights(
+            config,
+            ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
+            etp=etp or Link.alone(),
+            device=device,
+            dtype=dtype,
+            scheme=scheme,
+            preparation=kind.preparation,
+            trainable=False,
+        )
+        for expert, tensors in enumerate(self.tensors):
+            weights.update_expert(expert, tensors)
+        self.experts = kind(config, weights, Workspaces(device), options)
+
+    def __str__(self) -> str:
+        bias = ", biases" if self.config.expert_bias else ""
+        return f"{self.kind.name} ({self.scheme.name}, {self.dtype}, {self.config.activation.value}{bias})"
+
+    def wanted(self, received: Received) -> tuple[Tensor, Tensor]:
+        """Value and limit for RANK_MAJOR rows."""
+        assert received.local_ids is not None
+        weights = received.weights if received.weighting is Weighting.EXPERTS else None
+        return expected_and_limit(
+            self.config, self.scheme, self.tensors, received.x, received.local_ids, weights, self.dtype
+        )
+
+    def rows(self, count: int, weighting: Weighting = Weighting.EXPERTS) -> Received:
+        """RANK_MAJOR rows with up to K local experts each, some with none."""
+        generator = torch.Generator().manual_seed(count)
+        ids = torch.rand(count, SLOTS, generator=generator).topk(TOP_K).indices
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
+        ids[3:5] = -1
+        weights = torch.rand(ids.shape, generator=generator) + 0.1
+        x = torch.randn(count, HIDDEN, generator=generator).to(self.dtype)
+        return Received(
+            x=x.to(self.device),
+            layout=RowLayout.RANK_MAJOR,
+            weighting=weighting,
+            handle=None,
+            local_ids=LocalIds(ids.int().to(self.device)),
+            weights=weights.to(self.device) if weighting is Weighting.EXPERTS else None,
+        )
+
+
+def _check_layer(layer: Layer) -> None:
+    for count in ROWS:
+        _rank_major(layer, layer.rows(count))
+    if Weighting.COMBINE in layer.kind.capabilities.weightings:
+        _rank_major(layer, layer.rows(ROWS[0], Weighting.COMBINE))
+    _rows_of_nobody(layer)
+    for grouped, ids in _grouped(layer):
+        _other_layout(layer, grouped, ids)
+    if layer.kind.capabilities.etp and layer.kind.why_not(layer.config, layer.dtype, 2, layer.scheme) is None:
+        _pieces_sum_to_the_whole(layer)
+    if layer.kind.capabilities.deterministic:
+        _equal_bits(layer)
+    if layer.kind.capabilities.cuda_graph and layer.device.type == "cuda":
+        _captured(layer)
+
+
+def _that(condition: object, layer: Layer, fault: str) -> None:
+    if not condition:
+        raise AssertionError(f"{layer}: {fault}")
+
+
+def _rank_major(layer: Layer, received: Received) -> None:
+    out = torch.full_like(received.x, torch.nan)
+    y = layer.experts(received, out)
+    what = f"{len(received.x)} rows, {received.weighting.value}"
+    _that(y.data_ptr() == out.data_ptr(), layer, f"{what}: it must write into `out` and return it")
+    found = worst(y, *layer.wanted(received))
+    _that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
+    assert received.local_ids is not None
+    nobody = (received.local_ids < 0).all(1)
+    _that((y[nobody] == 0).all(), layer, f"{what}: rows without an expert must be zero")
+
+
+def _rows_of_nobody(layer: Layer) -> None:
+    received = layer.rows(ROWS[0])
+    expected = layer.experts(received).clone()
+    assert received.local_ids is not None
+    received.x[(received.local_ids < 0).all(1)] = torch.nan
+    y = layer.experts(received)
+    close = worst(y, expected.double(), 2 * layer.wanted(dataclasses.replace(received, x=received.x.nan_to_num()))[1])
+    _that(close <= 1, layer, "NaN in rows without an expert reached others, or did not become zero")
+
+
+def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
+    """BATCHED and CONTIGUOUS rows with NaN where there are none, and the expert of each flat row."""
+    counts = torch.tensor(COUNTS, dtype=torch.int32, device=layer.device)
+    cap = max(COUNTS)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SLOTS, cap, HIDDEN, generator=generator).to(layer.dtype).to(layer.device)
+    valid = torch.arange(cap, device=layer.device) < counts.unsqueeze(1)
+    x[~valid] = torch.nan
+    ids = torch.where(valid, torch.arange(SLOTS, device=layer.device).unsqueeze(1), -1)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    spare = torch.full((9, HIDDEN), torch.nan, dtype=layer.dtype, device=layer.device)
+    for weighting in layer.kind.capabilities.weightings:
+        weighted = weighting is Weighting.EXPERTS
+        weights = torch.rand(SLOTS, cap, generator=generator).to(layer.device) + 0.1
+        batched = Received(
+            x=x,
+            layout=RowLayout.BATCHED,
+            weighting=weighting,
+            handle=None,
+            weights=weights if weighted else None,
+            expert_counts=counts,
+        )
+        yield batched, ids.flatten()
+        contiguous = Received(
+            x=torch.cat([x[valid], spare]),
+            layout=RowLayout.CONTIGUOUS,
+            weighting=weighting,
+            handle=None,
+            weights=torch.cat([weights[valid], weights.new_ones(9)]) if weighted else None,
+            expert_offsets=offsets,
+        )
+        yield contiguous, torch.cat([ids[valid], ids.new_full((9,), -1)])
+
+
+def _other_layout(layer: Layer, received: Received, ids: Tensor) -> None:
+    y = layer.experts(received)
+    _that(y.shape == received.x.shape, layer, f"{received.layout.value}: the output must have the rows' shape")
+    flat = dataclasses.replace(
+        received,
+        x=received.x.view(-1, HIDDEN),
+        layout=RowLayout.RANK_MAJOR,
+        local_ids=LocalIds(ids.unsqueeze(1)),
+        weights=None if received.weights is None else received.weights.reshape(-1, 1),
+    )
+    valid = ids >= 0
+    expected, limit = layer.wanted(dataclasses.replace(flat, x=flat.x.nan_to_num()))
+    found = worst(y.view(-1, HIDDEN)[valid], expected[valid], limit[valid])
+    what = f"{received.layout.value}, {received.weighting.value}"
+    _that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
+
+
+def _pieces_sum_to_the_whole(layer: Layer) -> None:
+    """Two etp ranks with half of each expert: their outputs sum to the whole's, biases once."""
+    received = layer.rows(ROWS[0])
+    total = torch.zeros_like(received.x, dtype=torch.float64)
+    limit = torch.zeros_like(total)
+    for rank in range(2):
+        piece = Layer(
+            layer.kind, layer.config, layer.scheme, layer.dtype, layer.device, Link(None, (0, 1), rank, Ledger())
+        )
+        total += piece.experts(received).double()
+        own = [{name: cut(layer.config, name, t, 2, rank) for name, t in expert.items()} for expert in layer.tensors]
+        halved = dataclasses.replace(layer.config, intermediate_size=INNER // 2)
+        assert received.local_ids is not None
+        limit += expected_and_limit(
+            halved, layer.scheme, own, received.x, received.local_ids, received.weights, layer.dtype
+        )[1]
+    found = worst(total, layer.wanted(received)[0], limit)
+    _that(found <= 1, layer, f"etp = 2: the pieces' sum is off by {found:.3g} times what rounding may cause")
+
+
+def _equal_bits(layer: Layer) -> None:
+    options = ExpertsOptions(deterministic=True)
+    same = Layer(layer.kind, layer.config, layer.scheme, layer.dtype, layer.device, options=options)
+    received = same.rows(ROWS[-1])
+    first = same.experts(received).clone()
+    for _ in range(20):
+        _that(torch.equal(same.experts(received), first), layer, "equal calls must give equal bits")
+
+
+def _captured(layer: Layer) -> None:
+    static, out = layer.rows(ROWS[0]), torch.empty(ROWS[0], HIDDEN, dtype=layer.dtype, device=layer.device)
+    layer.experts(static, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.experts(static, out)
+    fresh = layer.rows(ROWS[0])
+    assert static.local_ids is not None
+    static.x.copy_(fresh.x.flip(0))
+    static.local_ids.copy_(static.local_ids.roll(1, 0))
+    graph.replay()
+    found = worst(out, *layer.wanted(static))
+    _that(found <= 1, layer, f"replayed with other rows: off by {found:.3g} times what rounding may cause")

@@ -1,0 +1,119 @@
+"""Every kernel in the tree against the public contract, and errors that it must see."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ep_moe import Activation, registry
+from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.testing import check_experts
+from ep_moe.types import Received
+from tests.test_flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4_fp8"])
+def test_reference_quantised(scheme):
+    assert check_experts(ReferenceExperts, device=CPU, schemes=[scheme], activations=[Activation.SWIGLU]) == 6
+
+
+def test_reference_with_every_activation():
+    assert check_experts(ReferenceExperts, device=CPU, schemes=["none"]) == 24
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="emulated, on the CPU")
+@pytest.mark.parametrize("scheme", ["none", "mxfp4_fp8"])
+def test_flashinfer_cutlass_emulated(scheme, emulated):
+    only = [Activation.SWIGLU_CLAMPED]
+    assert check_experts(FlashInferCutlassExperts, device=CPU, schemes=[scheme], activations=only) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("name", ["flashinfer_cutlass", "fp8_block_triton", "reference"])
+def test_on_a_gpu(name, monkeypatch):
+    monkeypatch.undo()
+    if why := registry.why_not("experts", name):
+        pytest.skip(why)
+    assert check_experts(registry.load("experts", name), device=GPU) > 0
+
+
+# --- errors that it must see ----------------------------------------------------------------------------------------
+
+
+class Wrong(ReferenceExperts):
+    """Changes what it was given, or what it returns."""
+
+    def compute(self, received, out):
+        y = self.after(super().compute(self.before(received), None), received)
+        return y if out is None else out.copy_(y)
+
+    def before(self, received: Received) -> Received:
+        return received
+
+    def after(self, y, received):
+        return y
+
+
+class WeightsIgnored(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, weights=None if received.weights is None else received.weights * 0 + 1)
+
+
+class NextExpert(Wrong):
+    def before(self, received):
+        ids = received.local_ids
+        return dataclasses.replace(received, local_ids=torch.where(ids >= 0, (ids + 1) % 5, ids))
+
+
+class EmptyRowsKept(Wrong):
+    def after(self, y, received):
+        return torch.where((received.local_ids < 0).all(1, keepdim=True), received.x, y)
+
+
+class NotInPlace(ReferenceExperts):
+    def compute(self, received, out):
+        return super().compute(received, None)
+
+
+class NanSpreads(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, x=received.x + 0 * received.x.sum(0))
+
+
+class Drifts(Wrong):
+    calls = 0
+
+    def after(self, y, received):
+        type(self).calls += 1
+        return y * (1 + 2.0**-7 * (type(self).calls % 2)) if self.options.deterministic else y
+
+
+class BiasOnEveryRank(ReferenceExperts):
+    def compute(self, received, out):
+        self.weights.etp = dataclasses.replace(self.weights.etp, rank=0)
+        return super().compute(received, out)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (WeightsIgnored, "times what rounding may cause"),
+        (NextExpert, "times what rounding may cause"),
+        (EmptyRowsKept, "rows without an expert must be zero|times what rounding may cause"),
+        (NotInPlace, "it must write into `out`"),
+        (NanSpreads, "NaN in rows without an expert"),
+        (Drifts, "equal calls must give equal bits"),
+        (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_it_is_seen(wrong, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        check_experts(wrong, device=CPU, schemes=["none"], activations=[Activation.RELU2])
