@@ -27,7 +27,7 @@ def nvlink(shape: Geometry, link: Link) -> Dispatcher:
     return FlashInferNVLinkDispatcher(shape, link)
 
 
-@distributed(2, 4)
+@distributed(4)
 @pytest.mark.parametrize("name", ["allgather", "torch_a2a"])
 def test_transports_of_torch(name, world_size):
     check_dispatcher(registry.load("dispatchers", name), top_ks=(3, 4))
