@@ -19,6 +19,8 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "dispatchers": {
         "local": "ep_moe.all2all.local:LocalDispatcher",
         "allgather": "ep_moe.all2all.allgather:AllGatherDispatcher",
+        "deepep": "ep_moe.all2all.deepep:DeepEPDispatcher",
+        "deepep_static": "ep_moe.all2all.deepep:DeepEPStaticDispatcher",
         "flashinfer_nvlink": "ep_moe.all2all.flashinfer_nvlink:FlashInferNVLinkDispatcher",
         "torch_a2a": "ep_moe.all2all.torch_a2a:TorchAll2AllDispatcher",
     },

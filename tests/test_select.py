@@ -62,6 +62,9 @@ def table(top_k: int, ep: int, etp: int) -> dict[tuple[str, str], str]:
     return {(row.all2all, row.experts): row.status for row in rows if row.experts == "reference"}
 
 
+OF_GPUS = [("deepep_static", "reference"), ("deepep", "reference")]
+
+
 def refusal(*names: str, **fields) -> str:
     """The reason in the row of these names, which must be refused."""
     arguments = {"config": config(), "layout": layout(1), "device": CPU, "dtype": torch.float32} | fields
@@ -108,7 +111,7 @@ def test_the_transport_that_is_chosen(top_k, ep, etp, chosen):
     found = table(top_k, ep, etp)
     assert found == {
         ("local", "reference"): "chosen" if ep == 1 else "refused",
-        ("flashinfer_nvlink", "reference"): "refused",
+        **dict.fromkeys([("flashinfer_nvlink", "reference"), *OF_GPUS], "refused"),
         ("allgather", "reference"): "chosen" if chosen == "allgather" else "possible",
         ("torch_a2a", "reference"): "chosen" if chosen == "torch_a2a" else "possible",
     }
@@ -146,7 +149,7 @@ def test_a_named_transport_is_chosen(name):
     assert choose(config(2), layout(4), CPU, torch.float32, all2all=name).all2all == name
     found = explain(config(2), layout(4), CPU, torch.float32, all2all=name, experts="reference")
     for row in found:
-        if row.all2all not in (name, "local", "flashinfer_nvlink") and row.experts == "reference":
+        if row.all2all in {"allgather", "torch_a2a"} - {name} and row.experts == "reference":
             assert (row.status, row.reason) == ("refused", f"all2all={name!r} was asked for")
 
 
@@ -180,7 +183,8 @@ def test_where_nothing_can_run_that_is_said():
     [
         (
             {"all2all": "nvshmem"},
-            "no backend among dispatchers is named 'nvshmem'; there are local, allgather, flashinfer_nvlink, torch_a2a",
+            "no backend among dispatchers is named 'nvshmem'; there are local, allgather, deepep, deepep_static, "
+            "flashinfer_nvlink, torch_a2a",
         ),
         (
             {"experts": "cutlas"},
@@ -344,7 +348,10 @@ def test_backend_whose_library_does_not_load_has_a_reason(plugins, tmp_path, mon
 def test_every_built_in_loads_and_runs_here_or_says_what_is_missing(kind):
     for name in registry.targets(kind):
         assert registry.load(kind, name).name == name
-        assert re.fullmatch(r"None|(FlashInfer|Triton) is not installed; .*", str(registry.why_not(kind, name)))
+        assert re.fullmatch(
+            r"None|(FlashInfer|Triton|DeepEP \(module deep_ep\)) is not installed; .*",
+            str(registry.why_not(kind, name)),
+        )
     assert registry.why_not("experts", "reference") is None
 
 

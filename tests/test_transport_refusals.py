@@ -1,4 +1,4 @@
-"""Why `flashinfer_nvlink` is not chosen, each with its sentence, and where it is."""
+"""Why transports of GPUs are not chosen, each with its sentence, and where they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout
+from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.select import choose, explain
 
@@ -18,7 +19,8 @@ def four_gpus(monkeypatch):
     """One host with 4 Hopper GPUs and FlashInfer, as far as the choice looks: it runs nothing."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(FlashInferNVLinkDispatcher, "available", classmethod(lambda cls: None))
+    for kind in (FlashInferNVLinkDispatcher, DeepEPDispatcher):
+        monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
 
 
 def config(top_k: int = 2, hidden: int = 256) -> MoEConfig:
@@ -29,9 +31,16 @@ def layout(ep: int = 4, etp: int = 1) -> RankLayout:
     return RankLayout(world=ep * etp, rank=0, dp=ep * etp, ep=ep, etp=etp)
 
 
-def reason(config=config(), layout=layout(), device=GPU, dtype=BF16, max_tokens: int | None = 128) -> str | None:  # noqa: B008
+def reason(
+    config=config(),  # noqa: B008
+    layout=layout(),  # noqa: B008
+    device=GPU,
+    dtype=BF16,
+    max_tokens: int | None = 128,
+    name: str = "flashinfer_nvlink",
+) -> str | None:
     rows = explain(config, layout, device, dtype, max_tokens=max_tokens)
-    (row,) = (row for row in rows if (row.all2all, row.experts) == ("flashinfer_nvlink", "reference"))
+    (row,) = (row for row in rows if (row.all2all, row.experts) == (name, "reference"))
     return row.reason if row.status == "refused" else None
 
 
@@ -60,6 +69,25 @@ def test_it_is_the_first_choice_where_it_can_run(top_k):
 def test_refusals(fields, sentence):
     assert reason() is None
     assert reason(**fields) == sentence
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"dtype": torch.float16}, "carries bfloat16, not float16"),
+        ({"config": config(2, 20)}, "needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
+        ({"layout": layout(3)}, "is compiled for 2, 4, 8 ranks, ep=3"),
+        ({"layout": layout(16)}, "serves at most 8 ranks, ep=16"),
+        ({"layout": layout(8)}, "is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
+        ({"device": torch.device("cpu")}, "runs on cuda, not on cpu"),
+    ],
+)
+@pytest.mark.parametrize("name", ["deepep", "deepep_static"])
+def test_refusals_of_deepep(name, fields, sentence):
+    assert reason(name=name) is None
+    assert reason(name=name, **fields) == f"{name} {sentence}"
+    found = reason(name=name, max_tokens=None)
+    assert found == (f"{name} has fixed buffers; say how large by EPContext(max_tokens=...)" if "_" in name else None)
 
 
 def test_not_installed(monkeypatch):

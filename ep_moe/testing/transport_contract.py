@@ -271,7 +271,13 @@ def equal_calls_give_equal_bits(case: Case) -> None:
 
 
 @contextmanager
-def _uninitialised_is_nan() -> Iterator[None]:
+def _uninitialised_is_nan(device: torch.device) -> Iterator[None]:
+    """Memory that nobody has written since holds NaN."""
+    if device.type == "cuda":
+        # into the allocator's blocks beforehand: torch's own filling would run on one stream beside a transport's other
+        torch.full((1 << 24,), torch.nan, device=device)
+        yield
+        return
     memory: Any = torch.utils.deterministic
     was = memory.fill_uninitialized_memory
     # what torch.use_deterministic_algorithms calls; that one imports inductor, a second a rank
@@ -286,7 +292,7 @@ def _uninitialised_is_nan() -> Iterator[None]:
 
 def poisoned_buffers(case: Case) -> None:
     """What a call leaves behind, in received rows and in those for the way back, is no part of the next one."""
-    with _uninitialised_is_nan():
+    with _uninitialised_is_nan(case.device):
         for turn in range(4):
             tokens = (MAX_TOKENS, 3, 0, 11)[(turn + case.rank) % 4]
             x, routing, wanted = case.call(tokens, seed=turn)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, InputError, registry
-from ep_moe.all2all import flashinfer_nvlink
+from ep_moe.all2all import deepep, flashinfer_nvlink
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
@@ -17,6 +17,7 @@ from ep_moe.parallel.link import Link
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_contract import MAX_TOKENS, Case, expected, geometry, moved, routes, rows, same
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
+from tests.deepep_emulation import Buffer
 from tests.flashinfer_nvlink_emulation import communication
 
 
@@ -41,6 +42,24 @@ def test_flashinfer_nvlink(world_size):
         check_dispatcher(nvlink)
     else:
         check_dispatcher(nvlink, top_ks=(1, 3), dtypes=(torch.bfloat16,))
+
+
+def deepep_asking(shape: Geometry, link: Link, kind=deepep.DeepEPDispatcher) -> Dispatcher:
+    if rank_device().type == "cpu":
+        deepep.make_buffer = Buffer
+    return kind(shape, link)
+
+
+def deepep_static(shape: Geometry, link: Link) -> Dispatcher:
+    return deepep_asking(shape, link, deepep.DeepEPStaticDispatcher)
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("make", [deepep_asking, deepep_static], ids=["deepep", "deepep_static"])
+def test_deepep(make, world_size):
+    if rank_device().type == "cuda" and (why := deepep.DeepEPDispatcher.available()):
+        pytest.skip(why)
+    check_dispatcher(make, top_ks=(1, 3))
 
 
 # --- errors that the suite must see ---------------------------------------------------------------------------------
@@ -126,13 +145,16 @@ def test_the_suite_sees_it(wrong, sentence, world_size):
 
 
 @distributed(2, 4)
-def test_one_token_too_many(world_size):
+@pytest.mark.parametrize("make", [nvlink, deepep_static], ids=["flashinfer_nvlink", "deepep_static"])
+def test_one_token_too_many(make, world_size):
     """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
     rank, device = dist.get_rank(), rank_device()
+    if make is deepep_static and device.type == "cuda" and (why := deepep.DeepEPDispatcher.available()):
+        pytest.skip(why)
     deadline_s = 20.0 if device.type == "cuda" else 8.0
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
         shape = geometry(world_size, 2, torch.bfloat16)
-        dispatcher = nvlink(shape, context.links["ep"])
+        dispatcher = make(shape, context.links["ep"])
         x, good = rows(rank, MAX_TOKENS, torch.bfloat16), routes(rank, MAX_TOKENS, world_size, 2, drop=0.0)
         same(Case(dispatcher, device).once(x.to(device), moved(good, device)), expected(x, good), "at capacity")
         sentence = f"rank 1: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"

@@ -1,0 +1,163 @@
+"""`deepep` and `deepep_static`: DeepEP's intranode kernels (V1 `Buffer`, normal mode).
+
+Both send a row once to each rank that has one of its experts, on DeepEP's own stream: other work runs beside it between
+`dispatch_start` and `wait()`. `deepep` learns on the host how many rows arrive and makes room for as many;
+`deepep_static` makes room for R * max_tokens, never waits on the host, and can be captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.errors import BackendUnavailable, InputError
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.link import Link
+from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
+
+RANKS = (2, 4, 8)  # that its intranode kernels are compiled for
+
+
+class DeepEPDispatcher(Dispatcher):
+    name = "deepep"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=False,
+        host_sync=True,
+        deterministic=True,
+        differentiable=False,
+        max_ranks=RANKS[-1],
+        max_top_k=128,
+        alignment_bytes=16,
+        dtypes=frozenset({torch.bfloat16}),
+        devices=frozenset({"cuda"}),
+    )
+
+    def __init__(self, geometry: Geometry, link: Link) -> None:
+        super().__init__(geometry, link)
+        self._buffer: Any = None
+
+    @classmethod
+    def available(cls) -> str | None:
+        if importlib.util.find_spec("deep_ep") is None:
+            return "DeepEP (module deep_ep) is not installed; build it from github.com/deepseek-ai/DeepEP"
+        return None
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout) -> str | None:
+        if layout.ep not in RANKS:
+            return f"{cls.name} is compiled for {', '.join(map(str, RANKS))} ranks, ep={layout.ep}"
+        ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
+        if here < ranks:
+            return f"{cls.name} is for one host here: ep * etp is {ranks}, and this host shows {here} GPUs"
+        return None
+
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
+        bad = 0 if problem else self._out_of_range(routing)
+        rows = self.link.agree([bad], problem, x.device)
+        self._check_ids([row[0] for row in rows])
+        return self._send(x, routing.ids.long().contiguous(), routing.weights.contiguous(), 0)
+
+    def _send(self, x: Tensor, ids: Tensor, weights: Tensor, worst: int) -> Pending[Received]:
+        """worst: rows to make room for, 0 to ask. ids: int64, in range or -1."""
+        buffer = self._connected(x.device)
+        per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, self.geometry.num_physical)
+        arrived, local, local_weights, _, handle, event = buffer.dispatch(
+            x.contiguous(),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_worst_tokens=worst,
+            async_finish=True,
+        )
+
+        def finish() -> Received:
+            event.current_stream_wait()
+            return Received(
+                x=arrived,
+                layout=RowLayout.RANK_MAJOR,
+                weighting=Weighting.EXPERTS,
+                handle=handle,
+                local_ids=LocalIds(local),
+                weights=local_weights,
+            )
+
+        return Pending(finish)
+
+    def _combine(self, y: Tensor, handle: Any) -> Pending[Tensor]:
+        out, _, event = self._buffer.combine(y.contiguous(), handle, async_finish=True)
+
+        def finish() -> Tensor:
+            event.current_stream_wait()
+            return out  # type: ignore[no-any-return]
+
+        return Pending(finish)
+
+    def destroy(self) -> None:
+        if self._buffer is not None:
+            self._buffer.destroy()
+            self._buffer = None
+
+    def _connected(self, device: torch.device) -> Any:
+        """DeepEP's buffer, made in the first call; collective."""
+        if self._buffer is None:
+            if capturing(device):
+                raise InputError(f"{self.name} makes its buffer in the first call: run the layer once before a capture")
+            row_bytes = self.geometry.hidden_size * self.geometry.dtype.itemsize
+            try:
+                self._buffer = make_buffer(self.link.group, self.link.size, row_bytes)
+            except (ImportError, OSError, RuntimeError, AssertionError) as error:
+                raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
+        return self._buffer
+
+
+class DeepEPStaticDispatcher(DeepEPDispatcher):
+    name = "deepep_static"
+    capabilities = dataclasses.replace(
+        DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True, max_ranks=RANKS[-1]
+    )
+
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
+        assert self.geometry.max_tokens is not None
+        if problem is not None:
+            self._poison(x.device)
+            self._refuse(problem)
+        assert max_tokens is not None
+        ids = routing.ids.long()
+        known = (ids >= 0) & (ids < self.geometry.num_physical)
+        ids = ids.where(known, -1)  # the library does not look
+        return self._send(x, ids, routing.weights.contiguous(), self.link.size * max_tokens)
+
+    def _poison(self, device: torch.device) -> None:
+        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        if capturing(device):
+            return
+        g = self.geometry
+        assert g.max_tokens is not None
+        x = torch.empty(0, g.hidden_size, dtype=g.dtype, device=device)
+        ids = torch.empty(0, g.top_k, dtype=torch.int64, device=device)
+        received = self._send(x, ids, ids.float(), self.link.size * g.max_tokens).wait()
+        self._combine(torch.full_like(received.x, torch.nan), received.handle).wait()
+
+
+def make_buffer(group: Any, ranks: int, row_bytes: int) -> Any:
+    """DeepEP's buffer for one group, as large as its own configurations want. Collective."""
+    from deep_ep import Buffer
+
+    configs = (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
+    size = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
+    return Buffer(group, num_nvl_bytes=size, explicitly_destroy=True)

@@ -1,0 +1,97 @@
+"""DeepEP's V1 `Buffer` in normal mode by its documented contract, on gloo. It checks what the real one asserts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Event:
+    """Rows are there for who waits, and for nobody else: unfinished tensors hold NaN until then."""
+
+    def __init__(self, finish) -> None:
+        self._finish = finish
+
+    def current_stream_wait(self) -> None:
+        self._finish()
+
+
+class Buffer:
+    def __init__(self, group: Any, ranks: int, row_bytes: int) -> None:
+        self.group, self.ranks = group, ranks
+        self.rank = dist.get_rank(group)
+        self.row_bytes = row_bytes
+        self.destroyed = False
+
+    def get_dispatch_layout(self, ids: Tensor, num_experts: int):
+        assert ids.dtype == torch.int64
+        assert ids.is_contiguous()
+        assert ((ids >= -1) & (ids < num_experts)).all(), "an id that no rank has"
+        each = num_experts // self.ranks
+        owner = torch.where(ids >= 0, ids // each, self.ranks)
+        in_rank = torch.zeros(len(ids), self.ranks + 1, dtype=torch.bool).scatter_(1, owner, True)[:, : self.ranks]
+        per_expert = torch.bincount(ids[ids >= 0], minlength=num_experts).int()
+        return in_rank.sum(0).int(), None, per_expert, in_rank.contiguous(), None
+
+    def dispatch(
+        self, x: Tensor, *, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert,
+        topk_idx, topk_weights, num_worst_tokens, async_finish,
+    ):  # fmt: skip
+        assert not self.destroyed
+        assert x.dtype == torch.bfloat16
+        assert x.shape[1] * 2 == self.row_bytes
+        assert async_finish
+        assert num_tokens_per_rdma_rank is None
+        assert torch.equal(num_tokens_per_rank, is_token_in_rank.sum(0).int())
+        assert all(t.is_contiguous() for t in (x, is_token_in_rank, topk_idx, topk_weights))
+        each = len(num_tokens_per_expert) // self.ranks
+        everyone: list[Any] = [None] * self.ranks
+        mine = (x, is_token_in_rank, topk_idx, topk_weights, num_worst_tokens)
+        dist.all_gather_object(everyone, mine, group=self.group)
+        rows, ids, weights, plan = [], [], [], []
+        for data, wanted, chosen, factors, worst in everyone:
+            assert worst == num_worst_tokens
+            tokens = wanted[:, self.rank].nonzero().flatten()
+            local = chosen[tokens] - self.rank * each
+            here = (local >= 0) & (local < each)
+            rows.append(data[tokens])
+            ids.append(torch.where(here, local, -1))
+            weights.append(torch.where(here, factors[tokens], 0.0))
+            plan.append(tokens)
+        count = sum(map(len, plan))
+        total = num_worst_tokens or count
+        assert count <= total, "more rows than there is room for"
+        got = torch.full((total, x.shape[1]), torch.nan, dtype=x.dtype)
+        got_ids = torch.full((total, topk_idx.shape[1]), -1)
+        got_weights = torch.full((total, topk_idx.shape[1]), torch.nan)
+
+        def finish() -> None:
+            for target, parts in ((got, rows), (got_ids, ids), (got_weights, weights)):
+                target[:count] = torch.cat(parts)
+
+        return got, got_ids, got_weights, [], (plan, count, len(x)), Event(finish)
+
+    def combine(self, y: Tensor, handle: Any, *, async_finish: bool):
+        assert async_finish
+        assert y.dtype == torch.bfloat16
+        plan, count, tokens = handle
+        assert len(y) >= count
+        everyone: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everyone, (y.clone(), plan), group=self.group)
+        out = torch.full((tokens, y.shape[1]), torch.nan, dtype=y.dtype)
+
+        def finish() -> None:
+            total = torch.zeros(tokens, y.shape[1])
+            for rows, sent in everyone:
+                start = sum(len(part) for part in sent[: self.rank])
+                total[sent[self.rank]] += rows[start : start + len(sent[self.rank])].float()
+            out.copy_(total)
+
+        return out, None, Event(finish)
+
+    def destroy(self) -> None:
+        assert not self.destroyed
+        self.destroyed = True
