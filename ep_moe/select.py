@@ -136,6 +136,7 @@ def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
         order["torch_a2a"] = f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
         order["allgather"] = "every row to every rank"
     order |= {"deepep_static": "a row per rank that needs it, no host sync", "deepep": "a row per rank that needs it"}
+    order["pplx"] = "a row per pick, for few tokens"
     others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
     return list((order | others).items())
 

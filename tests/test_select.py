@@ -62,7 +62,7 @@ def table(top_k: int, ep: int, etp: int) -> dict[tuple[str, str], str]:
     return {(row.all2all, row.experts): row.status for row in rows if row.experts == "reference"}
 
 
-OF_GPUS = [("deepep_static", "reference"), ("deepep", "reference")]
+OF_GPUS = [("deepep_static", "reference"), ("deepep", "reference"), ("pplx", "reference")]
 
 
 def refusal(*names: str, **fields) -> str:
@@ -184,7 +184,7 @@ def test_where_nothing_can_run_that_is_said():
         (
             {"all2all": "nvshmem"},
             "no backend among dispatchers is named 'nvshmem'; there are local, allgather, deepep, deepep_static, "
-            "flashinfer_nvlink, torch_a2a",
+            "flashinfer_nvlink, pplx, torch_a2a",
         ),
         (
             {"experts": "cutlas"},
@@ -349,7 +349,7 @@ def test_every_built_in_loads_and_runs_here_or_says_what_is_missing(kind):
     for name in registry.targets(kind):
         assert registry.load(kind, name).name == name
         assert re.fullmatch(
-            r"None|(FlashInfer|Triton|DeepEP \(module deep_ep\)) is not installed; .*",
+            r"None|(FlashInfer|Triton|DeepEP \(module deep_ep\)|pplx-kernels) is not installed; .*",
             str(registry.why_not(kind, name)),
         )
     assert registry.why_not("experts", "reference") is None

@@ -8,6 +8,7 @@ import torch
 from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.select import choose, explain
 
 GPU = torch.device("cuda")
@@ -19,7 +20,7 @@ def four_gpus(monkeypatch):
     """One host with 4 Hopper GPUs and FlashInfer, as far as the choice looks: it runs nothing."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    for kind in (FlashInferNVLinkDispatcher, DeepEPDispatcher):
+    for kind in (FlashInferNVLinkDispatcher, DeepEPDispatcher, PplxDispatcher):
         monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
 
 
@@ -59,10 +60,8 @@ def test_it_is_the_first_choice_where_it_can_run(top_k):
         ({"config": config(2, 20)}, "flashinfer_nvlink needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
         ({"dtype": torch.float32}, "flashinfer_nvlink carries bfloat16, float16, not float32"),
         ({"layout": layout(65)}, "flashinfer_nvlink serves at most 64 ranks, ep=65"),
-        ({"layout": layout(8)}, "flashinfer_nvlink has been run within one host only: ep * etp is 8, and this host "
-         "shows 4 GPUs"),
-        ({"layout": layout(4, 2)}, "flashinfer_nvlink has been run within one host only: ep * etp is 8, and this host "
-         "shows 4 GPUs"),
+        ({"layout": layout(8)}, "flashinfer_nvlink is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
+        ({"layout": layout(4, 2)}, "flashinfer_nvlink is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
         ({"device": torch.device("cpu")}, "flashinfer_nvlink runs on cuda, not on cpu"),
     ],
 )  # fmt: skip
@@ -88,6 +87,19 @@ def test_refusals_of_deepep(name, fields, sentence):
     assert reason(name=name, **fields) == f"{name} {sentence}"
     found = reason(name=name, max_tokens=None)
     assert found == (f"{name} has fixed buffers; say how large by EPContext(max_tokens=...)" if "_" in name else None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_tokens": None}, "pplx has fixed buffers; say how large by EPContext(max_tokens=...)"),
+        ({"dtype": torch.float32}, "pplx carries bfloat16, float16, not float32"),
+        ({"layout": layout(8)}, "pplx is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
+    ],
+)
+def test_refusals_of_pplx(fields, sentence):
+    assert reason(name="pplx") is None
+    assert reason(name="pplx", **fields) == sentence
 
 
 def test_not_installed(monkeypatch):

@@ -19,13 +19,14 @@ RUN = {
     "torch_a2a": "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL",
     "deepep": "not run; on CPU, gloo, over an emulation of DeepEP's V1 contract",
     "deepep_static": "not run; on CPU, gloo, over an emulation of DeepEP's V1 contract",
+    "pplx": "not run; on CPU, gloo, over an emulation of pplx-kernels' contract",
     "flashinfer_nvlink": "4 H200, one host; on CPU, gloo, over an emulation of FlashInfer's contract",
     "reference": "CPU; 1 and 4 H200",
     "flashinfer_cutlass": "1 and 4 H200; on CPU over an emulation of FlashInfer's layouts",
     "fp8_block_triton": "1 and 4 H200",
 }
 MISSING = (
-    "pplx-kernels (`pplx`), NCCL-EP (`nccl_ep`), torch's `symm_mem`, DeepEP's low-latency and 2.x kernels, and kernels "
+    "NCCL-EP (`nccl_ep`), torch's `symm_mem`, DeepEP's low-latency and 2.x kernels, and kernels "
     "for Blackwell are not here yet. Not run: 2 GPUs, more than one node, GPUs other than H200."
 )
 

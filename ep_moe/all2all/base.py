@@ -198,6 +198,14 @@ class Dispatcher(ABC):
             raise InputError(f"routing.ids must be -1 or {experts} in range, got ids out of range: {found}")
 
 
+def one_host_problem(name: str, layout: RankLayout) -> str | None:
+    """For transports that reach their peers' memory: None, or that the ranks do not fit on this host."""
+    ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
+    if here >= ranks:
+        return None
+    return f"{name} is for one host here: ep * etp is {ranks}, and this host shows {here} GPUs"
+
+
 def _capturable() -> str:
     from ep_moe import registry
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
@@ -54,10 +54,7 @@ class DeepEPDispatcher(Dispatcher):
     def platform_problem(cls, layout: RankLayout) -> str | None:
         if layout.ep not in RANKS:
             return f"{cls.name} is compiled for {', '.join(map(str, RANKS))} ranks, ep={layout.ep}"
-        ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
-        if here < ranks:
-            return f"{cls.name} is for one host here: ep * etp is {ranks}, and this host shows {here} GPUs"
-        return None
+        return one_host_problem(cls.name, layout)
 
     def _dispatch(
         self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None

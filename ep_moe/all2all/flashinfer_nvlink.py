@@ -8,15 +8,15 @@ rank has one call in flight per workspace; a second call before the first is com
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
+from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.all2all.wire_ids import to_local, to_wire
-from ep_moe.errors import BackendUnavailable, InputError
+from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
@@ -24,17 +24,7 @@ from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compiled for
 
 
-@dataclass(eq=False)
-class Lane:
-    """One workspace, and whether a call is under way in it."""
-
-    communication: Any
-    busy: bool = False
-
-
 class FlashInferNVLinkDispatcher(Dispatcher):
-    """lanes: the workspaces made so far, one per call that was ever in flight at once."""
-
     name = "flashinfer_nvlink"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
@@ -57,7 +47,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         super().__init__(geometry, link)
         self._top_k = next(size for size in TOP_KS if size >= geometry.top_k)
         self._base = link.rank * geometry.cap
-        self.lanes: list[Lane] = []
+        self.lanes = Lanes(self.name, self._connect)
 
     @classmethod
     def available(cls) -> str | None:
@@ -67,15 +57,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     @classmethod
     def platform_problem(cls, layout: RankLayout) -> str | None:
-        ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
-        if here < ranks:
-            return f"{cls.name} has been run within one host only: ep * etp is {ranks}, and this host shows {here} GPUs"
-        return None
+        return one_host_problem(cls.name, layout)
 
     def _dispatch(
         self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        lane = self._free_lane(x.device)
+        lane = self.lanes.take(x.device)
         if problem is not None:
             self._poison(lane, x.device)
             self._refuse(problem)
@@ -86,7 +73,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             routing.ids.contiguous(), routing.weights.contiguous(), self._base, self.geometry.num_physical, ids, weights
         )
         lane.busy = True
-        arrived = lane.communication.dispatch(x.contiguous(), ids, weights, max_tokens_per_rank=max_tokens)
+        arrived = lane.library.dispatch(x.contiguous(), ids, weights, max_tokens_per_rank=max_tokens)
         local = torch.empty_like(arrived.topk_ids)
         to_local(arrived.topk_ids, arrived.topk_weights, self._base, self.geometry.cap, local)
         received = Received(
@@ -96,12 +83,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             handle=lane,
             local_ids=LocalIds(local),
             weights=arrived.topk_weights,
-            out=lane.communication.get_combine_input_buffer(x.dtype),
+            out=lane.library.get_combine_input_buffer(x.dtype),
         )
         return Pending(lambda: received)
 
     def _combine(self, y: Tensor, handle: Lane) -> Pending[Tensor]:
-        out = handle.communication.combine(y.contiguous())
+        out = handle.library.combine(y.contiguous())
         handle.busy = False
         return Pending(lambda: out)
 
@@ -112,28 +99,14 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         g = self.geometry
         x = torch.empty(0, g.hidden_size, dtype=g.dtype, device=device)
         ids = torch.empty(0, self._top_k, dtype=torch.int32, device=device)
-        lane.communication.dispatch(x, ids, ids.float(), max_tokens_per_rank=g.max_tokens)
-        rows = lane.communication.get_combine_input_buffer(g.dtype).fill_(torch.nan)
-        lane.communication.combine(rows)
+        lane.library.dispatch(x, ids, ids.float(), max_tokens_per_rank=g.max_tokens)
+        rows = lane.library.get_combine_input_buffer(g.dtype).fill_(torch.nan)
+        lane.library.combine(rows)
 
     def destroy(self) -> None:
-        for lane in self.lanes:
-            lane.communication.destroy()
-        self.lanes.clear()
-
-    # --- workspaces --------------------------------------------------------------------------------------------
-
-    def _free_lane(self, device: torch.device) -> Lane:
-        """All ranks make the same calls, and so they run out of lanes together and make another together."""
-        for lane in self.lanes:
-            if not lane.busy:
-                return lane
-        self.lanes.append(Lane(self._connect(device)))
-        return self.lanes[-1]
+        self.lanes.destroy()
 
     def _connect(self, device: torch.device) -> Any:
-        if capturing(device):
-            raise InputError(f"{self.name} makes its buffers in the first call: run the layer once before a capture")
         g, kind = self.geometry, type(self)
         number = max(row[0] for row in self.link.exchange(torch.tensor([kind._made], device=device)))
         kind._made = number + 1

@@ -125,7 +125,7 @@ def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalR
 
 def flashinfer_pair(dispatcher: Any, x: Tensor, routing: PhysicalRouting) -> Callable[[], Any]:
     """FlashInfer's own calls, zero copy on the way back."""
-    communication, ids = dispatcher.lanes[0].communication, routing.ids.int()
+    communication, ids = dispatcher.lanes.made[0].library, routing.ids.int()
 
     def pair() -> None:
         communication.dispatch(x, ids, routing.weights)

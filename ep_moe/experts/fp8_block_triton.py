@@ -86,18 +86,19 @@ class Fp8BlockTritonExperts(Experts):
 
     def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:
         """First and last row of each expert among the flat rows, int32 [L]."""
+        slots = self.weights.num_slots
         match received.layout:
             case RowLayout.RANK_MAJOR:
                 return None, None
             case RowLayout.CONTIGUOUS:
                 assert received.expert_offsets is not None
-                offsets = received.expert_offsets.int()
+                offsets = received.expert_offsets[: slots + 1].int()  # no rows beyond this rank's slots
                 return offsets[:-1], offsets[1:]
             case RowLayout.BATCHED:
                 assert received.expert_counts is not None
-                slots, cap = received.x.shape[:2]
+                cap = received.x.shape[1]
                 starts = torch.arange(0, slots * cap, cap, dtype=torch.int32, device=received.x.device)
-                return starts, starts + received.expert_counts.int()
+                return starts, starts + received.expert_counts[:slots].int()
 
     def _weights(self, received: Received) -> Tensor | None:
         if received.weighting is Weighting.COMBINE:

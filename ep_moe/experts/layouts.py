@@ -25,7 +25,7 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
             ids = torch.where(ids < num_slots, ids, -1)
         case RowLayout.BATCHED:
             assert received.expert_counts is not None
-            slot = torch.arange(num_slots, device=device).unsqueeze(1)
+            slot = torch.arange(len(x), device=device).unsqueeze(1)  # no rows beyond num_slots
             place = torch.arange(x.shape[1], device=device)
             ids = torch.where(place < received.expert_counts.unsqueeze(1), slot, -1)
     weights = None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, InputError, registry
-from ep_moe.all2all import deepep, flashinfer_nvlink
+from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
@@ -19,6 +19,7 @@ from ep_moe.testing.transport_contract import MAX_TOKENS, Case, expected, geomet
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 from tests.deepep_emulation import Buffer
 from tests.flashinfer_nvlink_emulation import communication
+from tests.pplx_emulation import make_all2all
 
 
 def nvlink(shape: Geometry, link: Link) -> Dispatcher:
@@ -60,6 +61,19 @@ def test_deepep(make, world_size):
     if rank_device().type == "cuda" and (why := deepep.DeepEPDispatcher.available()):
         pytest.skip(why)
     check_dispatcher(make, top_ks=(1, 3))
+
+
+def pplx_alone(shape: Geometry, link: Link) -> Dispatcher:
+    if rank_device().type == "cpu":
+        pplx.make_all2all = make_all2all
+    return pplx.PplxDispatcher(shape, link)
+
+
+@distributed(2, 4)
+def test_pplx(world_size):
+    if rank_device().type == "cuda" and (why := pplx.PplxDispatcher.available()):
+        pytest.skip(why)
+    check_dispatcher(pplx_alone, top_ks=(1, 3), dtypes=(torch.bfloat16,))
 
 
 # --- errors that the suite must see ---------------------------------------------------------------------------------
@@ -145,11 +159,14 @@ def test_the_suite_sees_it(wrong, sentence, world_size):
 
 
 @distributed(2, 4)
-@pytest.mark.parametrize("make", [nvlink, deepep_static], ids=["flashinfer_nvlink", "deepep_static"])
+@pytest.mark.parametrize(
+    "make", [nvlink, deepep_static, pplx_alone], ids=["flashinfer_nvlink", "deepep_static", "pplx"]
+)
 def test_one_token_too_many(make, world_size):
     """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
     rank, device = dist.get_rank(), rank_device()
-    if make is deepep_static and device.type == "cuda" and (why := deepep.DeepEPDispatcher.available()):
+    kind = {nvlink: FlashInferNVLinkDispatcher, pplx_alone: pplx.PplxDispatcher}.get(make, deepep.DeepEPDispatcher)
+    if device.type == "cuda" and (why := kind.available()):
         pytest.skip(why)
     deadline_s = 20.0 if device.type == "cuda" else 8.0
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:

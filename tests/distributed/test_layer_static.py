@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens
-from ep_moe.all2all import flashinfer_nvlink
+from ep_moe.all2all import flashinfer_nvlink, pplx
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
@@ -18,11 +19,11 @@ from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import check_call
 from tests.flashinfer_nvlink_emulation import communication
 from tests.helpers import fill, integer_routing
+from tests.pplx_emulation import make_all2all
 
 CONFIG = MoEConfig(
     hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2, expert_bias=True
 )
-ON_CPU = dataclasses.replace(FlashInferNVLinkDispatcher.capabilities, devices=frozenset({"cpu"}), dtypes=None)
 LAYOUTS = {
     "dp 4": {"dp": 4},
     "tp 4": {"tp": 4},
@@ -36,16 +37,17 @@ LAYOUTS = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 over the emulation, on the CPU")
 @distributed(4)
 @pytest.mark.parametrize("sizes", LAYOUTS)
-def test_every_layout_equals_one_process(sizes, world_size):
-    flashinfer_nvlink.communication = communication
-    FlashInferNVLinkDispatcher.capabilities = ON_CPU
-    FlashInferNVLinkDispatcher.available = classmethod(lambda cls: None)
-    FlashInferNVLinkDispatcher.platform_problem = classmethod(lambda cls, layout: None)
+@pytest.mark.parametrize("kind", [FlashInferNVLinkDispatcher, PplxDispatcher], ids=lambda kind: kind.name)
+def test_every_layout_equals_one_process(kind, sizes, world_size):
+    """pplx delivers BATCHED rows: the layer joins them to a kernel that takes RANK_MAJOR ones."""
+    flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
+    kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
+    kind.available = classmethod(lambda cls: None)
+    kind.platform_problem = classmethod(lambda cls, layout: None)
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(**LAYOUTS[sizes]), device=device, max_tokens=9) as context:
         for make in (ExpertMap.linear, lambda experts, ranks: ExpertMap.redundant(experts, ranks, 2 * ranks)):
-            layer = fill(MoELayer(CONFIG, context, expert_map=make(6, context.layout.ep)))
-            assert layer.choice.all2all == "flashinfer_nvlink"
+            layer = fill(MoELayer(CONFIG, context, expert_map=make(6, context.layout.ep), all2all=kind.name))
             for tokens in (9, 0, 5):
                 check_call(layer, context, tokens=tokens, what=f"{sizes}, T={tokens}")
             with context.at_most(4):

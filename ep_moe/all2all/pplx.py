@@ -1,0 +1,192 @@
+"""`pplx`: pplx-kernels' intranode all2all. Rows arrive grouped by expert with room for every token (BATCHED), one copy
+per pick, and combine multiplies by the weights: for decode sizes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
+from ep_moe.all2all.lanes import Lane, Lanes
+from ep_moe.all2all.wire_ids import to_wire
+from ep_moe.errors import BackendUnavailable
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.link import Link
+from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """ids, weights: as sent; routed: bool [T, 1], tokens with an expert."""
+
+    lane: Lane
+    ids: Tensor
+    weights: Tensor
+    routed: Tensor
+
+
+class PplxDispatcher(Dispatcher):
+    name = "pplx"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.BATCHED,
+        weighting=Weighting.COMBINE,
+        dedup=False,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,  # rows arrive in any order, and are summed in that of the picks
+        differentiable=False,
+        alignment_bytes=16,
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        devices=frozenset({"cuda"}),
+        static=True,
+    )
+
+    def __init__(self, geometry: Geometry, link: Link) -> None:
+        super().__init__(geometry, link)
+        self.lanes = Lanes(self.name, self._connect)
+
+    @classmethod
+    def available(cls) -> str | None:
+        if importlib.util.find_spec("pplx_kernels") is None:
+            return "pplx-kernels is not installed; build it from github.com/ppl-ai/pplx-kernels"
+        return None
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout) -> str | None:
+        return one_host_problem(cls.name, layout)
+
+    def _dispatch(
+        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
+        lane = self.lanes.take(x.device)
+        if problem is not None:
+            self._poison(lane, x.device)
+            self._refuse(problem)
+        g = self.geometry
+        ids = torch.empty(routing.ids.shape, dtype=torch.int32, device=x.device)
+        weights = torch.empty(routing.ids.shape, dtype=torch.float32, device=x.device)
+        home = self.link.rank * g.cap
+        to_wire(routing.ids.contiguous(), routing.weights.contiguous(), home, g.num_physical, ids, weights)
+        routed = ((routing.ids >= 0) & (routing.ids < g.num_physical)).any(1, keepdim=True)
+        lane.busy = True
+        handle = _Handle(lane, ids.view(torch.uint32), weights, routed)
+        rows = x.contiguous()
+        lane.library.dispatch(rows, handle.ids, send=True)
+
+        def finish() -> Received:
+            workspace = lane.library
+            workspace.dispatch(rows, handle.ids, send=False)
+            return Received(
+                x=workspace.rows,
+                layout=RowLayout.BATCHED,
+                weighting=Weighting.COMBINE,
+                handle=handle,
+                expert_counts=workspace.counts,
+            )
+
+        return Pending(finish)
+
+    def _combine(self, y: Tensor, handle: _Handle) -> Pending[Tensor]:
+        rows, workspace = y.contiguous(), handle.lane.library
+        assert self.geometry.max_tokens is not None
+        out = y.new_empty(self.geometry.max_tokens, y.shape[-1])
+        workspace.combine(out, handle.ids, handle.weights, rows, send=True)
+
+        def finish() -> Tensor:
+            workspace.combine(out, handle.ids, handle.weights, rows, send=False)
+            handle.lane.busy = False
+            # a token of nobody was sent to an expert here, with weight 0: 0 times what it held
+            return torch.where(handle.routed, out[: len(handle.ids)], 0)
+
+        return Pending(finish)
+
+    def _poison(self, lane: Lane, device: torch.device) -> None:
+        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        if capturing(device):
+            return
+        g, workspace = self.geometry, lane.library
+        x = torch.empty(0, g.hidden_size, dtype=g.dtype, device=device)
+        ids = torch.empty(0, g.top_k, dtype=torch.int32, device=device)
+        weights = ids.float()
+        for send in (True, False):
+            workspace.dispatch(x, ids.view(torch.uint32), send=send)
+        out = x.new_empty(g.max_tokens or 1, g.hidden_size)
+        for send in (True, False):
+            workspace.combine(
+                out, ids.view(torch.uint32), weights, torch.full_like(workspace.rows, torch.nan), send=send
+            )
+
+    def destroy(self) -> None:
+        self.lanes.destroy()
+
+    def _connect(self, device: torch.device) -> Workspace:
+        try:
+            return Workspace(self.geometry, self.link, device)
+        except (ImportError, OSError, RuntimeError) as error:
+            raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
+
+
+class Workspace:
+    """pplx-kernels' buffers for one call, and the rows that it delivers.
+
+    rows: [cap, R * max_tokens, H]; counts: int32 [cap]
+    """
+
+    def __init__(self, geometry: Geometry, link: Link, device: torch.device) -> None:
+        g = geometry
+        assert g.max_tokens is not None
+        self.rows = torch.empty(g.cap, g.num_ranks * g.max_tokens, g.hidden_size, dtype=g.dtype, device=device)
+        self.counts = torch.zeros(g.cap, dtype=torch.int32, device=device)
+        self._all2all = make_all2all(g, link)
+
+    def dispatch(self, x: Tensor, ids: Tensor, *, send: bool) -> None:
+        self._all2all.dispatch(
+            out_expert_num_tokens=self.counts,
+            out_expert_x=self.rows,
+            out_expert_x_scale=None,
+            dp_x=x,
+            dp_x_scale=None,
+            indices=ids,
+            bound_m=None,
+            do_send=send,
+            do_recv=not send,
+        )
+
+    def combine(self, out: Tensor, ids: Tensor, weights: Tensor, y: Tensor, *, send: bool) -> None:
+        self._all2all.combine(
+            out_tokens=out,
+            indices=ids,
+            weights=weights,
+            expert_y=y,
+            bound_m=None,
+            do_send=send,
+            do_recv=not send,
+        )
+
+    def destroy(self) -> None:
+        self._all2all.destroy()
+
+
+def make_all2all(geometry: Geometry, link: Link) -> Any:
+    """pplx-kernels' object for one workspace. Collective; it swaps memory handles over a group with a CPU backend."""
+    from pplx_kernels import AllToAll
+
+    group = dist.new_group(list(link.ranks), backend="cpu:gloo,cuda:nccl", use_local_synchronization=True)
+    return AllToAll.intranode(
+        max_num_tokens=geometry.max_tokens,
+        num_experts=geometry.num_physical,
+        experts_per_token=geometry.top_k,
+        rank=link.rank,
+        world_size=link.size,
+        dp_size=1,
+        hidden_dim=geometry.hidden_size,
+        hidden_dim_bytes=geometry.hidden_size * geometry.dtype.itemsize,
+        hidden_dim_scale_bytes=0,
+        group_name=group.group_name,
+    )

@@ -1,0 +1,85 @@
+"""pplx-kernels' intranode `AllToAll` by its documented contract, on gloo: a copy of a row per pick, in any order within
+an expert, and a weighted sum on the way back. It checks what the real one takes on trust."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.all2all.base import Geometry
+from ep_moe.parallel.link import Link
+
+
+class AllToAll:
+    def __init__(self, geometry: Geometry, link: Link) -> None:
+        self.g, self.link = geometry, link
+        self.step = 0
+        self.sent: Any = None
+        self.plan: Any = None
+        self.destroyed = False
+
+    def _exchange(self, value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.link.size
+        dist.all_gather_object(everyone, value, group=self.link.group)
+        return everyone
+
+    def dispatch(
+        self, *, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m, do_send,
+        do_recv,
+    ):  # fmt: skip
+        assert not self.destroyed
+        assert do_send != do_recv
+        assert (out_expert_x_scale, dp_x_scale, bound_m) == (None, None, None)
+        assert indices.dtype == torch.uint32
+        assert len(dp_x) <= self.g.max_tokens
+        assert out_expert_x.shape == (self.g.cap, self.link.size * self.g.max_tokens, self.g.hidden_size)
+        if do_send:
+            assert (self.sent, self.plan) == (None, None), "a call is under way"
+            ids = indices.long()
+            assert (ids < self.g.num_physical).all(), "writes to memory that is nobody's"
+            self.sent = self._exchange((dp_x.clone(), ids))
+            return
+        self.step += 1
+        generator = torch.Generator().manual_seed(self.step * 100 + self.link.rank)
+        out_expert_x.fill_(torch.nan)
+        self.plan = []
+        for slot in range(self.g.cap):
+            expert = self.link.rank * self.g.cap + slot
+            picks = [
+                (r, *where) for r, (_, ids) in enumerate(self.sent) for where in (ids == expert).nonzero().tolist()
+            ]
+            picks = [picks[i] for i in torch.randperm(len(picks), generator=generator)]
+            for place, (rank, token, _) in enumerate(picks):
+                out_expert_x[slot, place] = self.sent[rank][0][token]
+            out_expert_num_tokens[slot] = len(picks)
+            self.plan.append(picks)
+        self.sent = None
+
+    def combine(self, *, out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv):
+        assert do_send != do_recv
+        assert bound_m is None
+        assert weights.dtype == torch.float32
+        assert out_tokens.shape == (self.g.max_tokens, self.g.hidden_size)
+        if do_send:
+            assert self.plan is not None, "combine called before dispatch"
+            self.sent = self._exchange((expert_y.clone(), self.plan))
+            return
+        total = torch.zeros(len(indices), self.g.hidden_size)
+        for rows, plan in self.sent:
+            for slot, picks in enumerate(plan):
+                for place, (rank, token, pick) in enumerate(picks):
+                    if rank == self.link.rank:
+                        total[token] += weights[token, pick] * rows[slot, place].float()
+        out_tokens.fill_(torch.nan)
+        out_tokens[: len(indices)] = total
+        self.sent = self.plan = None
+
+    def destroy(self) -> None:
+        assert not self.destroyed
+        self.destroyed = True
+
+
+def make_all2all(geometry: Geometry, link: Link) -> AllToAll:
+    return AllToAll(geometry, link)
