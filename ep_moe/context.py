@@ -266,6 +266,8 @@ class EPContext:
         if self._destroyed:
             return
         self._destroyed = True
+        if self.device.type == "cuda" and any(d.capabilities.static for d in self._dispatchers.values()):
+            torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
         try:
             # nobody closes connections while a peer still opens or uses them
             self.agreement.healthy("EPContext.destroy", None)
