@@ -54,7 +54,9 @@ def check_dispatcher(
         for top_k in top_ks:
             for dtype in dtypes if top_k == top_ks[-1] else dtypes[:1]:
                 shape = geometry(context.layout.ep, top_k, dtype)
-                _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
+                static = _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
+    if static:
+        _one_token_too_many(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
 
 
 def geometry(ranks: int, top_k: int, dtype: torch.dtype) -> Geometry:
@@ -68,7 +70,8 @@ def _dtypes(factory: DispatcherFactory, context: EPContext) -> list[torch.dtype]
     return sorted(found, key=str)
 
 
-def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> None:
+def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> bool:
+    """Whether its buffers are fixed."""
     dispatcher = make()
     for check in CHECKS:
         _run(check, dispatcher, device)
@@ -77,6 +80,7 @@ def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> None:
     again = make()
     _run(uneven_and_empty_ranks, again, device)
     again.destroy()
+    return dispatcher.capabilities.static
 
 
 class Case:
@@ -124,11 +128,17 @@ def _run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.de
         raise
     except Exception as error:
         case.faults.append(f"{type(error).__name__}: {error}")
+    _tell(check, case)
+
+
+def _tell(check: Callable[..., None], case: Case) -> None:
+    """Raise on all ranks alike what any found."""
+    dispatcher = case.dispatcher
     told: list[list[str]] = [[] for _ in range(case.ranks)]
     dist.all_gather_object(told, case.faults)
     wrong = [rank for rank, faults in enumerate(told) if faults]
     if wrong:
-        name = check.__name__.replace("_", " ")
+        name = check.__name__.replace("_", " ").strip()
         raise AssertionError(
             f"{dispatcher.name}: {name} (top_k {case.shape.top_k}, {case.shape.dtype}) on ranks {wrong}; rank "
             f"{wrong[0]}: {told[wrong[0]][0]}"
@@ -365,13 +375,44 @@ def captured_and_replayed(case: Case) -> None:
 
 
 def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing: PhysicalRouting) -> None:
-    said = ""
-    try:
+    def capture() -> None:
         with torch.cuda.graph(graph):
             case.dispatcher.dispatch(x, routing)
-    except InputError as error:
-        said = str(error)
+
+    said = _said(capture)
     case.that("cannot be captured" in said, f"a capture must be refused with those that can be captured, got {said!r}")
+
+
+def _one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
+    """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step, the last of
+    their context."""
+    deadline_s = 20.0 if device.type == "cuda" else 8.0
+    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
+        case = Case(factory(shape, context.links["ep"]), device)
+        x, routing, wanted = case.call(MAX_TOKENS)
+        case.same(case.once(x, routing), wanted, "at capacity")
+        sentence = f"rank 1: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"
+        if case.rank == 1:
+            more, to, _ = case.call(MAX_TOKENS + 1)
+            case.that(sentence in _said(lambda: case.dispatcher.dispatch(more, to)), "one too many was not refused")
+        else:
+            y = case.once(x, routing).cpu()
+            ids = routing.ids.cpu()
+            touched = ((ids // shape.cap == 1) & (ids >= 0)).any(1)
+            case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
+            case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
+        dist.barrier()
+        time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
+        case.that(sentence in _said(context.ledger.check), "the refusal did not reach the other ranks")
+        _tell(_one_token_too_many, case)
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 CHECKS: tuple[Callable[[Case], None], ...] = (
