@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from ep_moe.all2all.flashinfer_nvlink import TOP_KS
 from ep_moe.experts import cutlass_op
 from ep_moe.experts.flashinfer_cutlass import ACTIVATIONS
 from ep_moe.types import Activation
@@ -17,6 +19,14 @@ pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
 import flashinfer
 from flashinfer.fused_moe import core
+from flashinfer.moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpDispatchResult,
+    NVLinkOneSidedAlltoAll,
+    NVLinkOneSidedConfig,
+    create_communication,
+)
 from flashinfer.tllm_enums import ActivationType
 
 SOURCE = Path(inspect.getfile(core)).read_text()
@@ -69,3 +79,26 @@ def test_activation_numbers():
         Activation.GEGLU: ActivationType.Geglu,
         Activation.RELU2: ActivationType.Relu2,
     } == ACTIVATIONS
+
+
+def test_top_ks_of_the_one_sided_all2all():
+    """The switch that its kernels are compiled by."""
+    folder = Path(flashinfer.__file__).parent / "data/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels"
+    source = (folder / "moeAlltoAllKernels.cu").read_text()
+    (switch,) = re.findall(r"#define SWITCH_TOP_K(.*?)default:", source, re.DOTALL)
+    assert sorted(map(int, re.findall(r"case (\d+):", switch))) == list(TOP_KS)
+
+
+def test_calls_of_the_one_sided_all2all():
+    """What the dispatcher calls, bound against FlashInfer's own classes."""
+    nothing = object()
+    BootstrapConfig(world_size=4, rank=1, device=1, process_group=None)
+    MoEEpCommParams(num_experts=12, top_k=4, max_tokens_per_rank=24, hidden_size=256, dtype=torch.bfloat16)
+    assert NVLinkOneSidedConfig(extra_payload_bytes_per_token=16).use_low_precision_combine is False
+    inspect.signature(create_communication).bind(nothing, nothing, nothing)
+    kind = NVLinkOneSidedAlltoAll
+    inspect.signature(kind.dispatch).bind(nothing, nothing, nothing, nothing, max_tokens_per_rank=24)
+    inspect.signature(kind.get_combine_input_buffer).bind(nothing, torch.bfloat16)
+    inspect.signature(kind.combine).bind(nothing, nothing)
+    inspect.signature(kind.destroy).bind(nothing)
+    assert {"hidden_states", "topk_ids", "topk_weights"} <= {field.name for field in fields(MoEEpDispatchResult)}

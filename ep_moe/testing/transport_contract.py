@@ -26,10 +26,21 @@ from ep_moe.context import EPContext
 from ep_moe.errors import InputError, PeerTimeout
 from ep_moe.parallel.link import Link
 from ep_moe.testing.distributed import rank_device
-from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
+from ep_moe.testing.transport_rows import (
+    CAP,
+    HIDDEN,
+    MAX_TOKENS,
+    expected,
+    geometry,
+    identity,
+    moved,
+    routes,
+    rows,
+    same,
+)
+from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, capturing
 
 DispatcherFactory = Callable[[Geometry, Link], Dispatcher]
-HIDDEN, CAP, MAX_TOKENS = 256, 3, 24
 REPLAYS = 1000
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
 
@@ -57,10 +68,6 @@ def check_dispatcher(
                 static = _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
     if static:
         _one_token_too_many(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
-
-
-def geometry(ranks: int, top_k: int, dtype: torch.dtype) -> Geometry:
-    return Geometry(hidden_size=HIDDEN, top_k=top_k, cap=CAP, num_ranks=ranks, dtype=dtype, max_tokens=MAX_TOKENS)
 
 
 def _dtypes(factory: DispatcherFactory, context: EPContext) -> list[torch.dtype]:
@@ -143,67 +150,6 @@ def _tell(check: Callable[..., None], case: Case) -> None:
             f"{dispatcher.name}: {name} (top_k {case.shape.top_k}, {case.shape.dtype}) on ranks {wrong}; rank "
             f"{wrong[0]}: {told[wrong[0]][0]}"
         )
-
-
-# --- data that every rank can compute for every other ---------------------------------------------------------------
-
-
-def rows(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 8:
-    products with up to 8 weights of 3 are exact in bfloat16."""
-    generator = torch.Generator().manual_seed(1000 + rank)
-    x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
-    number = torch.arange(tokens)
-    x[:, 0], x[:, 1], x[:, 2] = rank % 8 + 1, number % 8, number // 8
-    return x.to(dtype)
-
-
-def routes(rank: int, tokens: int, ranks: int, top_k: int, *, drop: float = 0.3) -> PhysicalRouting:
-    """Distinct physical ids with some -1, and weights of small integers."""
-    generator = torch.Generator().manual_seed(rank)
-    width = max(ranks * CAP, top_k)
-    ids = torch.rand(tokens, width, generator=generator).topk(top_k).indices
-    dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * CAP)
-    weights = torch.randint(1, 4, ids.shape, generator=generator).float()
-    return PhysicalRouting(PhysicalIds(ids.masked_fill(dropped, -1)), weights)
-
-
-def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
-    return PhysicalRouting(PhysicalIds(routing.ids.to(device)), routing.weights.to(device))
-
-
-def identity(received: Received) -> Tensor:
-    """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
-    without any. Written where the transport would have it."""
-    x = received.x
-    match received.layout:
-        case RowLayout.RANK_MAJOR:
-            assert received.local_ids is not None
-            mine = received.local_ids >= 0
-            valid = mine.any(1)
-            factor: Tensor | None = None
-            if received.weighting is Weighting.EXPERTS:
-                assert received.weights is not None
-                factor = received.weights.masked_fill(~mine, 0).sum(1)
-        case RowLayout.CONTIGUOUS:
-            assert received.expert_offsets is not None
-            valid = torch.arange(len(x), device=x.device) < received.expert_offsets[-1]
-            factor = received.weights
-        case RowLayout.BATCHED:
-            assert received.expert_counts is not None
-            valid = torch.arange(x.shape[1], device=x.device) < received.expert_counts.unsqueeze(1)
-            factor = received.weights
-    y = x if factor is None or received.weighting is Weighting.COMBINE else x * factor.unsqueeze(-1).to(x.dtype)
-    y = torch.where(valid.unsqueeze(-1), y, torch.zeros_like(y))
-    return y if received.out is None else received.out.copy_(y.view_as(received.out))
-
-
-def expected(x: Tensor, routing: PhysicalRouting) -> Tensor:
-    return (x.float() * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
-
-
-def same(actual: Tensor, wanted: Tensor, what: object) -> None:
-    torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------
@@ -384,8 +330,7 @@ def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing
 
 
 def _one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
-    """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step, the last of
-    their context."""
+    """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
     deadline_s = 20.0 if device.type == "cuda" else 8.0
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
         case = Case(factory(shape, context.links["ep"]), device)

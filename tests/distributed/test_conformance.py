@@ -15,7 +15,7 @@ from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.parallel.link import Link
 from ep_moe.testing import check_dispatcher, distributed, rank_device
-from ep_moe.testing.transport_contract import MAX_TOKENS, expected, geometry, moved, routes, rows, same
+from ep_moe.testing.transport_rows import MAX_TOKENS, expected, geometry, moved, routes, rows, same
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 from tests.deepep_emulation import Buffer
 from tests.flashinfer_nvlink_emulation import communication

@@ -1,0 +1,74 @@
+"""What transports are checked with: rows and routes that every rank can compute for every other, experts that return
+their input, and what must come back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Geometry
+from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
+
+HIDDEN, CAP, MAX_TOKENS = 256, 3, 24
+
+
+def geometry(ranks: int, top_k: int, dtype: torch.dtype) -> Geometry:
+    return Geometry(hidden_size=HIDDEN, top_k=top_k, cap=CAP, num_ranks=ranks, dtype=dtype, max_tokens=MAX_TOKENS)
+
+
+def rows(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 8:
+    products with up to 8 weights of 3 are exact in bfloat16."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
+    number = torch.arange(tokens)
+    x[:, 0], x[:, 1], x[:, 2] = rank % 8 + 1, number % 8, number // 8
+    return x.to(dtype)
+
+
+def routes(rank: int, tokens: int, ranks: int, top_k: int, *, drop: float = 0.3) -> PhysicalRouting:
+    """Distinct physical ids with some -1, and weights of small integers."""
+    generator = torch.Generator().manual_seed(rank)
+    width = max(ranks * CAP, top_k)
+    ids = torch.rand(tokens, width, generator=generator).topk(top_k).indices
+    dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * CAP)
+    weights = torch.randint(1, 4, ids.shape, generator=generator).float()
+    return PhysicalRouting(PhysicalIds(ids.masked_fill(dropped, -1)), weights)
+
+
+def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
+    return PhysicalRouting(PhysicalIds(routing.ids.to(device)), routing.weights.to(device))
+
+
+def identity(received: Received) -> Tensor:
+    """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
+    without any. Written where the transport would have it."""
+    x = received.x
+    match received.layout:
+        case RowLayout.RANK_MAJOR:
+            assert received.local_ids is not None
+            mine = received.local_ids >= 0
+            valid = mine.any(1)
+            factor: Tensor | None = None
+            if received.weighting is Weighting.EXPERTS:
+                assert received.weights is not None
+                factor = received.weights.masked_fill(~mine, 0).sum(1)
+        case RowLayout.CONTIGUOUS:
+            assert received.expert_offsets is not None
+            valid = torch.arange(len(x), device=x.device) < received.expert_offsets[-1]
+            factor = received.weights
+        case RowLayout.BATCHED:
+            assert received.expert_counts is not None
+            valid = torch.arange(x.shape[1], device=x.device) < received.expert_counts.unsqueeze(1)
+            factor = received.weights
+    y = x if factor is None or received.weighting is Weighting.COMBINE else x * factor.unsqueeze(-1).to(x.dtype)
+    y = torch.where(valid.unsqueeze(-1), y, torch.zeros_like(y))
+    return y if received.out is None else received.out.copy_(y.view_as(received.out))
+
+
+def expected(x: Tensor, routing: PhysicalRouting) -> Tensor:
+    return (x.float() * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
+
+
+def same(actual: Tensor, wanted: Tensor, what: object) -> None:
+    torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
