@@ -241,14 +241,16 @@ class EPContext:
             self._inside, self.ledger.where = None, ""
 
     def plan(self) -> dict[str, int]:
-        """Bytes per kind of buffer on this rank over the layers that live: summed, and the largest workspace once (per
-        stream that layers run on)."""
+        """Bytes per kind of buffer on this rank over the layers that live: summed, but the largest workspace once (per
+        stream that layers run on), and a transport's buffers once per geometry (and call in flight)."""
         total: dict[str, int] = {}
         for layer in self._layers.values():
             for name, size in layer.plan().items():
                 total[name] = total.get(name, 0) + size
         if total:
             total["workspace"] = self.workspaces.reserved
+            shared = {(x.choice.all2all, x.geometry): x.plan()["transport"] for x in self._layers.values()}
+            total["transport"] = sum(shared.values())
         return total
 
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> None:

@@ -229,7 +229,7 @@ class MoELayer(nn.Module):
 
     def plan(self) -> dict[str, int]:
         """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated. The workspace
-        is shared with the context's other layers; `EPContext.plan` counts it once."""
+        and the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once."""
         modules: dict[str, Any] = {
             "experts": self.expert_weights,
             "router": self.router,
@@ -241,7 +241,11 @@ class MoELayer(nn.Module):
             for kind, module in modules.items()
             if isinstance(module, nn.Module)
         }
-        return held | {"workspace": self.experts.workspace_bytes()}
+        transport: type[Dispatcher] = registry.load("dispatchers", self.choice.all2all)
+        return held | {
+            "workspace": self.experts.workspace_bytes(),
+            "transport": transport.buffer_bytes(self.geometry),
+        }
 
     def explain(self) -> list[select.Choice]:
         """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""

@@ -108,6 +108,12 @@ class Dispatcher(ABC):
         """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
         return None
 
+    @classmethod
+    def buffer_bytes(cls, geometry: Geometry) -> int:
+        """Rows that it keeps room for between calls, in bytes, for one call in flight; a library's own bookkeeping is
+        not counted."""
+        return 0
+
     def dispatch(self, x: Tensor, routing: PhysicalRouting, *, max_tokens: int | None = None) -> Received:
         """x [T, H], ids and weights [T, K] to this rank's received rows."""
         return self.dispatch_start(x, routing, max_tokens=max_tokens).wait()

@@ -45,7 +45,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     def __init__(self, geometry: Geometry, link: Link) -> None:
         super().__init__(geometry, link)
-        self._top_k = next(size for size in TOP_KS if size >= geometry.top_k)
+        self._top_k = _wire_top_k(geometry)
         self._base = link.rank * geometry.cap
         self.lanes = Lanes(self.name, self._connect)
 
@@ -58,6 +58,13 @@ class FlashInferNVLinkDispatcher(Dispatcher):
     @classmethod
     def platform_problem(cls, layout: RankLayout) -> str | None:
         return one_host_problem(cls.name, layout)
+
+    @classmethod
+    def buffer_bytes(cls, geometry: Geometry) -> int:
+        """Received rows with ids and weights, and the experts' rows."""
+        assert geometry.max_tokens is not None
+        row = geometry.hidden_size * geometry.dtype.itemsize
+        return geometry.num_ranks * geometry.max_tokens * (2 * row + 8 * _wire_top_k(geometry))
 
     def _dispatch(
         self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
@@ -127,6 +134,10 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             return communication(group, params, {"extra_payload_bytes_per_token": 16 * number})
         except RuntimeError as error:  # FlashInfer asks all ranks, and all raise
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
+
+
+def _wire_top_k(geometry: Geometry) -> int:
+    return next(size for size in TOP_KS if size >= geometry.top_k)
 
 
 def communication(group: dict[str, Any], params: dict[str, Any], config: dict[str, Any]) -> Any:

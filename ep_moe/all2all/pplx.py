@@ -61,6 +61,13 @@ class PplxDispatcher(Dispatcher):
     def platform_problem(cls, layout: RankLayout) -> str | None:
         return one_host_problem(cls.name, layout)
 
+    @classmethod
+    def buffer_bytes(cls, geometry: Geometry) -> int:
+        """Received rows; the library's own are not counted."""
+        assert geometry.max_tokens is not None
+        rows = geometry.cap * geometry.num_ranks * geometry.max_tokens
+        return rows * geometry.hidden_size * geometry.dtype.itemsize
+
     def _dispatch(
         self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:

@@ -53,6 +53,10 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
             with context.at_most(4):
                 check_call(layer, context, tokens=4, what=f"{sizes}, at most 4")
             check_call(layer, context, tokens=9, what=f"{sizes}, after")
+            twin = MoELayer(CONFIG, context, expert_map=layer.placement.expert_map, all2all=kind.name)
+            assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer.geometry) > 0
+            assert context.plan()["transport"] == layer.plan()["transport"], "equal layers share their buffers"
+            del twin, layer
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------
