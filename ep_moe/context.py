@@ -203,12 +203,17 @@ class EPContext:
     @contextmanager
     def at_most(self, max_tokens: int) -> Iterator[None]:
         """Within, no rank passes more than so many tokens to a layer, fewer than the context's `max_tokens`: the
-        receivers of transports with fixed buffers then have fewer empty rows to look at. The same on all ranks, as when
-        a CUDA graph is captured for a batch size."""
+        receivers of transports with fixed buffers then have fewer empty rows to look at.
+
+        Collective: ranks that disagree would write into each other's rows, so they compare through the store. Put it
+        around a capture, or around many steps.
+        """
+        problem = None
         if self.max_tokens is None or type(max_tokens) is not int or not 1 <= max_tokens <= self.max_tokens:
-            raise ConfigError(
+            problem = ConfigError(
                 f"at_most: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got {max_tokens!r}"
             )
+        self.agreement.same("EPContext.at_most", {"max_tokens": max_tokens}, problem)
         before, self.step_tokens = self.step_tokens, self.layout.wire_tokens(max_tokens)
         try:
             yield

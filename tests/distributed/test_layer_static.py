@@ -11,7 +11,7 @@ from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, Parall
 from ep_moe.all2all import flashinfer_nvlink, pplx
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
-from ep_moe.errors import InputError
+from ep_moe.errors import ConfigError, InputError
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LogicalIds, Routing
@@ -57,6 +57,19 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
             assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer.geometry) > 0
             assert context.plan()["transport"] == layer.plan()["transport"], "equal layers share their buffers"
             del twin, layer
+
+
+@distributed(2)
+def test_ranks_that_disagree_about_a_step_are_told(world_size):
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
+        asked = 4 + dist.get_rank()
+        with pytest.raises(ConfigError, match="max_tokens: 4 on rank 0, 5 on rank 1"), context.at_most(asked):
+            pass
+        with pytest.raises(ConfigError, match=r"rank 1: at_most: max_tokens must be an integer in \[1, 9\]"):
+            context.at_most((4, 10)[dist.get_rank()]).__enter__()
+        with context.at_most(4):
+            assert context.step_tokens == 4
+        assert context.step_tokens == 9
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------
