@@ -122,9 +122,7 @@ class DeepEPDispatcher(Dispatcher):
 
 class DeepEPStaticDispatcher(DeepEPDispatcher):
     name = "deepep_static"
-    capabilities = dataclasses.replace(
-        DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True, max_ranks=RANKS[-1]
-    )
+    capabilities = dataclasses.replace(DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True)
 
     def _dispatch(
         self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
@@ -135,8 +133,8 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
             self._refuse(problem)
         assert max_tokens is not None
         ids = routing.ids.long()
-        known = (ids >= 0) & (ids < self.geometry.num_physical)
-        ids = ids.where(known, -1)  # the library does not look
+        valid = (ids >= 0) & (ids < self.geometry.num_physical)
+        ids = ids.where(valid, -1)  # the library does not look
         return self._send(x, ids, routing.weights.contiguous(), self.link.size * max_tokens)
 
     def _poison(self, device: torch.device) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.bench.timing import eager, replayed
 from ep_moe.context import EPContext
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
@@ -114,7 +114,7 @@ def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalR
     pair()
     if line.transport == "flashinfer_nvlink":
         calls.append(flashinfer_pair(dispatcher, x, routing))
-    times = (replayed if line.captured else eager)(calls)
+    times = (replayed if line.captured else eager)(calls, before=dist.barrier)
     line.us = slowest(context, times[0])
     if len(times) > 1:
         line.raw_us = slowest(context, times[1])
@@ -134,54 +134,13 @@ def flashinfer_pair(dispatcher: Any, x: Tensor, routing: PhysicalRouting) -> Cal
     return pair
 
 
-def replayed(calls: list[Callable[[], Any]], *, repeat: int = 10, replays: int = 15) -> list[float]:
-    """Median microseconds of each; replays take turns."""
-    graphs = []
-    for call in calls:
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeat):
-                call()
-        graphs.append(graph)
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(replays + 2):
-        for graph, own in zip(graphs, times, strict=True):
-            dist.barrier()
-            own.append(_timed(graph.replay) / repeat)
-    return [statistics.median(own[2:]) for own in times]
-
-
-def eager(calls: list[Callable[[], Any]], *, repeat: int = 5, replays: int = 9) -> list[float]:
-    found = []
-    for call in calls:
-        times = []
-        for _ in range(replays + 2):
-            dist.barrier()
-            times.append(_timed(lambda call=call: [call() for _ in range(repeat)]) / repeat)  # type: ignore[misc]
-        found.append(statistics.median(times[2:]))
-    return found
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end) * 1e3)
-
-
 def p2p_rate(context: EPContext) -> float:
     """Bytes/s that each GPU copies to the next one while all do."""
     local, ranks = context.device.index, context.layout.ep
     target = torch.device("cuda", (local + 1) % ranks)
     source = torch.ones(1 << 28, dtype=torch.uint8, device=context.device)
     sink = torch.empty_like(source, device=target)
-    (us,) = eager([lambda: sink.copy_(source)])
+    (us,) = eager([lambda: sink.copy_(source)], before=dist.barrier)
     return float(source.nbytes / slowest(context, us) * 1e6)
 
 

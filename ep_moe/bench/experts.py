@@ -2,17 +2,16 @@
 
     python -m ep_moe.bench.experts [--models NAME ...] [--schemes NAME ...] [--csv FILE]
 
-Medians of CUDA-graph replays in microseconds, and two ratios of one run: to the floor (the larger of weight bytes
-touched at the measured copy rate and operations at the measured matmul rate), and to FlashInfer's public
-`cutlass_fused_moe` where it has that scheme: tuned by its own autotuner on the same rows, and with the tiles that this
-project found (the raw call: what the adapter adds).
+Medians of CUDA-graph replays in microseconds (of eager calls for torch's `reference`, which cannot be captured), and
+two ratios of one run: to the floor (the larger of weight bytes touched at the measured copy rate and operations at the
+measured matmul rate), and to FlashInfer's public `cutlass_fused_moe` where it has that scheme: tuned by its own
+autotuner on the same rows, and with the tiles that this project found (the raw call: what the adapter adds).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe import registry
+from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.cutlass_op import tactic_for
@@ -37,6 +37,7 @@ RANKS = 4
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 ROWS = (64, 512, 4096, 16384)
 VARIANTS = (
+    ("reference", "none"),  # torch: sort, gather, grouped_mm; it waits for the host, and is timed eagerly
     ("flashinfer_cutlass", "none"),
     ("flashinfer_cutlass", "fp8_static"),
     ("flashinfer_cutlass", "fp8_dynamic"),
@@ -81,45 +82,16 @@ class Line:
     untuned_us: float | None = None
 
 
-def replayed(*calls: Callable[[], Any], repeat: int = 5, replays: int = 15) -> list[float]:
-    """Median microseconds of each call inside a CUDA graph; replays take turns, so that the clock drifts for all."""
-    graphs = [_captured(call, repeat) for call in calls]
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(replays + 2):
-        for graph, own in zip(graphs, times, strict=True):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            own.append(start.elapsed_time(end) * 1e3 / repeat)
-    return [statistics.median(own[2:]) for own in times]
-
-
-def _captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            call()
-    return graph
-
-
 def measure_rates(device: torch.device) -> Rates:
     source = torch.ones(1 << 28, device=device)  # 1 GiB
     target = torch.empty_like(source)
-    (copy_us,) = replayed(lambda: torch.neg(source, out=target), repeat=2)
+    (copy_us,) = replayed([lambda: torch.neg(source, out=target)], repeat=2)
     size = 8192
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     a16, b16 = a.bfloat16(), b.bfloat16()
     a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
-    bf16_us, fp8_us = replayed(
-        lambda: a16 @ b16,
-        lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16),
-        repeat=2,
-    )
+    products = [lambda: a16 @ b16, lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16)]
+    bf16_us, fp8_us = replayed(products, repeat=2)
     operations = 2e6 * size**3
     return Rates(2e6 * source.nbytes / copy_us, operations / bf16_us, operations / fp8_us)
 
@@ -250,19 +222,23 @@ def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = R
                 received = received_rows(config, experts.weights.num_slots, count, device)
                 least = floor_us(config, scheme, received, rates)
                 theirs = public_calls(experts, received, tactic_for(tiles, count))
-                us, *others = replayed(_own_call(experts, received), *theirs)
+                us, *others = timed(experts)([_own_call(experts, received), *theirs])
                 line = Line(model, count, kernel, scheme, "rank_major", us, least, untuned_us=untuned[count])
                 if others:
                     line.peer_us, line.raw_us = others
                 lines.append(line)
                 if scheme == "fp8_block":
                     grouped = contiguous_rows(received, experts.weights.num_slots)
-                    (us,) = replayed(_own_call(experts, grouped))
+                    (us,) = replayed([_own_call(experts, grouped)])
                     lines.append(Line(model, count, kernel, scheme, "contiguous", us, least))
             del experts
             torch.cuda.empty_cache()
         console.print(table([line for line in lines if line.model == model], model))
     return lines
+
+
+def timed(experts: Experts) -> Callable[..., list[float]]:
+    return replayed if experts.capabilities.cuda_graph else eager
 
 
 def _own_call(experts: Experts, received: Received) -> Callable[[], Any]:
@@ -271,7 +247,8 @@ def _own_call(experts: Experts, received: Received) -> Callable[[], Any]:
 
 
 def _untuned(experts: Experts, config: MoEConfig, count: int, device: torch.device) -> float:
-    return replayed(_own_call(experts, received_rows(config, experts.weights.num_slots, count, device)))[0]
+    received = received_rows(config, experts.weights.num_slots, count, device)
+    return timed(experts)([_own_call(experts, received)])[0]
 
 
 def table(lines: list[Line], title: str) -> Table:

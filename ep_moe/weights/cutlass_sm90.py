@@ -6,6 +6,7 @@ cut alike, swapping them commutes with every interleave below (`sm90_mixed_gemm`
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -19,7 +20,7 @@ from ep_moe.weights.schemes import Rounding, Scheme, TensorSpec
 BOUND = "w13_bound"
 
 
-class _Layout:
+class _Layout(ABC):
     """One mixed-input layout of a packed matrix and its scales: parts "" and "_scale" (and "_residual")."""
 
     def parts(self, rows: int, columns: int) -> dict[str, TensorSpec]:
@@ -29,11 +30,13 @@ class _Layout:
     def scales(self, rows: int, columns: int) -> dict[str, TensorSpec]:
         return {"_scale": TensorSpec((rows, columns, 16, 4), torch.int32)}
 
+    @abstractmethod
     def fold(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """Canonical data and scales to the parts."""
 
+    @abstractmethod
     def unfold(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """The parts back to canonical data and scales."""
 
 
 class _Mxfp4Bf16(_Layout):

@@ -1,6 +1,7 @@
 """The contract of a transport, without experts' weights: every expert is the identity.
 
-A row's first column is `100 * rank + token`, so that a row that went astray names itself; all numbers are exact.
+What `check_dispatcher` asks of any transport stands there; here is what these two promise beyond it: the order of rows,
+how many travel, and one sentence on all ranks for a bad call.
 """
 
 from collections.abc import Callable
@@ -10,68 +11,33 @@ import pytest
 import torch
 
 from ep_moe import EPContext
-from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.base import Dispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Received, Routing, RowLayout, Weighting
+from ep_moe.testing.transport_rows import CAP, expected, geometry, identity, moved, routes, rows
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Received, Routing
 from tests.distributed.cases import no_payload, same_error
-from tests.helpers import assert_same, integer_rows
+from tests.helpers import assert_same
 
-HIDDEN, TOP_K, CAP = 8, 4, 3
+TOP_K = 4
+F32 = torch.float32
 TRANSPORTS = ["allgather", "torch_a2a"]
-
-
-def geometry(ranks: int, dtype: torch.dtype = torch.float32) -> Geometry:
-    return Geometry(hidden_size=HIDDEN, top_k=TOP_K, cap=CAP, num_ranks=ranks, dtype=dtype)
-
-
-def rows(rank: int, tokens: int) -> torch.Tensor:
-    x = integer_rows(tokens, HIDDEN, rank)
-    x[:, 0] = 100 * rank + torch.arange(tokens)
-    return x
-
-
-def routes(rank: int, tokens: int, ranks: int, drop: float = 0.3) -> PhysicalRouting:
-    """Distinct physical ids with some -1, and integer weights."""
-    generator = torch.Generator().manual_seed(rank)
-    width = max(ranks * CAP, TOP_K)
-    ids = torch.rand(tokens, width, generator=generator).topk(TOP_K).indices
-    dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * CAP)
-    weights = torch.randint(1, 5, ids.shape, generator=generator).float()
-    return PhysicalRouting(PhysicalIds(ids.masked_fill(dropped, -1)), weights)
-
-
-def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
-    return PhysicalRouting(PhysicalIds(routing.ids.to(device)), routing.weights.to(device))
-
-
-def identity(received: Received) -> torch.Tensor:
-    """x times the sum of this rank's weights; exactly zero where it has none, whatever x holds."""
-    assert received.layout is RowLayout.RANK_MAJOR
-    assert received.weighting is Weighting.EXPERTS
-    mine = received.local_ids >= 0
-    assert int(received.local_ids.max() if mine.numel() else -1) < CAP
-    total = received.weights.masked_fill(~mine, 0).sum(1, keepdim=True).to(received.x.dtype)
-    return (received.x * total).masked_fill(~mine.any(1, keepdim=True), 0)
-
-
-def expected(x: torch.Tensor, routing: PhysicalRouting) -> torch.Tensor:
-    return x * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True).to(x.dtype)
 
 
 def once(dispatcher: Dispatcher, x: torch.Tensor, routing: PhysicalRouting) -> tuple[torch.Tensor, Received]:
     received = dispatcher.dispatch(x, routing)
+    assert int(received.local_ids.max() if received.local_ids.numel() else -1) < CAP
     return dispatcher.combine(identity(received), received.handle), received
 
 
-def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[int]:
-    """The first columns of the rows that must reach rank `mine`, in order."""
+def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[list[float]]:
+    """The rows that must reach rank `mine`, in order."""
     found = []
     for rank in range(ranks):
-        ids = routes(rank, counts[rank], ranks).ids
+        ids = routes(rank, counts[rank], ranks, TOP_K).ids
         here = ((ids // CAP == mine) & (ids >= 0)).any(1)
         wanted = here if name == "torch_a2a" else torch.ones_like(here)
-        found += rows(rank, counts[rank])[wanted][:, 0].int().tolist()
+        found += rows(rank, counts[rank], F32)[wanted].tolist()
     return found
 
 
@@ -94,15 +60,15 @@ def for_each_transport(check: Callable[[Dispatcher, torch.device], None]) -> Non
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=30) as context, poisoned():
         for name in TRANSPORTS:
-            check(context.dispatcher(name, geometry(context.layout.world)), device)
+            check(context.dispatcher(name, geometry(context.layout.world, TOP_K, F32)), device)
 
 
 @pytest.mark.parametrize("name", ["local", *TRANSPORTS])
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_one_rank(name, tokens):
     context = EPContext.local(torch.device("cpu"))
-    dispatcher = context.dispatcher(name, geometry(1))
-    x, routing = rows(0, tokens), routes(0, tokens, 1)
+    dispatcher = context.dispatcher(name, geometry(1, TOP_K, F32))
+    x, routing = rows(0, tokens, F32), routes(0, tokens, 1, TOP_K)
     y, received = once(dispatcher, x, routing)
     assert_same(y, expected(x, routing))
     assert len(received.x) <= tokens
@@ -122,11 +88,11 @@ def test_identity_experts_give_x_times_the_weights(world_size):
 def gives_x_times_the_weights(dispatcher: Dispatcher, device: torch.device) -> None:
     rank, ranks = dispatcher.link.rank, dispatcher.link.size
     for counts in ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2)):
-        x, routing = rows(rank, counts[rank]), routes(rank, counts[rank], ranks)
+        x, routing = rows(rank, counts[rank], F32), routes(rank, counts[rank], ranks, TOP_K)
         y, received = once(dispatcher, x.to(device), moved(routing, device))
         assert_same(y, expected(x, routing), f"{dispatcher.name}, T={counts}")
-        arrived = received.x[:, 0].int().tolist()
-        assert arrived == arrivals(counts, ranks, rank, dispatcher.name), f"{dispatcher.name}: {arrived}"
+        arrived = received.x.tolist()
+        assert arrived == arrivals(counts, ranks, rank, dispatcher.name), f"{dispatcher.name}: {received.x[:, :3]}"
 
 
 @distributed(2, 4)
@@ -136,7 +102,7 @@ def test_where_rows_go(world_size):
 
 def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -> None:
     rank, ranks = dispatcher.link.rank, dispatcher.link.size
-    home, x = (ranks - 1) * CAP, rows(rank, 4)
+    home, x = (ranks - 1) * CAP, rows(rank, 4, F32)
     for local, what in (
         ([0, 1, 2, -1], "three experts of one rank: the row travels once"),
         ([-1, -1, 0, -1], "all tokens to one expert"),
@@ -165,11 +131,11 @@ def test_bad_calls_are_refused_on_all_ranks(world_size):
 
 def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
     rank, ranks = dispatcher.link.rank, dispatcher.link.size
-    x, good = rows(rank, 3).to(device), moved(routes(rank, 3, ranks), device)
+    x, good = rows(rank, 3, F32).to(device), moved(routes(rank, 3, ranks, TOP_K), device)
     ids, weights = good.ids, good.weights
     for call, sentence in (
         ((x, Routing(LogicalIds(ids), weights)), "routing must be a PhysicalRouting (pass it through Placement)"),
-        ((x[:, :4], good), "x must be [T, 8], got [3, 4]"),
+        ((x[:, :4], good), "x must be [T, 256], got [3, 4]"),
         ((x.double(), good), "x must be float32, got float64"),
         ((x, PhysicalRouting(ids[:2], weights)), "routing.ids must be [T, K] = [3, 4], got [2, 4]"),
         ((x, PhysicalRouting(ids.float(), weights)), "routing.ids must be int32 or int64, got float32"),

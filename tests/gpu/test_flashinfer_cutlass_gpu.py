@@ -132,7 +132,7 @@ def test_models(model, scheme, count):
     check(experts, tensors, rows(*model, count))
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int4_fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_deepseek_share(scheme):
     build.cache_clear()
     experts, tensors = build(*DEEPSEEK, scheme)
