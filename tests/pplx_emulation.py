@@ -39,6 +39,8 @@ class AllToAll:
             assert (self.sent, self.plan) == (None, None), "a call is under way"
             ids = indices.long()
             assert (ids < self.g.num_physical).all(), "writes to memory that is nobody's"
+            copies = torch.bincount(ids.flatten(), minlength=self.g.num_physical)
+            assert (copies <= self.g.max_tokens).all(), "writes over the rows of the next expert"
             self.sent = self._exchange((dp_x.clone(), ids))
             return
         self.step += 1

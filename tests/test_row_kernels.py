@@ -1,16 +1,16 @@
-"""The Triton forms of `row_kernels` against the torch forms, which define them."""
+"""The Triton forms of `row_kernels` and `fp8_scales` against the torch forms, which define them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ep_moe.experts import row_kernels
+from ep_moe.experts import fp8_scales, row_kernels
 from tests.test_fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts import row_kernels_triton
+from ep_moe.experts import fp8_scales_triton, row_kernels_triton
 
 SLOTS = 6
 
@@ -40,7 +40,7 @@ def test_clean_ids(rows, top_k, weighted, dtype):
         assert len(kept) == len(set(kept))
 
 
-def test_row_extremes_and_rounding():
+def test_row_extremes():
     x = torch.randn(9, 1500, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[4], x[7] = 1000, torch.nan
     ids = torch.zeros(9, 3, dtype=torch.int32)
@@ -49,11 +49,48 @@ def test_row_extremes_and_rounding():
     row_kernels.row_extremes(x, ids, expected)
     row_kernels_triton.row_extremes(x.to(DEVICE), ids.to(DEVICE), found)
     torch.testing.assert_close(found.cpu(), expected)
-    if DEVICE == "cpu":  # the interpreter (3.6) loses the carry when a mantissa rounds up to the next power of two
-        return
-    scale = torch.tensor(0.003)
-    rounded = torch.empty(9, 1500, dtype=torch.float8_e4m3fn)
-    on_device = torch.empty_like(rounded, device=DEVICE)
-    row_kernels.round_rows(x[:4], scale, rounded[:4])
-    row_kernels_triton.round_rows(x[:4].to(DEVICE), scale.to(DEVICE), on_device[:4])
-    assert torch.equal(on_device[:4].cpu().view(torch.uint8), rounded[:4].view(torch.uint8))
+
+
+def inputs_of(dynamic, cap, device="cpu"):
+    generator = torch.Generator().manual_seed(3)
+    first = torch.tensor([7.0, 90.0]) if dynamic else torch.rand(SLOTS, generator=generator) / 10
+    return fp8_scales.Inputs(first.to(device), torch.rand(SLOTS, generator=generator).to(device), dynamic, cap)
+
+
+@pytest.mark.parametrize(("dynamic", "cap"), [(False, 0.0), (True, 0.0), (True, 20.0)])
+def test_rounding_and_its_scales(dynamic, cap):
+    x = 5 * torch.randn(4, 1500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    w13, w2 = torch.rand(2, SLOTS, generator=torch.Generator().manual_seed(1))
+    found = []
+    for device, module in (("cpu", fp8_scales), (DEVICE, fp8_scales_triton)):
+        out = torch.empty(4, 1500, dtype=torch.float8_e4m3fn, device=device)
+        scales = fp8_scales.TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.empty((), device=device))
+        arguments = (x.to(device), w13.to(device), w2.to(device), inputs_of(dynamic, cap, device), out, scales)
+        module.round_rows(*arguments)
+        found.append((out.cpu().view(torch.uint8), *(value.cpu() for value in vars(scales).values())))
+    expected, on_device = found
+    for one, other in zip(expected[1:], on_device[1:], strict=True):
+        assert torch.equal(one, other)
+    if DEVICE != "cpu":  # the interpreter (3.6) loses the carry when a mantissa rounds up to the next power of two
+        assert torch.equal(expected[0], on_device[0])
+    values = expected[0].view(torch.float8_e4m3fn).float() * expected[4]
+    torch.testing.assert_close(values, x.float().clamp(-448 * expected[4], 448 * expected[4]), rtol=2**-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tiny", [False, True])
+def test_column_scales(dtype, tiny):
+    found = []
+    for device, module in (("cpu", fp8_scales), (DEVICE, fp8_scales_triton)):
+        inputs = inputs_of(True, 0.0, device)
+        if tiny:
+            inputs.first.zero_()
+            inputs.second.zero_()
+        acts = [torch.empty(size, dtype=dtype, device=device) for size in (1500, 700)]
+        alphas = [torch.empty(SLOTS, device=device) for _ in range(2)]
+        module.column_scales(inputs, *acts, *alphas)
+        found.append([tensor.cpu() for tensor in (*acts, *alphas)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    for act, alpha in zip(found[0][:2], found[0][2:], strict=True):
+        assert (act[0].float() * alpha == 1).all()

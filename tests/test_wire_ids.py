@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.all2all.wire_ids import to_local, to_wire
+from ep_moe.all2all.wire_ids import to_distinct, to_local, to_wire
 
 PHYSICAL, CAP = 12, 3
 
@@ -71,6 +71,34 @@ def test_there_and_back_is_the_routing(width):
     assert torch.equal(total, wanted)
 
 
+def distinct(ids: list[list[int]], home: int, num_physical: int = PHYSICAL, dtype=torch.int64, device="cpu"):
+    given = torch.tensor(ids, dtype=dtype, device=device)
+    weights = torch.arange(1, given.numel() + 1, device=device).float().view(given.shape)
+    out, out_weights = torch.full_like(given, 99, dtype=torch.int32), torch.full_like(weights, torch.nan)
+    to_distinct(given, weights, home, num_physical, out, out_weights)
+    return out.cpu().tolist(), out_weights.cpu().tolist()
+
+
+def test_distinct_picks():
+    ids, weights = distinct([[4, -1, 7], [6, 12, -1], [-1, -1, -1], [5, 2**32, 5], [11, 11, 11]], 5)
+    assert ids == [[4, 5, 7], [6, 5, 7], [5, 6, 7], [5, 6, 7], [11, 5, 6]]
+    assert weights == [[1, 0, 3], [4, 0, 0], [0, 0, 0], [10 + 12, 0, 0], [13 + 14 + 15, 0, 0]]
+    assert distinct([[-1, 0, -1], [2, 1, 0]], 2, 3)[0] == [[2, 0, 1], [2, 1, 0]]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5, 8])
+def test_distinct_picks_are_the_routing(top_k):
+    ids = torch.randint(-2, PHYSICAL + 1, (200, top_k), generator=torch.Generator().manual_seed(top_k))
+    weights = torch.arange(1, ids.numel() + 1).float().view(ids.shape)
+    out, out_weights = (torch.tensor(value) for value in distinct(ids.tolist(), 9))
+    assert ((out >= 0) & (out < PHYSICAL)).all()
+    assert (out.sort(1).values.diff(dim=1) > 0).all()
+    wanted, total = torch.zeros(2, 200, PHYSICAL + 1)
+    wanted.scatter_add_(1, torch.where((ids < 0) | (ids >= PHYSICAL), PHYSICAL, ids), weights)
+    total.scatter_add_(1, out.long(), out_weights)
+    assert torch.equal(total[:, :PHYSICAL], wanted[:, :PHYSICAL])
+
+
 def test_the_triton_forms_give_the_same():
     pytest.importorskip("triton", reason="Triton is not installed")
     from tests.test_fp8_block_kernels import DEVICE
@@ -84,3 +112,4 @@ def test_the_triton_forms_give_the_same():
         assert wired(ids, width, dtype=torch.int32, device=DEVICE) == wired(ids, width)
         weights = torch.randint(0, 3, (rows, top_k), generator=generator).float().tolist()
         assert localized(ids, weights, 3, DEVICE) == localized(ids, weights, 3)
+        assert distinct(ids, 7, 31, device=DEVICE) == distinct(ids, 7, 31)

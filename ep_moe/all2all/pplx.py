@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
-from ep_moe.all2all.wire_ids import to_wire
+from ep_moe.all2all.wire_ids import to_distinct
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
@@ -79,7 +79,7 @@ class PplxDispatcher(Dispatcher):
         ids = torch.empty(routing.ids.shape, dtype=torch.int32, device=x.device)
         weights = torch.empty(routing.ids.shape, dtype=torch.float32, device=x.device)
         home = self.link.rank * g.cap
-        to_wire(routing.ids.contiguous(), routing.weights.contiguous(), home, g.num_physical, ids, weights)
+        to_distinct(routing.ids.contiguous(), routing.weights.contiguous(), home, g.num_physical, ids, weights)
         routed = ((routing.ids >= 0) & (routing.ids < g.num_physical)).any(1, keepdim=True)
         lane.busy = True
         handle = _Handle(lane, ids.view(torch.uint32), weights, routed)

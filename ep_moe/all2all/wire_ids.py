@@ -1,6 +1,6 @@
 """Ids for transports that take them on trust: any id sends its row to some rank, or into memory that is nobody's.
 
-On the wire every pick names an expert; one that names none has weight 0, and a pick of weight 0 is nobody's on arrival.
+On the wire every pick names an expert; one that named none has weight 0, and a pick of weight 0 is nobody's on arrival.
 The torch forms are the definition, and what runs on a CPU; the Triton forms (GPUs) are one launch each.
 """
 
@@ -28,6 +28,30 @@ def to_wire(ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids:
     out_ids[:, :top_k] = torch.where(valid, ids, first)
     out_weights.zero_()
     out_weights[:, :top_k] = torch.where(valid, weights, 0.0)
+
+
+def to_distinct(
+    ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
+) -> None:
+    """As `to_wire`, for transports with room for one copy of a row per expert: all ids of a row differ. Picks without
+    an expert name the next ones from `home` on that the row does not; of a repeated id the first has all its weight.
+
+    out_ids: int32 [T, K]; out_weights: float32 [T, K]; K at most num_physical
+    """
+    if ids.is_cuda:
+        _triton().to_distinct(ids, weights, home, num_physical, out_ids, out_weights)
+        return
+    top_k = ids.shape[1]
+    valid = (ids >= 0) & (ids < num_physical)
+    same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & valid.unsqueeze(1)  # [T, K, K]
+    keep = valid & ~(same & torch.ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
+    others = (home + torch.arange(top_k)) % num_physical
+    free = ~((others.unsqueeze(1) == ids.unsqueeze(1)) & valid.unsqueeze(1)).any(2)  # [T, K] of `others`
+    nth_free, nth_wanted = free.cumsum(1), (~keep).cumsum(1)
+    mine = (nth_wanted.unsqueeze(2) == nth_free.unsqueeze(1)) & free.unsqueeze(1)
+    out_ids.copy_(torch.where(keep, ids, torch.where(mine, others, 0).sum(2)))
+    merged = torch.where(same, weights.unsqueeze(1), 0.0).sum(2)
+    out_weights.copy_(torch.where(keep, merged, 0.0))
 
 
 def to_local(ids: Tensor, weights: Tensor, base: int, cap: int, out: Tensor) -> None:

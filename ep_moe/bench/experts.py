@@ -25,13 +25,15 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import MoEConfig, load_model_config
+from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.cutlass_op import tactic_for
+from ep_moe.experts.fp8_scales import Inputs, TensorScales, round_rows
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES
-from ep_moe.workspace import Workspaces
+from ep_moe.workspace import Workspaces, carve
 
 RANKS = 4
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
@@ -166,20 +168,31 @@ def floor_us(config: MoEConfig, scheme: str, received: Received, rates: Rates) -
 
 
 def public_calls(experts: Any, received: Received, tiles: list[int]) -> list[Callable[[], Any]]:
-    """FlashInfer's own function on the same weights, as its authors would call it: autotuned, fused finalize, own
-    workspace; and so with given tiles. Nothing for schemes that it was not set up for here."""
-    scheme, weights = experts.weights.scheme.name, experts.weights
-    if experts.name != "flashinfer_cutlass" or scheme not in ("none", "fp8_block"):
+    """FlashInfer's own function on the same weights and scales as its authors would call it: autotuned, fused finalize,
+    own workspace; and so with given tiles. Rows that it wants as fp8 are rounded within the call, as ours are; scales
+    of dynamic schemes are given to it, where ours measures them."""
+    if experts.name != "flashinfer_cutlass":
         return []
     import flashinfer
     from flashinfer.fused_moe import cutlass_fused_moe
 
+    weights, runner = experts.weights, experts.runner
     out = torch.empty_like(received.x)
-    scales = [] if scheme == "none" else [weights.get_parameter(f"{name}_scale") for name in ("w13", "w2")]
+    experts(received, out)  # leaves the call's scales in the workspace
+    stored = {name: weights.get_parameter(name) for name in cutlass_op.scale_names(runner.scheme)}
+    shape = (len(out), out.shape[1], experts.config.intermediate_size, weights.num_slots, experts.config.top_k)
+    own = carve(experts.workspace().clone(), cutlass_op.own_shapes(runner, *shape, weighted=True))
+    scales = cutlass_op.quant_scales(runner.scheme, stored, own)
+    rounded = own["rows"] if runner.scheme in cutlass_op.PRE_ROUNDED else received.x
+    unread = TensorScales(*(scale.clone() for scale in scales)) if rounded is not received.x else None
+    flags = {name: flag for name, flag in runner.flags.items() if name != "use_fused_finalize"}
 
     def call(profile_ids: list[int] | None = None) -> None:
+        if unread is not None:
+            given = Inputs(scales[3].expand(1), scales[1], dynamic=False)
+            round_rows(received.x, scales[0], scales[2], given, rounded, unread)
         cutlass_fused_moe(
-            received.x,
+            rounded,
             received.local_ids,
             received.weights,
             weights.get_parameter("w13"),
@@ -187,9 +200,9 @@ def public_calls(experts: Any, received: Received, tiles: list[int]) -> list[Cal
             torch.bfloat16,
             scales,
             output=out,
-            use_deepseek_fp8_block_scale=scheme == "fp8_block",
             tune_max_num_tokens=len(out),
             profile_ids=profile_ids,
+            **flags,
         )
 
     with flashinfer.autotune(True):

@@ -9,14 +9,15 @@ of `RUN_MOE` (tests/test_flashinfer_signature.py holds it against FlashInfer's o
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ep_moe.experts.row_kernels import clean_ids, round_rows, row_extremes
+from ep_moe.experts.fp8_scales import Inputs, TensorScales, column_scales, round_rows
+from ep_moe.experts.row_kernels import clean_ids, row_extremes
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
 # parameters of FusedMoeRunner::runMoe, flashinfer_cutlass_fused_moe_binding.cu, FlashInfer 0.7.2.post1
@@ -28,7 +29,6 @@ RUN_MOE = (
     "enable_pdl", "base_activation_type", "workspace_buffer",
 )  # fmt: skip
 
-FP8_MAX = 448.0
 PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel takes rows that are fp8 already
 DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, from the rows
 
@@ -110,13 +110,14 @@ def own_shapes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, t
     shapes: Shapes = {"ids": ((rows, top_k), torch.int32)}
     if weighted:
         shapes["weights"] = ((rows, top_k), torch.float32)
+    if runner.scheme in DYNAMIC:
+        shapes["extremes"] = ((2,), torch.float32)
     if runner.scheme in PRE_ROUNDED:
-        shapes["rows"] = ((rows, hidden), torch.float8_e4m3fn)
-    if runner.scheme in (*PRE_ROUNDED, *DYNAMIC):
-        shapes |= {"extremes": ((2,), torch.float32), "input_scale": ((), torch.float32)}
-        shapes |= dict.fromkeys(("alpha1", "alpha2", "quant2", "scale2"), ((slots,), torch.float32))
+        shapes |= {"rows": ((rows, hidden), torch.float8_e4m3fn), "input_scale": ((), torch.float32)}
+        shapes |= dict.fromkeys(("alpha1", "quant2", "alpha2"), ((slots,), torch.float32))
     if runner.scheme == "int4_fp8":
         shapes |= {"act1": ((hidden,), runner.output), "act2": ((inner,), runner.output)}
+        shapes |= dict.fromkeys(("alpha1", "alpha2"), ((slots,), torch.float32))
     return shapes
 
 
@@ -161,9 +162,17 @@ def cutlass_moe(
     runner = runner_of(x.dtype, w13.dtype, scheme, fused_finalize)
     shapes = own_shapes(runner, min(rows, chunk), hidden, inner, slots, ids.shape[1], weights is not None)
     own = carve(workspace, shapes)
+    stored = dict(zip(scale_names(scheme), scales, strict=True))
+    inputs = None
     if scheme in DYNAMIC:
         _measure(x, ids, own, slots, chunk)
-    quant_scales = _quant_scales(scheme, scales, own, activation_cap)
+        inputs = Inputs(own["extremes"], stored["w13_bound"], dynamic=True, cap=activation_cap)
+    elif scheme == "fp8_static":
+        inputs = Inputs(stored["w13_input_scale"], stored["w2_input_scale"], dynamic=False)
+    if scheme == "int4_fp8":
+        assert inputs is not None
+        column_scales(inputs, own["act1"], own["act2"], own["alpha1"], own["alpha2"])
+    call_scales = quant_scales(scheme, stored, own)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
@@ -171,8 +180,10 @@ def cutlass_moe(
         clean_ids(ids[part], None if weights is None else weights[part], slots, part_ids, part_weights)
         row_input = x[part]
         if scheme in PRE_ROUNDED:
+            assert inputs is not None
             row_input = own["rows"][:count]
-            round_rows(x[part], own["input_scale"], row_input)
+            filled = TensorScales(*call_scales)
+            round_rows(x[part], stored["w13_scale"], stored["w2_scale"], inputs, row_input, filled)
         run_moe(
             runner,
             output=out[part],
@@ -183,7 +194,7 @@ def cutlass_moe(
             fc1_expert_biases=w13_bias,
             fc2_expert_weights=w2,
             fc2_expert_biases=w2_bias,
-            quant_scales=quant_scales,
+            quant_scales=call_scales or None,
             input_sf=None,
             swiglu_alpha=clamp[0] if clamp else None,
             swiglu_beta=clamp[1] if clamp else None,
@@ -249,55 +260,15 @@ def _measure(x: Tensor, ids: Tensor, own: dict[str, Tensor], slots: int, chunk: 
         row_extremes(x[start : start + chunk], part_ids, own["extremes"])
 
 
-def _quant_scales(scheme: str, scales: Sequence[Tensor], own: dict[str, Tensor], cap: float) -> list[Tensor] | None:
-    """FlashInfer's `quant_scales`, computed on the device: nothing waits, nothing is allocated."""
-    match scheme:
-        case "none":
-            return None
-        case "fp8_static":
-            w13_scale, w2_scale, w13_input, w2_input = scales
-            torch.amax(w13_input, 0, out=own["input_scale"])
-            own["scale2"].copy_(w2_input)
-        case "fp8_dynamic":
-            w13_scale, w2_scale, bound = scales
-            _dynamic_scales(own, bound, cap)
-        case "int4_fp8":
-            w13_scale, w2_scale, bound = scales
-            _dynamic_scales(own, bound, cap)
-            # one scale per layer: the largest of its experts'; powers of two, so that multiplying by 1 / scale in
-            # bf16 and by scale in float32 cancel exactly
-            torch.amax(own["scale2"], 0, keepdim=True, out=own["quant2"][:1])
-            for act, alpha, scale in (
-                ("act1", "alpha1", own["input_scale"]),
-                ("act2", "alpha2", own["quant2"][0]),
-            ):
-                scale.log2_().ceil_().exp2_()
-                if own[act].dtype == torch.float16:
-                    scale.clamp_(2.0**-15, 2.0**14)  # its reciprocal is a normal number of half precision
-                own[alpha].copy_(scale.expand_as(own[alpha]))
-                own[act].copy_(scale.reciprocal_().expand_as(own[act]))
-            nothing = own["act1"][:0]
-            return [w13_scale, w2_scale, own["act1"], own["act2"], nothing, nothing, own["alpha1"], own["alpha2"]]
-        case "mxfp4_fp8":
-            w13_scale, w13_residual, w2_scale, w2_residual = scales
-            return [w13_scale, w13_residual, w13_residual, w2_scale, w2_residual]  # the third is reserved, not read
-        case _:
-            return list(scales)
-    torch.mul(w13_scale, own["input_scale"], out=own["alpha1"])
-    torch.mul(w2_scale, own["scale2"], out=own["alpha2"])
-    torch.reciprocal(own["scale2"], out=own["quant2"])
-    return [own["alpha1"], own["quant2"], own["alpha2"], own["input_scale"]]
-
-
-def _dynamic_scales(own: dict[str, Tensor], bound: Tensor, cap: float) -> None:
-    """input_scale from the largest magnitude; scale2 [L] from what no activation of these rows can exceed."""
-    largest, square = own["extremes"][0], own["extremes"][1]
-    own["input_scale"].copy_(largest).div_(FP8_MAX).clamp_(min=_TINY)
-    square.add_(1.0)
-    torch.mul(bound, square, out=own["scale2"])
-    if cap > 0:
-        own["scale2"].clamp_(max=cap)
-    own["scale2"].div_(FP8_MAX).clamp_(min=_TINY)
-
-
-_TINY = 1e-12  # of rows that are all zeros
+def quant_scales(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
+    """FlashInfer's `quant_scales`, from what is stored and what the operator fills in the workspace before the call."""
+    weights = [stored[name] for name in ("w13_scale", "w2_scale") if name in stored]
+    if scheme in PRE_ROUNDED:
+        return [own["alpha1"], own["quant2"], own["alpha2"], own["input_scale"]]
+    if scheme == "int4_fp8":
+        nothing = own["act1"][:0]
+        return [*weights, own["act1"], own["act2"], nothing, nothing, own["alpha1"], own["alpha2"]]
+    if scheme == "mxfp4_fp8":
+        first, second = stored["w13_residual"], stored["w2_residual"]
+        return [weights[0], first, first, weights[1], second]  # the third is reserved, not read
+    return weights

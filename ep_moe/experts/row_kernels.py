@@ -1,4 +1,4 @@
-"""Small steps on received rows: ids a kernel can take, and per-tensor fp8 rounding. Plain torch, and Triton on GPUs.
+"""Small steps on received rows: ids a kernel can take, and extremes. Plain torch, and Triton on GPUs.
 
 The torch forms are the definition, and what runs on a CPU; the Triton forms allocate nothing and never wait.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-FP8_MAX = 448.0
 
 
 def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tensor, out_weights: Tensor | None) -> None:
@@ -39,14 +37,6 @@ def row_extremes(x: Tensor, ids: Tensor, out: Tensor) -> None:
         return
     rows = torch.where((ids >= 0).any(1, keepdim=True), x.float(), 0.0)
     torch.maximum(out, torch.stack([rows.abs().max(), rows.square().sum(1).max()]), out=out)
-
-
-def round_rows(x: Tensor, scale: Tensor, out: Tensor) -> None:
-    """x / scale in E4M3, saturating. x: [N, H]; scale: float32 scalar; out: float8_e4m3fn [N, H]."""
-    if x.is_cuda:
-        _triton().round_rows(x, scale, out)
-        return
-    out.copy_((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(out.dtype))
 
 
 def _triton():  # type: ignore[no-untyped-def]

@@ -63,17 +63,3 @@ def _row_extremes(x, ids, out, hidden, row_stride, top_k, BLOCK: tl.constexpr, I
         # both are >= 0: a maximum is the same number whatever the order, so that equal calls give equal bits
         tl.atomic_max(out, largest)
         tl.atomic_max(out + 1, square)
-
-
-def round_rows(x: Tensor, scale: Tensor, out: Tensor) -> None:
-    rows, hidden = x.shape
-    _round_rows[(rows, triton.cdiv(hidden, _BLOCK))](x, scale, out, hidden, x.stride(0), BLOCK=_BLOCK)
-
-
-@triton.jit
-def _round_rows(x, scale, out, hidden, row_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + row * row_stride + at, mask=at < hidden, other=0.0).to(tl.float32) / tl.load(scale)
-    value = tl.minimum(tl.maximum(value, -448.0), 448.0)
-    tl.store(out + row * hidden + at, value.to(tl.float8e4nv), mask=at < hidden)

@@ -162,19 +162,19 @@ def uneven_and_empty_ranks(case: Case) -> None:
 
 
 def rows_go_where_they_belong(case: Case) -> None:
-    """All to one rank, all to one expert, several experts of one rank, none at all."""
+    """All that fits to one rank, to one expert, to several experts of one rank, to none at all."""
     g, home = case.shape, (case.ranks - 1) * CAP
-    x = rows(case.rank, 4, g.dtype)
+    x = rows(case.rank, MAX_TOKENS, g.dtype)
     for chosen, what in (([0, 1, 2], "three experts of one rank"), ([1], "one expert"), ([], "no expert")):
         local = (chosen + [-1] * g.top_k)[: g.top_k]
-        ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * 4)
-        weights = torch.arange(1, g.top_k + 1).float().expand(4, -1).contiguous()
+        ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * MAX_TOKENS)
+        weights = torch.arange(1, g.top_k + 1).float().expand(MAX_TOKENS, -1).contiguous()
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         received = case.dispatcher.dispatch(x.to(case.device), moved(routing, case.device))
         if received.layout is RowLayout.RANK_MAJOR and case.dispatcher.capabilities.dedup:
             assert received.local_ids is not None
             carried = int((received.local_ids >= 0).any(1).sum())
-            here = 4 * case.ranks if case.rank == case.ranks - 1 and max(local) >= 0 else 0
+            here = MAX_TOKENS * case.ranks if case.rank == case.ranks - 1 and max(local) >= 0 else 0
             case.that(carried == here, f"{what}: {carried} rows with experts arrived, not {here}")
         y = case.dispatcher.combine(case.experts(received), received.handle)
         case.same(y, expected(x, routing), what)
