@@ -79,9 +79,9 @@ class Line:
     layout: str
     us: float
     floor_us: float
+    untuned_us: float | None = None
     peer_us: float | None = None
     raw_us: float | None = None
-    untuned_us: float | None = None
 
 
 def measure_rates(device: torch.device) -> Rates:
@@ -167,12 +167,14 @@ def floor_us(config: MoEConfig, scheme: str, received: Received, rates: Rates) -
     return 1e6 * max(touched / rates.copy, 2 * len(valid) * numbers / (rates.fp8 if fast else rates.bf16))
 
 
-def public_calls(experts: Any, received: Received, tiles: list[int]) -> list[Callable[[], Any]]:
-    """FlashInfer's own function on the same weights and scales as its authors would call it: autotuned, fused finalize,
-    own workspace; and so with given tiles. Rows that it wants as fp8 are rounded within the call, as ours are; scales
-    of dynamic schemes are given to it, where ours measures them."""
+def public_calls(experts: Any, received: Received, tiles: list[int]) -> dict[str, Callable[[], Any]]:
+    """FlashInfer's own function on the same weights and scales as its authors would call it: fused finalize, own
+    workspace; with given tiles ("raw_us"), and autotuned ("peer_us") where that ends within minutes.
+
+    Rows that it wants as fp8 are rounded within the call, as ours are; scales of dynamic schemes are given to it, where
+    ours measures them."""
     if experts.name != "flashinfer_cutlass":
-        return []
+        return {}
     import flashinfer
     from flashinfer.fused_moe import cutlass_fused_moe
 
@@ -205,9 +207,12 @@ def public_calls(experts: Any, received: Received, tiles: list[int]) -> list[Cal
             **flags,
         )
 
+    raw: dict[str, Callable[[], Any]] = {"raw_us": lambda: call(tiles)}
+    if runner.scheme not in ("none", "fp8_block"):
+        return raw
     with flashinfer.autotune(True):
         call()
-    return [call, lambda: call(tiles)]
+    return raw | {"peer_us": call}
 
 
 def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = ROWS) -> list[Line]:
@@ -235,11 +240,9 @@ def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = R
                 received = received_rows(config, experts.weights.num_slots, count, device)
                 least = floor_us(config, scheme, received, rates)
                 theirs = public_calls(experts, received, tactic_for(tiles, count))
-                us, *others = timed(experts)([_own_call(experts, received), *theirs])
-                line = Line(model, count, kernel, scheme, "rank_major", us, least, untuned_us=untuned[count])
-                if others:
-                    line.peer_us, line.raw_us = others
-                lines.append(line)
+                us, *others = timed(experts)([_own_call(experts, received), *theirs.values()])
+                peers = dict(zip(theirs, others, strict=True))
+                lines.append(Line(model, count, kernel, scheme, "rank_major", us, least, untuned[count], **peers))
                 if scheme == "fp8_block":
                     grouped = contiguous_rows(received, experts.weights.num_slots)
                     (us,) = replayed([_own_call(experts, grouped)])

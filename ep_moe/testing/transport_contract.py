@@ -349,6 +349,7 @@ def _one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: tor
         dist.barrier()
         time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
         case.that(sentence in _said(context.ledger.check), "the refusal did not reach the other ranks")
+        case.dispatcher.destroy()
         _tell(_one_token_too_many, case)
 
 

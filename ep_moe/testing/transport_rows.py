@@ -9,7 +9,7 @@ from torch import Tensor
 from ep_moe.all2all.base import Geometry
 from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
 
-HIDDEN, CAP, MAX_TOKENS = 256, 3, 24
+HIDDEN, CAP, MAX_TOKENS = 256, 4, 24
 
 
 def geometry(ranks: int, top_k: int, dtype: torch.dtype) -> Geometry:

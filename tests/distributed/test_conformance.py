@@ -55,7 +55,7 @@ def deepep_static(shape: Geometry, link: Link) -> Dispatcher:
     return deepep_asking(shape, link, deepep.DeepEPStaticDispatcher)
 
 
-@distributed(4)
+@distributed(2, 4)
 @pytest.mark.parametrize("make", [deepep_asking, deepep_static], ids=["deepep", "deepep_static"])
 def test_deepep(make, world_size):
     if rank_device().type == "cuda" and (why := deepep.DeepEPDispatcher.available()):
@@ -69,7 +69,7 @@ def pplx_alone(shape: Geometry, link: Link) -> Dispatcher:
     return pplx.PplxDispatcher(shape, link)
 
 
-@distributed(4)
+@distributed(2, 4)
 def test_pplx(world_size):
     if rank_device().type == "cuda" and (why := pplx.PplxDispatcher.available()):
         pytest.skip(why)
