@@ -17,6 +17,7 @@ from ep_moe.config import (
     RoutingConfig,
     RoutingMethod,
     Tokens,
+    Wire,
     load_model_config,
 )
 from ep_moe.context import EPContext
@@ -49,6 +50,7 @@ __all__ = [
     "RoutingConfig",
     "RoutingMethod",
     "Tokens",
+    "Wire",
     "__version__",
     "load_model_config",
 ]

@@ -144,6 +144,29 @@ class MoEConfig:
         return self.intermediate_size * (2 if self.activation.gated else 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How rows are written while they travel.
+
+    dispatch: "plain", in the layer's dtype, or "fp8_block", in E4M3 with a float32 scale for each 128 columns
+        (DeepSeek-V3's activations): half the bytes. Rounded once, before the wire: a kernel that takes such rows
+        (`fp8_block_triton`) gives the same bits as from plain ones, which it would round alike; others widen them first
+    combine: "plain", or "fp8", in E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
+        (2**-4 of its size) and clamped to 448
+    """
+
+    dispatch: str = "plain"
+    combine: str = "plain"
+
+    def __post_init__(self) -> None:
+        for name, known in (("dispatch", ("plain", "fp8_block")), ("combine", ("plain", "fp8"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+
+PLAIN_WIRE = Wire()
+
+
 class Tokens(enum.Enum):
     """How tokens arrive across the tp ranks of a dp rank.
 
@@ -292,3 +315,16 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if type(value) is not hint:
         raise ConfigError(f"{where} must be of type {getattr(hint, '__name__', hint)}, got {value!r}")
     return value
+
+
+def flat_facts(config: Any, prefix: str) -> dict[str, Any]:
+    """A configuration as plain facts, field by field, so that a difference between ranks has a name."""
+    facts: dict[str, Any] = {}
+    for own in dataclasses.fields(config):
+        value = getattr(config, own.name)
+        name = f"{prefix}.{own.name}"
+        if dataclasses.is_dataclass(value):
+            facts |= flat_facts(value, name)
+        else:
+            facts[name] = value.value if isinstance(value, enum.Enum) else value
+    return facts

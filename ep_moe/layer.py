@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,10 +13,11 @@ from torch.func import functional_call
 
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry, routing_problem
-from ep_moe.config import MoEConfig
+from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire, flat_facts
 from ep_moe.context import TUNED_ROWS, TUNING_S, EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
@@ -40,6 +39,7 @@ class MoELayer(nn.Module):
     router: any callable x [T, H] -> Routing; default a `Router` of the configuration
     shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
     all2all, experts: backend names, "auto" lets `select` choose
+    wire: how rows are written while they travel; default plain, in the layer's dtype
     quantization: a name in `ep_moe.weights.schemes.SCHEMES`, how the experts are stored and computed
     options: how the expert kernel runs (deterministic, chunk_rows)
     name: what errors call this layer
@@ -60,6 +60,7 @@ class MoELayer(nn.Module):
         all2all: str = select.AUTO,
         experts: str = select.AUTO,
         quantization: str = PLAIN.name,
+        wire: Wire | None = None,
         options: ExpertsOptions | None = None,
         name: str | None = None,
         device: torch.device | None = None,
@@ -67,7 +68,7 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         layout = context.layout
-        self.config, self.context = config, context
+        self.config, self.context, self.wire = config, context, wire or PLAIN_WIRE
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = options or ExpertsOptions()
@@ -109,7 +110,7 @@ class MoELayer(nn.Module):
         problem = self._problem(x, routing)
         if problem is not None:
             self._refuse(problem)
-        flow = self.context.tokens
+        flow, shape = self.context.tokens, x.shape
         with self.context.entered(self.name):
             rows = flow.shared_gradients(x.reshape(-1, self.config.hidden_size))
             call = flow.enter(len(rows), None, rows.device)
@@ -120,7 +121,10 @@ class MoELayer(nn.Module):
             with self._stage("place"):
                 placed = self.placement(routing)
             with self._stage("dispatch"):
-                pending = self.dispatcher.dispatch_start(mine, placed, max_tokens=self.context.step_tokens)
+                x, x_scale = (mine, None) if self.wire.dispatch == "plain" else round_blocks(mine)
+                pending = self.dispatcher.dispatch_start(
+                    x, placed, x_scale=x_scale, max_tokens=self.context.step_tokens
+                )
             with self._stage("shared"):  # while the tokens travel
                 shared = None if self.shared_experts is None else self._replicated(self.shared_experts, own)
             with self._stage("dispatch wait"):
@@ -130,7 +134,7 @@ class MoELayer(nn.Module):
             with self._stage("combine"):
                 out = flow.reduce(self.dispatcher.combine(y, received.handle), call)
                 out = flow.leave(out if shared is None else out + shared, call)
-        return out.view(x.shape)
+        return out.view(shape)
 
     def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing:
         flow = self.context.tokens
@@ -223,6 +227,7 @@ class MoELayer(nn.Module):
             num_ranks=expert_map.num_ranks,
             dtype=self.dtype,
             max_tokens=self.context.wire_tokens,
+            wire=self.wire,
         )
 
     # --- what a user asks --------------------------------------------------------------------------------------
@@ -286,7 +291,13 @@ class MoELayer(nn.Module):
                 expert_map = ExpertMap.linear(config.num_experts, context.layout.ep)
             _check_map(expert_map, config, context.layout.ep)
             scheme = scheme_of(quantization)
-            self._asked: dict[str, Any] = {"all2all": all2all, "experts": experts, "scheme": scheme, "options": options}
+            self._asked: dict[str, Any] = {
+                "all2all": all2all,
+                "experts": experts,
+                "scheme": scheme,
+                "options": options,
+                "wire": self.wire,
+            }
             choice = select.choose(
                 config, context.layout, context.device, dtype, **self._asked, max_tokens=context.wire_tokens
             )
@@ -294,11 +305,12 @@ class MoELayer(nn.Module):
             problem = error
         facts = {
             "layer": self.name,
-            **_flat(config, "MoEConfig"),
+            **flat_facts(config, "MoEConfig"),
             "expert_map": "" if expert_map is None else expert_map.to_json(),
             "dtype": dtype_name(dtype),
             "quantization": quantization,
-            **_flat(options, "ExpertsOptions"),
+            **flat_facts(options, "ExpertsOptions"),
+            **flat_facts(self.wire, "Wire"),
             "all2all": choice.all2all,
             "experts": choice.experts,
         }
@@ -331,6 +343,8 @@ class MoELayer(nn.Module):
     def _not_differentiable(self) -> str:
         if not self.experts.capabilities.differentiable:
             return f"experts={self.choice.experts}"
+        if self.wire != PLAIN_WIRE:
+            return f"{self.wire}"
         return "" if self.dispatcher.capabilities.differentiable else f"all2all={self.choice.all2all}"
 
     def _routing_problem(self, rows: Tensor, routing: Routing) -> str | None:
@@ -378,16 +392,3 @@ def _counts(rows: Sequence[int]) -> list[int]:
         if type(count) is not int or count < 1:
             raise ConfigError(f"tune: rows must be integers of at least 1, got {count!r}")
     return list(rows)
-
-
-def _flat(config: Any, prefix: str) -> dict[str, Any]:
-    """A configuration as plain facts, field by field, so that a difference between ranks has a name."""
-    facts: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        name = f"{prefix}.{field.name}"
-        if dataclasses.is_dataclass(value):
-            facts |= _flat(value, name)
-        else:
-            facts[name] = value.value if isinstance(value, enum.Enum) else value
-    return facts

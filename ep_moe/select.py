@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ep_moe import registry
-from ep_moe.config import MoEConfig, ParallelConfig, load_model_config
+from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
 from ep_moe.parallel.layout import RankLayout
@@ -42,22 +42,24 @@ def explain(
     scheme: Scheme = PLAIN,
     options: ExpertsOptions | None = None,
     max_tokens: int | None = None,
+    wire: Wire | None = None,
 ) -> list[Choice]:
     """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
 
     scheme: how the experts are quantised; options: how the kernel shall run
     max_tokens: the most tokens that a rank sends in one call, None for any number
+    wire: how rows are written while they travel
 
     Raises ConfigError for an unknown name.
     """
-    options = options or ExpertsOptions()
+    options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
     for kind, name in (("dispatchers", all2all), ("experts", experts)):
         if name != AUTO:
             registry.check(kind, name)  # type: ignore[arg-type]
     table: list[Choice] = []
     for transport, why in _ranked(config, layout):
         for kernel in registry.targets("experts"):
-            reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens)
+            reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire)
             if reason is None and all2all not in (AUTO, transport):
                 reason = f"all2all={all2all!r} was asked for"
             if reason is None and experts not in (AUTO, kernel):
@@ -78,9 +80,10 @@ def choose(
     scheme: Scheme = PLAIN,
     options: ExpertsOptions | None = None,
     max_tokens: int | None = None,
+    wire: Wire | None = None,
 ) -> Choice:
     """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
-    rest: dict[str, Any] = {"scheme": scheme, "options": options, "max_tokens": max_tokens}
+    rest: dict[str, Any] = {"scheme": scheme, "options": options, "max_tokens": max_tokens, "wire": wire}
     table = explain(config, layout, device, dtype, all2all=all2all, experts=experts, **rest)
     for row in table:
         if row.status == "chosen":
@@ -104,6 +107,7 @@ def explain_model(
     quantization: str = PLAIN.name,
     dtype: str = "bfloat16",
     max_tokens: int | None = None,
+    wire: Wire | None = None,
 ) -> list[Choice]:
     """`explain` for a bundled model config (or TOML file) on this machine, from names as a command line has them."""
     dtypes = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
@@ -111,7 +115,7 @@ def explain_model(
         raise ConfigError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
     world = parallel.pp * parallel.dp * parallel.tp
     layout = RankLayout.from_config(parallel, world=world, rank=0)
-    wire = None if max_tokens is None else layout.wire_tokens(max_tokens)
+    most = None if max_tokens is None else layout.wire_tokens(max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return explain(
         load_model_config(config).moe,
@@ -121,7 +125,8 @@ def explain_model(
         all2all=all2all,
         experts=experts,
         scheme=scheme_of(quantization),
-        max_tokens=wire,
+        max_tokens=most,
+        wire=wire,
     )
 
 
@@ -151,6 +156,7 @@ def _refusal(
     scheme: Scheme,
     options: ExpertsOptions,
     max_tokens: int | None,
+    wire: Wire,
 ) -> str | None:
     problem = scheme.problem(config, layout.etp)
     if problem is not None:
@@ -164,7 +170,7 @@ def _refusal(
     for name, devices in ((transport, can.devices), (kernel, able.devices)):
         if device.type not in devices:
             return f"{name} runs on {', '.join(sorted(devices))}, not on {device.type}"
-    reason = sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens)
+    reason = sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens, wire)
     reason = reason or sender.platform_problem(layout)
     if reason is not None:
         return str(reason)

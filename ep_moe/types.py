@@ -72,6 +72,17 @@ class Weighting(enum.Enum):
 
 
 @dataclass(frozen=True)
+class WireIds:
+    """Ids as a transport received them. A pick outside this rank's slots, or of weight 0, is none.
+
+    ids: int32 [N, K], contiguous; base: this rank's first physical id
+    """
+
+    ids: PhysicalIds
+    base: int
+
+
+@dataclass(frozen=True)
 class Received:
     """The rows that reached this rank's experts. It says itself what it is; nothing is implied by who
     made it. Valid until `combine`."""
@@ -80,11 +91,15 @@ class Received:
     layout: RowLayout
     weighting: Weighting
     handle: Any  # the transport's own state for this call; opaque
-    local_ids: LocalIds | None = None  # RANK_MAJOR: int32 or int64 [N, K]
+    local_ids: LocalIds | None = None  # RANK_MAJOR: int32 or int64 [N, K]; or instead of them:
+    wire_ids: WireIds | None = None  # as they travelled
     weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap]
     expert_offsets: Tensor | None = None  # CONTIGUOUS
     expert_counts: Tensor | None = None  # BATCHED
-    out: Tensor | None = None  # like x: where the transport would have the experts' rows written, to spare a copy
+    x_scale: Tensor | None = None  # x is E4M3: float32 [..., H / 128], one for each 128 columns
+    out: Tensor | None = (
+        None  # the shape of x: where the transport would have the experts' rows written, to spare a copy
+    )
 
     def dense(self) -> Received:
         """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""
@@ -95,7 +110,7 @@ class Received:
         return dataclasses.replace(self, **copies) if copies else self
 
 
-_TENSORS = ("x", "local_ids", "weights", "expert_offsets", "expert_counts")
+_TENSORS = ("x", "x_scale", "local_ids", "weights", "expert_offsets", "expert_counts")
 
 
 class Activation(enum.Enum):

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_moe.parallel.collectives import as_bytes
+
 
 class Event:
     """Rows are there for who waits, and for nobody else: unfinished tensors hold NaN until then."""
@@ -41,38 +43,43 @@ class Buffer:
         topk_idx, topk_weights, num_worst_tokens, async_finish,
     ):  # fmt: skip
         assert not self.destroyed
-        assert x.dtype == torch.bfloat16
+        x, scale = x if isinstance(x, tuple) else (x, None)
+        assert x.dtype == (torch.bfloat16 if scale is None else torch.float8_e4m3fn)
         assert x.shape[1] * 2 == self.row_bytes
+        scales = torch.empty(len(x), 0) if scale is None else scale
         assert async_finish
         assert num_tokens_per_rdma_rank is None
         assert torch.equal(num_tokens_per_rank, is_token_in_rank.sum(0).int())
         assert all(t.is_contiguous() for t in (x, is_token_in_rank, topk_idx, topk_weights))
         each = len(num_tokens_per_expert) // self.ranks
         everyone: list[Any] = [None] * self.ranks
-        mine = (x, is_token_in_rank, topk_idx, topk_weights, num_worst_tokens)
+        mine = (as_bytes(x), scales, is_token_in_rank, topk_idx, topk_weights, num_worst_tokens)
         dist.all_gather_object(everyone, mine, group=self.group)
-        rows, ids, weights, plan = [], [], [], []
-        for data, wanted, chosen, factors, worst in everyone:
+        rows, steps, ids, weights, plan = [], [], [], [], []
+        for data, step, wanted, chosen, factors, worst in everyone:
             assert worst == num_worst_tokens
             tokens = wanted[:, self.rank].nonzero().flatten()
             local = chosen[tokens] - self.rank * each
             here = (local >= 0) & (local < each)
             rows.append(data[tokens])
+            steps.append(step[tokens])
             ids.append(torch.where(here, local, -1))
             weights.append(torch.where(here, factors[tokens], 0.0))
             plan.append(tokens)
         count = sum(map(len, plan))
         total = num_worst_tokens or count
         assert count <= total, "more rows than there is room for"
-        got = torch.full((total, x.shape[1]), torch.nan, dtype=x.dtype)
+        got = torch.full((total, x.shape[1]), torch.nan).to(x.dtype)
+        got_scales = torch.full((total, scales.shape[1]), torch.nan)
         got_ids = torch.full((total, topk_idx.shape[1]), -1)
         got_weights = torch.full((total, topk_idx.shape[1]), torch.nan)
 
         def finish() -> None:
-            for target, parts in ((got, rows), (got_ids, ids), (got_weights, weights)):
+            for target, parts in ((as_bytes(got), rows), (got_scales, steps), (got_ids, ids), (got_weights, weights)):
                 target[:count] = torch.cat(parts)
 
-        return got, got_ids, got_weights, [], (plan, count, len(x)), Event(finish)
+        arrived = got if scale is None else (got, got_scales)
+        return arrived, got_ids, got_weights, [], (plan, count, len(x)), Event(finish)
 
     def combine(self, y: Tensor, handle: Any, *, async_finish: bool):
         assert async_finish

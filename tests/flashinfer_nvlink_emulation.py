@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_moe.parallel.collectives import as_bytes
+
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # moeAlltoAllKernels.cu, FlashInfer 0.7.2.post1
 sizes_made: list[int] = []  # FlashInfer shares equal workspaces within a process
 
@@ -24,6 +26,7 @@ class Communication:
     rank: int
     size: int
     params: dict[str, Any]
+    low_precision: bool = False
 
     def __post_init__(self) -> None:
         assert self.params["top_k"] in TOP_KS
@@ -32,7 +35,10 @@ class Communication:
         self._buffer: Tensor | None = None
         self._step = 0
 
-    def dispatch(self, hidden: Tensor, ids: Tensor, weights: Tensor, *, max_tokens_per_rank: int) -> Any:
+    def dispatch(
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, *, hidden_states_scale: Tensor | None,
+        max_tokens_per_rank: int,
+    ) -> Any:  # fmt: skip
         assert self._plan is None, "dispatch called twice without an intervening combine"
         assert 0 < max_tokens_per_rank <= self.params["max_tokens_per_rank"]
         assert len(hidden) <= max_tokens_per_rank, "writes past its part of the peers' buffers"
@@ -41,25 +47,31 @@ class Communication:
         assert all(t.is_contiguous() for t in (hidden, ids, weights))
         assert ((ids >= 0) & (ids < self.params["num_experts"])).all(), "writes to memory that is nobody's"
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (hidden, ids, weights, max_tokens_per_rank), group=self.group)
+        scale = hidden.new_empty(len(hidden), 0).float() if hidden_states_scale is None else hidden_states_scale
+        assert (scale.dtype, len(scale), scale.is_contiguous()) == (torch.float32, len(hidden), True)
+        dist.all_gather_object(everyone, (as_bytes(hidden), scale, ids, weights, max_tokens_per_rank), group=self.group)
         assert len({bound for *_, bound in everyone}) == 1, "ranks disagree about the layout"
         each = self.params["num_experts"] // self.size
         shape = (self.size, max_tokens_per_rank)
-        rows = torch.full((*shape, hidden.shape[1]), torch.nan, dtype=hidden.dtype)
+        rows = torch.full((*shape, hidden.shape[1]), torch.nan).to(hidden.dtype)
+        scales = torch.full((*shape, scale.shape[1]), torch.nan)
         got_ids = torch.full((*shape, ids.shape[1]), -1, dtype=torch.int32)
         got_weights = torch.full((*shape, ids.shape[1]), torch.nan)
         self._step += 1
         generator = torch.Generator().manual_seed(self._step * 100 + self.rank)
         plan = []
-        for source, (x, i, w, _) in enumerate(everyone):
+        for source, (x, s, i, w, _) in enumerate(everyone):
             tokens = (i // each == self.rank).any(1).nonzero().flatten()
             tokens = tokens[torch.randperm(len(tokens), generator=generator)]
-            for target, value in ((rows, x), (got_ids, i), (got_weights, w)):
+            for target, value in ((as_bytes(rows), x), (scales, s), (got_ids, i), (got_weights, w)):
                 target[source, : len(tokens)] = value[tokens]
             plan.append(tokens)
         self._plan, self._tokens, self._bound = plan, len(hidden), max_tokens_per_rank
         return SimpleNamespace(
-            hidden_states=rows.flatten(0, 1), topk_ids=got_ids.flatten(0, 1), topk_weights=got_weights.flatten(0, 1)
+            hidden_states=rows.flatten(0, 1),
+            hidden_states_scale=None if hidden_states_scale is None else scales.flatten(0, 1),
+            topk_ids=got_ids.flatten(0, 1),
+            topk_weights=got_weights.flatten(0, 1),
         )
 
     def get_combine_input_buffer(self, dtype: torch.dtype) -> Tensor:
@@ -71,6 +83,8 @@ class Communication:
         assert self._plan is not None, "combine called before dispatch"
         assert y.shape == (self.size * self._bound, self.params["hidden_size"])
         assert y.is_contiguous()
+        if self.low_precision:
+            y.copy_(y.float().clamp(-448, 448).to(torch.float8_e4m3fn))  # in place where the rows lie in its workspace
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, (y.view(self.size, self._bound, -1), self._plan), group=self.group)
         total = torch.zeros(self._tokens, y.shape[1])
@@ -87,4 +101,5 @@ def communication(group: dict[str, Any], params: dict[str, Any], config: dict[st
     size = params["hidden_size"] * 1000 + config["extra_payload_bytes_per_token"]
     assert (params["max_tokens_per_rank"], size) not in sizes_made, "two users of one workspace"
     sizes_made.append((params["max_tokens_per_rank"], size))
-    return Communication(group["process_group"], group["rank"], group["world_size"], params)
+    low_precision = config["use_low_precision_combine"]
+    return Communication(group["process_group"], group["rank"], group["world_size"], params, low_precision)

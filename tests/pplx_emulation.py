@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.all2all.base import Geometry
+from ep_moe.parallel.collectives import as_bytes
 from ep_moe.parallel.link import Link
 
 
@@ -31,7 +32,11 @@ class AllToAll:
     ):  # fmt: skip
         assert not self.destroyed
         assert do_send != do_recv
-        assert (out_expert_x_scale, dp_x_scale, bound_m) == (None, None, None)
+        assert bound_m is None
+        assert (out_expert_x_scale is None) == (dp_x_scale is None) == (not self.g.scales)
+        scales = torch.empty(len(dp_x), 0) if dp_x_scale is None else dp_x_scale
+        assert scales.shape == (len(dp_x), self.g.scales)
+        assert self.g.scales % 4 == 0, "scales of a row must be a multiple of 16 bytes"
         assert indices.dtype == torch.uint32
         assert len(dp_x) <= self.g.max_tokens
         assert out_expert_x.shape == (self.g.cap, self.link.size * self.g.max_tokens, self.g.hidden_size)
@@ -41,20 +46,22 @@ class AllToAll:
             assert (ids < self.g.num_physical).all(), "writes to memory that is nobody's"
             copies = torch.bincount(ids.flatten(), minlength=self.g.num_physical)
             assert (copies <= self.g.max_tokens).all(), "writes over the rows of the next expert"
-            self.sent = self._exchange((dp_x.clone(), ids))
+            self.sent = self._exchange((as_bytes(dp_x).clone(), scales.clone(), ids))
             return
         self.step += 1
         generator = torch.Generator().manual_seed(self.step * 100 + self.link.rank)
-        out_expert_x.fill_(torch.nan)
+        out_expert_x.copy_(torch.full(out_expert_x.shape, torch.nan))
         self.plan = []
         for slot in range(self.g.cap):
             expert = self.link.rank * self.g.cap + slot
             picks = [
-                (r, *where) for r, (_, ids) in enumerate(self.sent) for where in (ids == expert).nonzero().tolist()
+                (r, *where) for r, (*_, ids) in enumerate(self.sent) for where in (ids == expert).nonzero().tolist()
             ]
             picks = [picks[i] for i in torch.randperm(len(picks), generator=generator)]
             for place, (rank, token, _) in enumerate(picks):
-                out_expert_x[slot, place] = self.sent[rank][0][token]
+                as_bytes(out_expert_x)[slot, place] = self.sent[rank][0][token]
+                if out_expert_x_scale is not None:
+                    out_expert_x_scale[slot, place] = self.sent[rank][1][token]
             out_expert_num_tokens[slot] = len(picks)
             self.plan.append(picks)
         self.sent = None

@@ -17,23 +17,29 @@ SLOTS = 6
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("base", [0, 12])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8, 10])
 @pytest.mark.parametrize("rows", [1, 33, 300])
-def test_clean_ids(rows, top_k, weighted, dtype):
+def test_clean_ids(rows, top_k, weighted, dtype, base):
     generator = torch.Generator().manual_seed(rows + top_k)
-    ids = torch.randint(-2, SLOTS + 2, (rows, top_k), generator=generator).to(dtype)
+    ids = base + torch.randint(-2, SLOTS + 2, (rows, top_k), generator=generator).to(dtype)
     ids[0, 0] = 2**31 - 1 if dtype == torch.int32 else 2**32 + 1
-    weights = torch.rand(rows, top_k, generator=generator) if weighted else None
+    weights = (2 * torch.rand(rows, top_k, generator=generator) - 0.5).relu() if weighted else None
     expected = torch.empty(rows, top_k, dtype=torch.int32), torch.empty(rows, top_k)
-    row_kernels.clean_ids(ids, weights, SLOTS, expected[0], expected[1] if weighted else None)
+    row_kernels.clean_ids(ids, weights, base, SLOTS, expected[0], expected[1] if weighted else None)
     found = [torch.full_like(tensor, 99, device=DEVICE) for tensor in expected]
     row_kernels_triton.clean_ids(
-        ids.to(DEVICE), None if weights is None else weights.to(DEVICE), SLOTS, found[0], found[1] if weighted else None
+        ids.to(DEVICE),
+        None if weights is None else weights.to(DEVICE),
+        base,
+        SLOTS,
+        found[0],
+        found[1] if weighted else None,
     )
     assert torch.equal(found[0].cpu(), expected[0])
     if weighted:
         torch.testing.assert_close(found[1].cpu(), expected[1])
-        valid = (ids >= 0) & (ids < SLOTS)
+        valid = (ids >= base) & (ids < base + SLOTS)
         torch.testing.assert_close(found[1].sum(1).cpu(), (weights * valid).sum(1))
     for row in expected[0].tolist():
         kept = [number for number in row if number >= 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout
+from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
 from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
@@ -15,6 +15,7 @@ from ep_moe.select import choose, explain
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
+FP8 = Wire(dispatch="fp8_block")
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,9 @@ def reason(
     dtype=BF16,
     max_tokens: int | None = 128,
     name: str = "flashinfer_nvlink",
+    wire: Wire | None = None,
 ) -> str | None:
-    rows = explain(config, layout, device, dtype, max_tokens=max_tokens)
+    rows = explain(config, layout, device, dtype, max_tokens=max_tokens, wire=wire)
     (row,) = (row for row in rows if (row.all2all, row.experts) == (name, "reference"))
     return row.reason if row.status == "refused" else None
 
@@ -60,6 +62,7 @@ def test_it_is_the_first_choice_where_it_can_run(top_k):
         ({"max_tokens": None}, "flashinfer_nvlink has fixed buffers; say how large by EPContext(max_tokens=...)"),
         ({"config": config(23)}, "flashinfer_nvlink serves top_k of at most 22, got 23"),
         ({"config": config(2, 20)}, "flashinfer_nvlink needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
+        ({"wire": FP8, "config": config(2, 320)}, "fp8_block rows need hidden_size to be a multiple of 128, got 320"),
         ({"dtype": torch.float32}, "flashinfer_nvlink carries bfloat16, float16, not float32"),
         ({"layout": layout(65)}, "flashinfer_nvlink serves at most 64 ranks, ep=65"),
         ({"layout": layout(8)}, "flashinfer_nvlink is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
@@ -76,6 +79,7 @@ def test_refusals(fields, sentence):
     ("fields", "sentence"),
     [
         ({"dtype": torch.float16}, "carries bfloat16, not float16"),
+        ({"wire": Wire(combine="fp8")}, "carries plain rows in combine, not fp8 (Wire)"),
         ({"config": config(2, 20)}, "needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
         ({"layout": layout(3)}, "is compiled for 2, 4, 8 ranks, ep=3"),
         ({"layout": layout(16)}, "serves at most 8 ranks, ep=16"),
@@ -95,6 +99,7 @@ def test_refusals_of_deepep(name, fields, sentence):
     ("fields", "sentence"),
     [
         ({"max_tokens": None}, "pplx has fixed buffers; say how large by EPContext(max_tokens=...)"),
+        ({"wire": FP8}, "pplx needs hidden_size to be a multiple of 512 with fp8_block rows, got 256"),
         ({"dtype": torch.float32}, "pplx carries bfloat16, float16, not float32"),
         ({"layout": layout(8)}, "pplx is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
-from ep_moe.parallel.collectives import gather_rows, reduce_scatter_rows
+from ep_moe.parallel.collectives import as_bytes, as_rows, gather_rows, reduce_scatter_rows
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
 
 
@@ -26,16 +26,18 @@ class AllGatherDispatcher(Dispatcher):
         host_sync=True,
         deterministic=True,
         differentiable=True,
+        dispatch_formats=frozenset({"plain", "fp8_block"}),
     )
 
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         tokens, bad = (0, 0) if problem else (x.shape[0], self._out_of_range(routing))
         rows = self.link.agree([tokens, bad], problem, x.device)
         self._check_ids([row[1] for row in rows])
         counts = [row[0] for row in rows]
-        pending_x = gather_rows(x, counts, self.link)
+        pending_x = gather_rows(as_bytes(x), counts, self.link)
+        pending_scale = None if x_scale is None else gather_rows(x_scale, counts, self.link)
         pending_ids = gather_rows(routing.ids, counts, self.link)
         pending_weights = gather_rows(routing.weights, counts, self.link)
 
@@ -43,7 +45,8 @@ class AllGatherDispatcher(Dispatcher):
             local = pending_ids.wait() - self.link.rank * self.geometry.cap
             mine = (local >= 0) & (local < self.geometry.cap)
             return Received(
-                x=pending_x.wait(),
+                x=as_rows(pending_x.wait(), x.dtype),
+                x_scale=None if pending_scale is None else pending_scale.wait(),
                 layout=RowLayout.RANK_MAJOR,
                 weighting=Weighting.EXPERTS,
                 handle=counts,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
@@ -30,7 +31,8 @@ class DispatcherCapabilities:
     deterministic: equal inputs give equal bits; differentiable: backward works
     max_ranks, max_top_k: of the EP group and of K, None for no limit
     alignment_bytes: that a row must be a multiple of
-    dtypes: of rows, None for any; devices: device types
+    dtypes: of the layer, None for any; devices: device types
+    dispatch_formats, combine_formats: of `Wire`
     static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
     """
 
@@ -46,6 +48,8 @@ class DispatcherCapabilities:
     alignment_bytes: int = 1
     dtypes: frozenset[torch.dtype] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    dispatch_formats: frozenset[str] = frozenset({"plain"})
+    combine_formats: frozenset[str] = frozenset({"plain"})
     static: bool = False
 
 
@@ -53,8 +57,9 @@ class DispatcherCapabilities:
 class Geometry:
     """The shape of what travels; equal layers of a context share the dispatcher of their geometry.
 
-    hidden_size H, top_k K, cap: slots per rank on the wire, num_ranks R, dtype: of the rows
+    hidden_size H, top_k K, cap: slots per rank on the wire, num_ranks R, dtype: of the layer
     max_tokens: the most tokens that a rank dispatches in one call; None: any number, on transports that are not static
+    wire: how rows are written while they travel
     """
 
     hidden_size: int
@@ -63,10 +68,26 @@ class Geometry:
     num_ranks: int
     dtype: torch.dtype
     max_tokens: int | None = None
+    wire: Wire = PLAIN_WIRE
 
     @property
     def num_physical(self) -> int:
         return self.num_ranks * self.cap
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Of dispatched rows."""
+        return torch.float8_e4m3fn if self.wire.dispatch == "fp8_block" else self.dtype
+
+    @property
+    def scales(self) -> int:
+        """Of a dispatched row."""
+        return self.hidden_size // 128 if self.wire.dispatch == "fp8_block" else 0
+
+    def no_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """x and x_scale of a call without tokens."""
+        x = torch.empty(0, self.hidden_size, dtype=self.row_dtype, device=device)
+        return x, torch.empty(0, self.scales, device=device) if self.scales else None
 
 
 class Dispatcher(ABC):
@@ -86,10 +107,22 @@ class Dispatcher(ABC):
 
     @classmethod
     def why_not(
-        cls, hidden_size: int, top_k: int, ranks: int, dtype: torch.dtype, max_tokens: int | None
+        cls,
+        hidden_size: int,
+        top_k: int,
+        ranks: int,
+        dtype: torch.dtype,
+        max_tokens: int | None,
+        wire: Wire = PLAIN_WIRE,
     ) -> str | None:
         """None, or why it cannot carry rows of this shape."""
         can = cls.capabilities
+        for way, formats in (("dispatch", can.dispatch_formats), ("combine", can.combine_formats)):
+            asked = getattr(wire, way)
+            if asked not in formats:
+                return f"{cls.name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
+        if wire.dispatch == "fp8_block" and hidden_size % 128:
+            return f"fp8_block rows need hidden_size to be a multiple of 128, got {hidden_size}"
         if can.max_ranks is not None and ranks > can.max_ranks:
             return f"{cls.name} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={ranks}"
         if can.max_top_k is not None and top_k > can.max_top_k:
@@ -114,16 +147,25 @@ class Dispatcher(ABC):
         not counted."""
         return 0
 
-    def dispatch(self, x: Tensor, routing: PhysicalRouting, *, max_tokens: int | None = None) -> Received:
-        """x [T, H], ids and weights [T, K] to this rank's received rows."""
-        return self.dispatch_start(x, routing, max_tokens=max_tokens).wait()
+    def dispatch(
+        self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
+    ) -> Received:
+        """x [T, H], ids and weights [T, K] to this rank's received rows. x_scale: float32 [T, H / 128] with rows in
+        fp8_block."""
+        return self.dispatch_start(x, routing, x_scale=x_scale, max_tokens=max_tokens).wait()
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
         """The experts' rows, in the order received, to [T, H]: the sum over ranks."""
         return self.combine_start(y, handle).wait()
 
     def dispatch_start(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None = None, *, max_tokens: int | None = None
+        self,
+        x: Tensor,
+        routing: PhysicalRouting,
+        problem: str | None = None,
+        *,
+        x_scale: Tensor | None = None,
+        max_tokens: int | None = None,
     ) -> Pending[Received]:
         """Send; `wait()` receives.
 
@@ -136,9 +178,9 @@ class Dispatcher(ABC):
             raise InputError(
                 f"{self.name} waits for the device and cannot be captured in a CUDA graph; {_capturable()}"
             )
-        problem = problem or self._problem(x, routing, bound)
+        problem = problem or self._problem(x, x_scale, routing, bound)
         with self.link.ledger.step("dispatch", self.name):
-            pending = self._dispatch(x, routing, problem, bound)
+            pending = self._dispatch(x, x_scale, routing, problem, bound)
         return self._guarded("dispatch", pending)
 
     def combine_start(self, y: Tensor, handle: Any) -> Pending[Tensor]:
@@ -152,7 +194,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]: ...
 
     @abstractmethod
@@ -165,16 +207,22 @@ class Dispatcher(ABC):
 
         return Pending(finish)
 
-    def _problem(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None) -> str | None:
+    def _problem(
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, max_tokens: int | None
+    ) -> str | None:
         """What is wrong with a call, without waiting for the device."""
         g = self.geometry
         if not isinstance(routing, PhysicalRouting):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routing).__name__}"
         if x.dim() != 2 or x.shape[1] != g.hidden_size:
             return f"x must be [T, {g.hidden_size}], got {list(x.shape)}"
-        if x.dtype != g.dtype:
-            found, wanted = dtype_name(x.dtype), dtype_name(g.dtype)
+        if x.dtype != g.row_dtype:
+            found, wanted = dtype_name(x.dtype), dtype_name(g.row_dtype)
             return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
+        scales = None if x_scale is None else (x_scale.dtype, list(x_scale.shape))
+        if scales != ((torch.float32, [len(x), g.scales]) if g.scales else None):
+            wanted = f"float32 [{len(x)}, {g.scales}]" if g.scales else "None"
+            return f"x_scale must be {wanted} with rows in {g.wire.dispatch}, got {scales}"
         if self.capabilities.static:
             assert g.max_tokens is not None
             if max_tokens is None or not 1 <= max_tokens <= g.max_tokens:

@@ -37,6 +37,7 @@ class DeepEPDispatcher(Dispatcher):
         max_top_k=128,
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16}),
+        dispatch_formats=frozenset({"plain", "fp8_block"}),
         devices=frozenset({"cuda"}),
     )
 
@@ -57,19 +58,19 @@ class DeepEPDispatcher(Dispatcher):
         return one_host_problem(cls.name, layout)
 
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         bad = 0 if problem else self._out_of_range(routing)
         rows = self.link.agree([bad], problem, x.device)
         self._check_ids([row[0] for row in rows])
-        return self._send(x, routing.ids.long().contiguous(), routing.weights.contiguous(), 0)
+        return self._send(x, x_scale, routing.ids.long().contiguous(), routing.weights.contiguous(), 0)
 
-    def _send(self, x: Tensor, ids: Tensor, weights: Tensor, worst: int) -> Pending[Received]:
+    def _send(self, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor, worst: int) -> Pending[Received]:
         """worst: rows to make room for, 0 to ask. ids: int64, in range or -1."""
         buffer = self._connected(x.device)
         per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, self.geometry.num_physical)
         arrived, local, local_weights, _, handle, event = buffer.dispatch(
-            x.contiguous(),
+            x.contiguous() if x_scale is None else (x.contiguous(), x_scale.contiguous()),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_rdma_rank,
             is_token_in_rank=in_rank,
@@ -82,8 +83,10 @@ class DeepEPDispatcher(Dispatcher):
 
         def finish() -> Received:
             event.current_stream_wait()
+            rows, scale = (arrived, None) if x_scale is None else arrived
             return Received(
-                x=arrived,
+                x=rows,
+                x_scale=scale,
                 layout=RowLayout.RANK_MAJOR,
                 weighting=Weighting.EXPERTS,
                 handle=handle,
@@ -125,7 +128,7 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
     capabilities = dataclasses.replace(DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True)
 
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         assert self.geometry.max_tokens is not None
         if problem is not None:
@@ -135,7 +138,7 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
         ids = routing.ids.long()
         valid = (ids >= 0) & (ids < self.geometry.num_physical)
         ids = ids.where(valid, -1)  # the library does not look
-        return self._send(x, ids, routing.weights.contiguous(), self.link.size * max_tokens)
+        return self._send(x, x_scale, ids, routing.weights.contiguous(), self.link.size * max_tokens)
 
     def _poison(self, device: torch.device) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
@@ -143,10 +146,9 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
             return
         g = self.geometry
         assert g.max_tokens is not None
-        x = torch.empty(0, g.hidden_size, dtype=g.dtype, device=device)
         ids = torch.empty(0, g.top_k, dtype=torch.int64, device=device)
-        received = self._send(x, ids, ids.float(), self.link.size * g.max_tokens).wait()
-        self._combine(torch.full_like(received.x, torch.nan), received.handle).wait()
+        received = self._send(*g.no_rows(device), ids, ids.float(), self.link.size * g.max_tokens).wait()
+        self._combine(torch.full_like(received.x, torch.nan, dtype=g.dtype), received.handle).wait()
 
 
 def make_buffer(group: Any, ranks: int, row_bytes: int) -> Any:

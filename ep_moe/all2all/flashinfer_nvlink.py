@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
-from ep_moe.all2all.wire_ids import to_local, to_wire
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
-from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
+from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
+from ep_moe.wire_ids import to_wire
 
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compiled for
 
@@ -39,6 +39,8 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         devices=frozenset({"cuda"}),
+        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        combine_formats=frozenset({"plain", "fp8"}),
         static=True,
     )
     _made: ClassVar[int] = 0  # FlashInfer shares equal workspaces within a process; none of these may be equal
@@ -61,13 +63,13 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     @classmethod
     def buffer_bytes(cls, geometry: Geometry) -> int:
-        """Received rows with ids and weights, and the experts' rows."""
+        """Received rows with ids and weights, and the experts' rows; as much for fp8_block rows as for plain ones."""
         assert geometry.max_tokens is not None
         row = geometry.hidden_size * geometry.dtype.itemsize
         return geometry.num_ranks * geometry.max_tokens * (2 * row + 8 * _wire_top_k(geometry))
 
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         lane = self.lanes.take(x.device)
         if problem is not None:
@@ -80,17 +82,19 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             routing.ids.contiguous(), routing.weights.contiguous(), self._base, self.geometry.num_physical, ids, weights
         )
         lane.busy = True
-        arrived = lane.library.dispatch(x.contiguous(), ids, weights, max_tokens_per_rank=max_tokens)
-        local = torch.empty_like(arrived.topk_ids)
-        to_local(arrived.topk_ids, arrived.topk_weights, self._base, self.geometry.cap, local)
+        scale = None if x_scale is None else x_scale.contiguous()
+        arrived = lane.library.dispatch(
+            x.contiguous(), ids, weights, hidden_states_scale=scale, max_tokens_per_rank=max_tokens
+        )
         received = Received(
             x=arrived.hidden_states,
+            x_scale=arrived.hidden_states_scale,
             layout=RowLayout.RANK_MAJOR,
             weighting=Weighting.EXPERTS,
             handle=lane,
-            local_ids=LocalIds(local),
+            wire_ids=WireIds(PhysicalIds(arrived.topk_ids), self._base),
             weights=arrived.topk_weights,
-            out=lane.library.get_combine_input_buffer(x.dtype),
+            out=lane.library.get_combine_input_buffer(self.geometry.dtype),
         )
         return Pending(lambda: received)
 
@@ -104,9 +108,9 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         if capturing(device):
             return
         g = self.geometry
-        x = torch.empty(0, g.hidden_size, dtype=g.dtype, device=device)
+        x, x_scale = g.no_rows(device)
         ids = torch.empty(0, self._top_k, dtype=torch.int32, device=device)
-        lane.library.dispatch(x, ids, ids.float(), max_tokens_per_rank=g.max_tokens)
+        lane.library.dispatch(x, ids, ids.float(), hidden_states_scale=x_scale, max_tokens_per_rank=g.max_tokens)
         rows = lane.library.get_combine_input_buffer(g.dtype).fill_(torch.nan)
         lane.library.combine(rows)
 
@@ -130,8 +134,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             "hidden_size": g.hidden_size,
             "dtype": g.dtype,
         }
+        config = {
+            "extra_payload_bytes_per_token": 16 * number,
+            "use_low_precision_combine": g.wire.combine == "fp8",
+        }
         try:
-            return communication(group, params, {"extra_payload_bytes_per_token": 16 * number})
+            return communication(group, params, config)
         except RuntimeError as error:  # FlashInfer asks all ranks, and all raise
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
 

@@ -23,10 +23,11 @@ class LocalDispatcher(Dispatcher):
         deterministic=True,
         differentiable=True,
         max_ranks=1,
+        dispatch_formats=frozenset({"plain", "fp8_block"}),
     )
 
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         if problem is not None:
             raise InputError(problem)
@@ -34,6 +35,7 @@ class LocalDispatcher(Dispatcher):
             self._check_ids([int(self._out_of_range(routing))])
         received = Received(
             x=x,
+            x_scale=x_scale,
             layout=RowLayout.RANK_MAJOR,
             weighting=Weighting.EXPERTS,
             handle=None,

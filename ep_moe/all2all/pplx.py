@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
-from ep_moe.all2all.wire_ids import to_distinct
+from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
+from ep_moe.wire_ids import to_distinct
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class PplxDispatcher(Dispatcher):
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         devices=frozenset({"cuda"}),
+        dispatch_formats=frozenset({"plain", "fp8_block"}),
         static=True,
     )
 
@@ -58,6 +60,20 @@ class PplxDispatcher(Dispatcher):
         return None
 
     @classmethod
+    def why_not(
+        cls,
+        hidden_size: int,
+        top_k: int,
+        ranks: int,
+        dtype: torch.dtype,
+        max_tokens: int | None,
+        wire: Wire = PLAIN_WIRE,
+    ) -> str | None:
+        if wire.dispatch == "fp8_block" and hidden_size % 512:
+            return f"pplx needs hidden_size to be a multiple of 512 with fp8_block rows, got {hidden_size}"
+        return super().why_not(hidden_size, top_k, ranks, dtype, max_tokens, wire)
+
+    @classmethod
     def platform_problem(cls, layout: RankLayout) -> str | None:
         return one_host_problem(cls.name, layout)
 
@@ -66,10 +82,10 @@ class PplxDispatcher(Dispatcher):
         """Received rows; the library's own are not counted."""
         assert geometry.max_tokens is not None
         rows = geometry.cap * geometry.num_ranks * geometry.max_tokens
-        return rows * geometry.hidden_size * geometry.dtype.itemsize
+        return rows * (geometry.hidden_size * geometry.row_dtype.itemsize + 4 * geometry.scales)
 
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         lane = self.lanes.take(x.device)
         if problem is not None:
@@ -83,14 +99,15 @@ class PplxDispatcher(Dispatcher):
         routed = ((routing.ids >= 0) & (routing.ids < g.num_physical)).any(1, keepdim=True)
         lane.busy = True
         handle = _Handle(lane, ids.view(torch.uint32), weights, routed)
-        rows = x.contiguous()
-        lane.library.dispatch(rows, handle.ids, send=True)
+        rows, scale = x.contiguous(), None if x_scale is None else x_scale.contiguous()
+        lane.library.dispatch(rows, scale, handle.ids, send=True)
 
         def finish() -> Received:
             workspace = lane.library
-            workspace.dispatch(rows, handle.ids, send=False)
+            workspace.dispatch(rows, scale, handle.ids, send=False)
             return Received(
                 x=workspace.rows,
+                x_scale=workspace.scales,
                 layout=RowLayout.BATCHED,
                 weighting=Weighting.COMBINE,
                 handle=handle,
@@ -118,16 +135,14 @@ class PplxDispatcher(Dispatcher):
         if capturing(device):
             return
         g, workspace = self.geometry, lane.library
-        x = torch.empty(0, g.hidden_size, dtype=g.dtype, device=device)
         ids = torch.empty(0, g.top_k, dtype=torch.int32, device=device)
-        weights = ids.float()
+        weights, nobody = ids.float(), ids.view(torch.uint32)
         for send in (True, False):
-            workspace.dispatch(x, ids.view(torch.uint32), send=send)
-        out = x.new_empty(g.max_tokens or 1, g.hidden_size)
+            workspace.dispatch(*g.no_rows(device), nobody, send=send)
+        y = torch.full_like(workspace.rows, torch.nan, dtype=g.dtype)
+        out = y.new_empty(g.max_tokens or 1, g.hidden_size)
         for send in (True, False):
-            workspace.combine(
-                out, ids.view(torch.uint32), weights, torch.full_like(workspace.rows, torch.nan), send=send
-            )
+            workspace.combine(out, nobody, weights, y, send=send)
 
     def destroy(self) -> None:
         self.lanes.destroy()
@@ -142,23 +157,25 @@ class PplxDispatcher(Dispatcher):
 class Workspace:
     """pplx-kernels' buffers for one call, and the rows that it delivers.
 
-    rows: [cap, R * max_tokens, H]; counts: int32 [cap]
+    rows: [cap, N, H], N = R * max_tokens; counts: int32 [cap]; scales: float32 [cap, N, H / 128] of fp8_block rows
     """
 
     def __init__(self, geometry: Geometry, link: Link, device: torch.device) -> None:
         g = geometry
         assert g.max_tokens is not None
-        self.rows = torch.empty(g.cap, g.num_ranks * g.max_tokens, g.hidden_size, dtype=g.dtype, device=device)
+        shape = (g.cap, g.num_ranks * g.max_tokens)
+        self.rows = torch.empty(*shape, g.hidden_size, dtype=g.row_dtype, device=device)
+        self.scales = torch.empty(*shape, g.scales, device=device) if g.scales else None
         self.counts = torch.zeros(g.cap, dtype=torch.int32, device=device)
         self._all2all = make_all2all(g, link)
 
-    def dispatch(self, x: Tensor, ids: Tensor, *, send: bool) -> None:
+    def dispatch(self, x: Tensor, x_scale: Tensor | None, ids: Tensor, *, send: bool) -> None:
         self._all2all.dispatch(
             out_expert_num_tokens=self.counts,
             out_expert_x=self.rows,
-            out_expert_x_scale=None,
+            out_expert_x_scale=self.scales,
             dp_x=x,
-            dp_x_scale=None,
+            dp_x_scale=x_scale,
             indices=ids,
             bound_m=None,
             do_send=send,
@@ -193,7 +210,7 @@ def make_all2all(geometry: Geometry, link: Link) -> Any:
         world_size=link.size,
         dp_size=1,
         hidden_dim=geometry.hidden_size,
-        hidden_dim_bytes=geometry.hidden_size * geometry.dtype.itemsize,
-        hidden_dim_scale_bytes=0,
+        hidden_dim_bytes=geometry.hidden_size * geometry.row_dtype.itemsize,
+        hidden_dim_scale_bytes=4 * geometry.scales,
         group_name=group.group_name,
     )

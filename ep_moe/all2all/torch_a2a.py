@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
-from ep_moe.parallel.collectives import all_to_all_rows
+from ep_moe.parallel.collectives import all_to_all_rows, as_bytes, as_rows
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
 
 
@@ -38,10 +38,11 @@ class TorchAll2AllDispatcher(Dispatcher):
         host_sync=True,
         deterministic=True,
         differentiable=True,
+        dispatch_formats=frozenset({"plain", "fp8_block"}),
     )
 
     def _dispatch(
-        self, x: Tensor, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         ranks = self.link.size
         if problem is not None:
@@ -56,13 +57,15 @@ class TorchAll2AllDispatcher(Dispatcher):
 
         peer, token = wanted.t().nonzero(as_tuple=True)  # grouped by peer, tokens ascending
         handle = _Handle(sent, received, _slots(wanted, token, self.geometry.top_k))
-        pending_x = all_to_all_rows(x[token], sent, received, self.link)
+        pending_x = all_to_all_rows(as_bytes(x)[token], sent, received, self.link)
+        pending_scale = None if x_scale is None else all_to_all_rows(x_scale[token], sent, received, self.link)
         pending_meta = all_to_all_rows(self._meta(ids, routing.weights, peer, token), sent, received, self.link)
 
         def finish() -> Received:
             local, weights = pending_meta.wait().chunk(2, dim=1)
             return Received(
-                x=pending_x.wait(),
+                x=as_rows(pending_x.wait(), x.dtype),
+                x_scale=None if pending_scale is None else pending_scale.wait(),
                 layout=RowLayout.RANK_MAJOR,
                 weighting=Weighting.EXPERTS,
                 handle=handle,

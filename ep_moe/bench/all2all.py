@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.all2all [--hidden H ...] [--tokens T ...] [--csv F] ...
 
 Microseconds of one dispatch and one combine, the slowest rank's median: of CUDA-graph replays where the transport can
-be captured, else of eager calls with their host work. bf16 rows, 128 experts, top-8, uniform routing.
+be captured, else of eager calls with their host work. 128 experts, top-8, uniform routing; rows in bf16, and in
+fp8_block on the way out where the transport carries them (rounding them is not counted: it replaces the kernel's).
 
 wire      bytes that leave the busiest rank: rows, ids and weights out, rows back
 p2p       copies between the same GPUs, all at once, measured in the same run: bytes/s
@@ -30,18 +31,23 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.bench.timing import eager, replayed
+from ep_moe.config import Wire
 from ep_moe.context import EPContext
+from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 EXPERTS, TOP_K = 128, 8
 HIDDEN = (2048, 4096, 7168)
 TOKENS = (1, 16, 128, 1024, 8192)
 DTYPE = torch.bfloat16
+ROWS = ("plain", "fp8_block")
+ROOM = 8 << 30  # bytes of one transport's buffers
 
 
 @dataclass
 class Line:
     transport: str
+    rows: str
     hidden: int
     tokens: int
     us: float
@@ -57,24 +63,42 @@ def measure(context: EPContext, hidden: Sequence[int], tokens: Sequence[int]) ->
     for size in hidden:
         for count in tokens:
             x, routing = inputs(context, size, count)
-            wire = busiest(context, wire_bytes(context, routing, size))
-            for name in registry.targets("dispatchers"):
-                if (reason := refusal(name, context, size, count)) is not None:
-                    if (size, count) == (hidden[0], tokens[0]) and context.layout.rank == 0:
-                        Console().print(f"{name}: {reason}")
-                    continue
-                line = Line(name, size, count, 0.0, False, wire, wire / rate * 1e6)
-                time_transport(context, line, x, routing)
-                lines.append(line)
+            for rows in ROWS:
+                wire = Wire(dispatch=rows)
+                sent = busiest(context, wire_bytes(context, routing, geometry_of(context, size, count, wire)))
+                for name in registry.targets("dispatchers"):
+                    if (reason := refusal(name, context, size, count, wire)) is not None:
+                        if (size, count) == (hidden[0], tokens[0]) and context.layout.rank == 0:
+                            Console().print(f"{name}: {reason}")
+                        continue
+                    line = Line(name, rows, size, count, 0.0, False, sent, sent / rate * 1e6)
+                    time_transport(context, line, x, routing)
+                    lines.append(line)
     return lines, rate
 
 
-def refusal(name: str, context: EPContext, hidden: int, tokens: int) -> str | None:
+def geometry_of(context: EPContext, hidden: int, tokens: int, wire: Wire) -> Geometry:
+    ranks = context.layout.ep
+    return Geometry(
+        hidden_size=hidden,
+        top_k=TOP_K,
+        cap=EXPERTS // ranks,
+        num_ranks=ranks,
+        dtype=DTYPE,
+        max_tokens=tokens,
+        wire=wire,
+    )
+
+
+def refusal(name: str, context: EPContext, hidden: int, tokens: int, wire: Wire) -> str | None:
     reason = registry.why_not("dispatchers", name)
     if reason is not None:
         return reason
     kind: type[Dispatcher] = registry.load("dispatchers", name)
-    return kind.why_not(hidden, TOP_K, context.layout.ep, DTYPE, tokens) or kind.platform_problem(context.layout)
+    if kind.buffer_bytes(geometry_of(context, hidden, tokens, wire)) > ROOM:
+        return f"its buffers for {tokens} tokens are larger than {ROOM >> 30} GiB"
+    ranks = context.layout.ep
+    return kind.why_not(hidden, TOP_K, ranks, DTYPE, tokens, wire) or kind.platform_problem(context.layout)
 
 
 def inputs(context: EPContext, hidden: int, tokens: int) -> tuple[Tensor, PhysicalRouting]:
@@ -85,35 +109,31 @@ def inputs(context: EPContext, hidden: int, tokens: int) -> tuple[Tensor, Physic
     return x, PhysicalRouting(PhysicalIds(ids), torch.full(ids.shape, 1 / TOP_K, device=context.device))
 
 
-def wire_bytes(context: EPContext, routing: PhysicalRouting, hidden: int) -> int:
+def wire_bytes(context: EPContext, routing: PhysicalRouting, geometry: Geometry) -> int:
     """Each token once to each other rank that has one of its experts, and its result back."""
     ranks = context.layout.ep
     owner = routing.ids // (EXPERTS // ranks)
     wanted = torch.zeros(len(owner), ranks, dtype=torch.bool, device=owner.device).scatter_(1, owner, True)
     wanted[:, context.layout.ep_rank] = False
-    return int(wanted.sum()) * (2 * hidden * DTYPE.itemsize + TOP_K * 8)
+    out = geometry.hidden_size * geometry.row_dtype.itemsize + 4 * geometry.scales + TOP_K * 8
+    return int(wanted.sum()) * (out + geometry.hidden_size * DTYPE.itemsize)
 
 
 def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting) -> None:
-    geometry = Geometry(
-        hidden_size=line.hidden,
-        top_k=TOP_K,
-        cap=EXPERTS // context.layout.ep,
-        num_ranks=context.layout.ep,
-        dtype=DTYPE,
-        max_tokens=line.tokens,
-    )
+    geometry = geometry_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(geometry, context.links["ep"])
+    rows, scale = round_blocks(x) if geometry.scales else (x, None)
 
     def pair() -> Tensor:
-        received = dispatcher.dispatch(x, routing)
-        return dispatcher.combine(received.x if received.out is None else received.out, received.handle)
+        received = dispatcher.dispatch(rows, routing, scale)
+        y = received.x if received.out is None else received.out
+        return dispatcher.combine(y if y.dtype == DTYPE else y.new_empty(y.shape, dtype=DTYPE), received.handle)
 
     line.captured = dispatcher.capabilities.cuda_graph
     calls: list[Callable[[], Any]] = [pair]
     pair()
     if line.transport == "flashinfer_nvlink":
-        calls.append(flashinfer_pair(dispatcher, x, routing))
+        calls.append(flashinfer_pair(dispatcher, rows, scale, routing))
     times = (replayed if line.captured else eager)(calls, before=dist.barrier)
     line.us = slowest(context, times[0])
     if len(times) > 1:
@@ -123,12 +143,12 @@ def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalR
     dispatcher.destroy()
 
 
-def flashinfer_pair(dispatcher: Any, x: Tensor, routing: PhysicalRouting) -> Callable[[], Any]:
+def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: PhysicalRouting) -> Callable[[], Any]:
     """FlashInfer's own calls, zero copy on the way back."""
     communication, ids = dispatcher.lanes.made[0].library, routing.ids.int()
 
     def pair() -> None:
-        communication.dispatch(x, ids, routing.weights)
+        communication.dispatch(x, ids, routing.weights, hidden_states_scale=scale)
         communication.combine(communication.get_combine_input_buffer(DTYPE))
 
     return pair
@@ -155,14 +175,16 @@ def busiest(context: EPContext, count: int) -> int:
 
 
 def table(lines: list[Line], rate: float) -> Table:
-    found = Table(title=f"dispatch + combine, bf16, E={EXPERTS}, K={TOP_K}; p2p {rate / 1e9:.0f} GB/s")
-    for name in ("H", "T", "transport", "us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us", ""):
-        found.add_column(name, no_wrap=True, justify="left" if name in ("transport", "") else "right")
+    found = Table(title=f"dispatch + combine, E={EXPERTS}, K={TOP_K}; p2p {rate / 1e9:.0f} GB/s")
+    numbers = ("us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us")
+    for name in ("H", "T", "transport", "rows", *numbers, ""):
+        found.add_column(name, no_wrap=True, justify="left" if name in ("transport", "rows", "") else "right")
     for line in lines:
         found.add_row(
             str(line.hidden),
             str(line.tokens),
             line.transport,
+            line.rows,
             f"{line.us:.1f}",
             f"{line.us / line.floor_us:.1f}" if line.wire_bytes else "",
             f"{line.wire_bytes / 1024:.0f}",
@@ -181,10 +203,12 @@ def plot(lines: list[Line], file: Path) -> None:
     figure = Figure(figsize=(5 * len(sizes), 4), layout="constrained")
     for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         here = [line for line in lines if line.hidden == size]
-        for name in sorted({line.transport for line in here}):
-            own = [line for line in here if line.transport == name]
-            axes.plot([line.tokens for line in own], [line.us for line in own], "o-", label=name)
-        floor = {line.tokens: line.floor_us for line in here if line.wire_bytes}
+        for name, rows in sorted({(line.transport, line.rows) for line in here}):
+            own = [line for line in here if (line.transport, line.rows) == (name, rows)]
+            style = "o-" if rows == "plain" else "x:"
+            label = name if rows == "plain" else f"{name}, {rows}"
+            axes.plot([line.tokens for line in own], [line.us for line in own], style, label=label)
+        floor = {line.tokens: line.floor_us for line in here if line.wire_bytes and line.rows == "plain"}
         axes.plot(list(floor), list(floor.values()), "k--", label="floor")
         axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us", title=f"H = {size}")
         axes.legend()

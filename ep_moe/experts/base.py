@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.experts.layouts import as_rank_major
+from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.types import Activation, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.prepare import Preparation
@@ -28,6 +28,8 @@ class ExpertsCapabilities:
     layouts, weightings: row arrangements it accepts, and who multiplies by the routing weight. Any kernel for
         RANK_MAJOR takes the others through `as_rank_major`
     schemes: names of `weights.schemes` it computes with
+    row_formats: of `Wire.dispatch` that it reads; any kernel takes the others widened to the layer's dtype
+    wire_ids: it reads `Received.wire_ids`; any kernel takes them localized
     alignment_bytes: rows of H and I (its etp shard) must be multiples of this
     min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
     deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
@@ -46,6 +48,8 @@ class ExpertsCapabilities:
     deterministic: bool
     differentiable: bool
     schemes: frozenset[str] = frozenset(SCHEMES)
+    row_formats: frozenset[str] = frozenset({"plain"})
+    wire_ids: bool = False
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -148,12 +152,16 @@ class Experts(ABC):
 
     def __call__(self, received: Received, out: Tensor | None = None) -> Tensor:
         """The experts' output for each received row, in the same rows; under Weighting.EXPERTS multiplied by the
-        weights and summed over the row's local experts, exactly zero where it has none. Rows beyond an expert's count
-        (CONTIGUOUS, BATCHED) are undefined.
+        weights and summed over the row's local experts, exactly zero where it has none, as in slots that this rank does
+        not have. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are undefined.
 
-        out: contiguous, of the shape of `received.x`; where it is written to. Default a new tensor.
+        out: contiguous, the shape of `received.x`, the layer's dtype; where it is written to. Default a new tensor.
         """
         received = received.dense()
+        if not self.capabilities.wire_ids:
+            received = localized(received, self.weights.num_slots)
+        if "fp8_block" not in self.capabilities.row_formats:
+            received = widened(received, self.weights.dtype)
         if received.layout in self.capabilities.layouts:
             return self.compute(received, out)
         rows = as_rank_major(received, self.weights.num_slots)

@@ -131,6 +131,7 @@ def cutlass_moe(
     workspace: Tensor,
     x: Tensor,
     ids: Tensor,
+    base: int,
     weights: Tensor | None,
     w13: Tensor,
     w2: Tensor,
@@ -148,7 +149,7 @@ def cutlass_moe(
 ) -> None:
     """The expert step on RANK_MAJOR rows.
 
-    out: bf16 or fp16 [N, H]; workspace: uint8; x: [N, H]; ids: int [N, K], local, -1 for none
+    out: bf16 or fp16 [N, H]; workspace: uint8; x: [N, H]; ids: int [N, K], counted from `base`, all others for none
     weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` stores them, [L, ...]
     scales: the scheme's stored tensors in the order of `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU
     activation: FlashInfer's ActivationType; activation_cap: what no activation exceeds, 0 for unbounded
@@ -165,7 +166,7 @@ def cutlass_moe(
     stored = dict(zip(scale_names(scheme), scales, strict=True))
     inputs = None
     if scheme in DYNAMIC:
-        _measure(x, ids, own, slots, chunk)
+        _measure(x, ids, base, own, slots, chunk)
         inputs = Inputs(own["extremes"], stored["w13_bound"], dynamic=True, cap=activation_cap)
     elif scheme == "fp8_static":
         inputs = Inputs(stored["w13_input_scale"], stored["w2_input_scale"], dynamic=False)
@@ -177,7 +178,7 @@ def cutlass_moe(
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
         part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
-        clean_ids(ids[part], None if weights is None else weights[part], slots, part_ids, part_weights)
+        clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids, part_weights)
         row_input = x[part]
         if scheme in PRE_ROUNDED:
             assert inputs is not None
@@ -251,12 +252,12 @@ def scale_names(scheme: str) -> tuple[str, ...]:
     }[scheme]
 
 
-def _measure(x: Tensor, ids: Tensor, own: dict[str, Tensor], slots: int, chunk: int) -> None:
+def _measure(x: Tensor, ids: Tensor, base: int, own: dict[str, Tensor], slots: int, chunk: int) -> None:
     """One scale for all rows of the call, whatever the chunks."""
     own["extremes"].zero_()
     for start in range(0, len(x), chunk):
         part_ids = own["ids"][: min(chunk, len(x) - start)]
-        clean_ids(ids[start : start + chunk], None, slots, part_ids, None)
+        clean_ids(ids[start : start + chunk], None, base, slots, part_ids, None)
         row_extremes(x[start : start + chunk], part_ids, own["extremes"])
 
 

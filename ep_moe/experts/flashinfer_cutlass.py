@@ -53,6 +53,7 @@ class FlashInferCutlassExperts(Experts):
         min_compute_capability=(9, 0),
         max_compute_capability=(9, 0),
         devices=frozenset({"cuda"}),
+        wire_ids=True,
     )
     preparation = CutlassSm90
 
@@ -122,7 +123,8 @@ class FlashInferCutlassExperts(Experts):
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         x, weights = received.x, self.weights
-        assert received.local_ids is not None
+        wire = received.wire_ids
+        ids, base = (received.local_ids, 0) if wire is None else (wire.ids, wire.base)
         out = torch.empty_like(x) if out is None else out
         self._advise()
         names = cutlass_op.scale_names(weights.scheme.name)
@@ -130,7 +132,8 @@ class FlashInferCutlassExperts(Experts):
             out,
             self.workspace(),
             x,
-            received.local_ids,
+            ids,
+            base,
             received.weights if received.weighting is Weighting.EXPERTS else None,
             weights.get_parameter("w13"),
             weights.get_parameter("w2"),

@@ -177,6 +177,18 @@ def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor) -> None
     )  # fmt: skip
 
 
+def copy_pairs(x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor) -> None:
+    """`quantize_pairs` of rows that are quantised already. x: e4m3 [N, H]; x_scale: float32 [N, H / 128]."""
+    total, size = x.shape
+    if not total:
+        return
+    columns, tall, programs = _tiling(total, size, x.device)
+    kernels.copy_pairs[(programs,)](
+        x, x_scale, slots, out, scale, total, out.shape[0], size,
+        TOP_K=slots.shape[1], ROWS=tall, COLUMNS=columns,
+    )  # fmt: skip
+
+
 def activate_and_quantize(
     h: Tensor, out: Tensor, scale: Tensor, activation: Activation = Activation.SWIGLU, *, counts: Tensor | None = None,
     alpha: float = 1.702, limit: float = 7.0, up_first: bool = False,

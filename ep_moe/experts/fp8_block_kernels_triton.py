@@ -147,6 +147,30 @@ def quantize_pairs(
 
 
 @triton.jit
+def copy_pairs(
+    x, x_scale, slots, out, scale, total, rows_out, size,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    wide = size // COLUMNS
+    for tile in range(tl.program_id(0), tl.cdiv(total, ROWS) * wide, tl.num_programs(0)):
+        row = tile // wide * ROWS + tl.arange(0, ROWS)
+        column = tile % wide * COLUMNS
+        slot_at = slots + row.to(tl.int64) * TOP_K
+        used = row < 0
+        for i in tl.static_range(TOP_K):
+            slot = tl.load(slot_at + i, mask=row < total, other=-1)
+            used = used | ((slot >= 0) & (slot < rows_out))
+        source = row.to(tl.int64)[:, None]
+        value = tl.load(x + source * size + (column + tl.arange(0, COLUMNS))[None, :], mask=used[:, None])
+        group = column // 128 + tl.arange(0, COLUMNS // 128)
+        step = tl.load(x_scale + source * (size // 128) + group[None, :], mask=used[:, None])
+        for i in tl.static_range(TOP_K):
+            slot = tl.load(slot_at + i, mask=row < total, other=-1)
+            valid = (slot >= 0) & (slot < rows_out)
+            _store_rows(value, step, slot, column, valid, out, scale, size, COLUMNS)
+
+
+@triton.jit
 def activate(
     h, counts, out, scale, total, group_size, size, stride, alpha, bound,
     SMALLEST: tl.constexpr, ACTIVATION: tl.constexpr, UP_FIRST: tl.constexpr, COUNTED: tl.constexpr,

@@ -45,6 +45,7 @@ def fp8_block_moe(
     out: Tensor,
     workspace: Tensor,
     x: Tensor,
+    x_scale: Tensor | None,
     ids: Tensor | None,
     weights: Tensor | None,
     starts: Tensor | None,
@@ -59,8 +60,9 @@ def fp8_block_moe(
     expected: float,
     chunk: int,
 ) -> None:
-    """x, out: [N, H]. Either ids (int [N, K], local, -1 for none) and weights (float32 [N, K], None for 1), or
-    starts and ends (int32 [L], the rows of each expert) and weights (float32 [N] or None).
+    """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None. Either ids (int [N, K], local, -1 for
+    none) and weights (float32 [N, K], None for 1), or starts and ends (int32 [L], the rows of each expert) and weights
+    (float32 [N] or None).
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     """
@@ -70,19 +72,23 @@ def fp8_block_moe(
         assert ends is not None
         for start in range(0, len(x), chunk):
             part = slice(start, min(start + chunk, len(x)))
-            step.grouped(x[part], starts, ends, start, out[part], expected)
+            step.grouped(x[part], _part(x_scale, part), starts, ends, start, out[part], expected)
         if weights is not None:
             out.mul_(weights.unsqueeze(1))
         return
     rows = max(1, chunk // ids.shape[1])
     for start in range(0, len(x), rows):
         part = slice(start, min(start + rows, len(x)))
-        step.rank_major(x[part], ids[part], None if weights is None else weights[part], out[part], expected)
+        step.rank_major(x[part], _part(x_scale, part), ids[part], _part(weights, part), out[part], expected)
 
 
 @fp8_block_moe.register_fake
 def _(*args: object, **kwargs: object) -> None:
     return None
+
+
+def _part(tensor: Tensor | None, part: slice) -> Tensor | None:
+    return None if tensor is None else tensor[part]
 
 
 class _Step:
@@ -107,24 +113,41 @@ class _Step:
         slots, hidden, inner = self.w2.shape
         return carve(self.workspace, shapes(pairs, rows, hidden, self.w13.shape[1], inner, slots, dtype))
 
-    def grouped(self, x: Tensor, starts: Tensor, ends: Tensor, first: int, out: Tensor, expected: float) -> None:
+    def grouped(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        starts: Tensor,
+        ends: Tensor,
+        first: int,
+        out: Tensor,
+        expected: float,
+    ) -> None:
         """Rows that are grouped already; `first` is the number of x's first row."""
         from ep_moe.experts import fp8_block_kernels as kernels
 
-        own = self._carve(len(x), 0, x.dtype)
+        own = self._carve(len(x), 0, out.dtype)
         for name, bounds in (("starts", starts), ("ends", ends)):
             own[name].copy_(bounds).sub_(first).clamp_(0, len(x))
-        kernels.quantize_rows(x, own["rows"], own["row_scale"])
+        if x_scale is None:
+            kernels.quantize_rows(x, own["rows"], own["row_scale"])
+        else:
+            own |= {"rows": x, "row_scale": x_scale}
         self._matrices(own, own["starts"], None, out, len(x) * expected)
 
-    def rank_major(self, x: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor, expected: float) -> None:
+    def rank_major(
+        self, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor | None, out: Tensor, expected: float
+    ) -> None:
         from ep_moe.experts import fp8_block_kernels as kernels
 
         pairs, slots = ids.numel(), len(self.w2)
-        own = self._carve(pairs, len(x), x.dtype)
+        own = self._carve(pairs, len(x), out.dtype)
         kernels.group_pairs(ids, slots, own["source"], own["slots"], own["ends"], own["sorting"])
         counts = own["ends"][-1:]
-        kernels.quantize_pairs(x, own["slots"], own["rows"], own["row_scale"])
+        if x_scale is None:
+            kernels.quantize_pairs(x, own["slots"], own["rows"], own["row_scale"])
+        else:
+            kernels.copy_pairs(x, x_scale, own["slots"], own["rows"], own["row_scale"])
         self._matrices(own, None, counts, own["y"], len(x) * expected)
         kernels.reduce_pairs(own["y"], own["slots"], weights, out)
 

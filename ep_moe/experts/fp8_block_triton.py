@@ -33,6 +33,7 @@ class Fp8BlockTritonExperts(Experts):
         min_compute_capability=(9, 0),
         max_compute_capability=(9, 0),
         devices=frozenset({"cuda"}),
+        row_formats=frozenset({"plain", "fp8_block"}),
     )
 
     @classmethod
@@ -60,7 +61,7 @@ class Fp8BlockTritonExperts(Experts):
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         x, weights, config = received.x, self.weights, self.config
-        out = torch.empty_like(x) if out is None else out
+        out = torch.empty_like(x, dtype=weights.dtype) if out is None else out
         if x.numel() == 0 or weights.num_slots == 0:
             return out.zero_()
         starts, ends = self._bounds(received)
@@ -68,6 +69,7 @@ class Fp8BlockTritonExperts(Experts):
             out.view(-1, config.hidden_size),
             self.workspace(),
             x.view(-1, config.hidden_size),
+            None if received.x_scale is None else received.x_scale.view(-1, config.hidden_size // fp8_block_op.BLOCK),
             received.local_ids,
             self._weights(received),
             starts,
@@ -82,6 +84,8 @@ class Fp8BlockTritonExperts(Experts):
             self._expected(received),
             self.pairs,
         )
+        if received.layout is RowLayout.BATCHED:
+            out[weights.num_slots :].zero_()  # slots that only wider ranks have; a transport may fill rows up there
         return out
 
     def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:

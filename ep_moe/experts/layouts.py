@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from ep_moe.experts.fp8_rows import widen_blocks
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+from ep_moe.wire_ids import to_local
 
 
 def as_rank_major(received: Received, num_slots: int) -> Received:
@@ -25,7 +28,8 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
             ids = torch.where(ids < num_slots, ids, -1)
         case RowLayout.BATCHED:
             assert received.expert_counts is not None
-            slot = torch.arange(len(x), device=device).unsqueeze(1)  # no rows beyond num_slots
+            slot = torch.arange(len(x), device=device).unsqueeze(1)
+            slot = torch.where(slot < num_slots, slot, -1)  # of wider ranks; a transport may fill rows up there
             place = torch.arange(x.shape[1], device=device)
             ids = torch.where(place < received.expert_counts.unsqueeze(1), slot, -1)
     weights = None
@@ -34,12 +38,31 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
         weights = received.weights.reshape(-1, 1)
     return Received(
         x=x.flatten(0, -2),
+        x_scale=None if received.x_scale is None else received.x_scale.flatten(0, -2),
         layout=RowLayout.RANK_MAJOR,
         weighting=received.weighting,
         handle=received.handle,
         local_ids=cast("LocalIds", ids.view(-1, 1)),  # torch.compile cannot trace a call of a NewType
         weights=weights,
     )
+
+
+def localized(received: Received, num_slots: int) -> Received:
+    """Local ids in place of wire ids."""
+    if received.wire_ids is None:
+        return received
+    wire = received.wire_ids
+    assert received.weights is not None
+    local = torch.empty_like(wire.ids)
+    to_local(wire.ids, received.weights, wire.base, num_slots, local)
+    return dataclasses.replace(received, local_ids=cast("LocalIds", local), wire_ids=None)
+
+
+def widened(received: Received, dtype: torch.dtype) -> Received:
+    """Plain rows in place of fp8_block ones."""
+    if received.x_scale is None:
+        return received
+    return dataclasses.replace(received, x=widen_blocks(received.x, received.x_scale, dtype), x_scale=None)
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,24 @@ import torch
 from torch import Tensor
 
 
-def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tensor, out_weights: Tensor | None) -> None:
-    """Local ids as kernels want them: int32, -1 for whatever is no slot, distinct within a row; a repeated id's weight
-    goes to its first place.
+def clean_ids(
+    ids: Tensor, weights: Tensor | None, base: int, num_slots: int, out_ids: Tensor, out_weights: Tensor | None
+) -> None:
+    """Local ids as kernels want them: int32, distinct within a row, -1 for whatever is no slot and for picks of weight
+    0; a repeated id's weight goes to its first place.
 
-    ids: int [N, K]; weights: float32 [N, K] or None; out_ids: int32 [N, K]; out_weights: float32 [N, K], None with
-    weights None; all contiguous
+    ids: int [N, K], counted from `base`; weights: float32 [N, K] or None; out_ids: int32 [N, K]; out_weights: float32
+    [N, K], None with weights None; all contiguous
     """
     if ids.is_cuda:
-        _triton().clean_ids(ids, weights, num_slots, out_ids, out_weights)
+        _triton().clean_ids(ids, weights, base, num_slots, out_ids, out_weights)
         return
+    ids = ids - base
     valid = (ids >= 0) & (ids < num_slots)
+    if weights is not None:
+        valid = valid & (weights != 0)
     top_k = ids.shape[1]
-    same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & valid.unsqueeze(2)  # [N, K, K]
+    same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)  # [N, K, K]
     repeated = (same & torch.ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
     out_ids.copy_(torch.where(valid & ~repeated, ids, -1))
     if weights is not None and out_weights is not None:

@@ -9,34 +9,38 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-def clean_ids(ids: Tensor, weights: Tensor | None, num_slots: int, out_ids: Tensor, out_weights: Tensor | None) -> None:
+def clean_ids(
+    ids: Tensor, weights: Tensor | None, base: int, num_slots: int, out_ids: Tensor, out_weights: Tensor | None
+) -> None:
     rows, top_k = ids.shape
     width = triton.next_power_of_2(top_k)
     block = max(1, 2048 // width**2)  # pairs of columns that a program compares at once
     _clean_ids[(triton.cdiv(rows, block),)](
-        ids, weights, out_ids, out_weights, rows, num_slots,
+        ids, weights, out_ids, out_weights, rows, base, num_slots,
         TOP_K=top_k, WIDTH=width, BLOCK=block, WEIGHTED=weights is not None,
     )  # fmt: skip
 
 
 @triton.jit
 def _clean_ids(
-    ids, weights, out_ids, out_weights, rows, num_slots,
+    ids, weights, out_ids, out_weights, rows, base, num_slots,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < TOP_K)[None, :]
     at = row.to(tl.int64)[:, None] * TOP_K + column[None, :]
-    id = tl.load(ids + at, mask=inside, other=-1)  # noqa: A001
-    valid = (id >= 0) & (id < num_slots)
+    id = tl.load(ids + at, mask=inside, other=-1) - base  # noqa: A001
+    valid = inside & (id >= 0) & (id < num_slots)
+    if WEIGHTED:
+        weight = tl.load(weights + at, mask=inside, other=0.0)
+        valid = valid & (weight != 0.0)
     same = (id[:, :, None] == id[:, None, :]) & valid[:, None, :]
     earlier = column[None, None, :] < column[None, :, None]
     repeated = tl.max((same & earlier).to(tl.int32), axis=2) > 0
     keep = valid & (repeated == 0)
     tl.store(out_ids + at, tl.where(keep, id, -1), mask=inside)
     if WEIGHTED:
-        weight = tl.load(weights + at, mask=inside, other=0.0)
         merged = tl.sum(tl.where(same, weight[:, None, :], 0.0), axis=2)
         tl.store(out_weights + at, tl.where(keep, merged, 0.0), mask=inside)
 

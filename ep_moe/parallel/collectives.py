@@ -75,6 +75,16 @@ def sum_gradients(x: Tensor, link: Link) -> Tensor:
     return out
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """Rows of a dtype that gloo does not move, E4M3, as uint8 [.., H]; others as they are."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `as_bytes`; a view by dtype has no gradient, and so there is none where nothing changes."""
+    return x if x.dtype == dtype else x.view(dtype)
+
+
 def _start(x: Tensor, there: Collective, back: Collective, link: Link) -> Pending[Tensor]:
     works: list[dist.Work] = []
     out: Tensor = _Collective.apply(x, there, back, link, works)

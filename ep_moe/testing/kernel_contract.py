@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import Activation, LocalIds, Received, RowLayout, Weighting
+from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights, cut
 from ep_moe.weights.schemes import SCHEMES, Scheme
 from ep_moe.workspace import Workspaces
@@ -127,6 +128,8 @@ def _check_layer(layer: Layer) -> None:
     if Weighting.COMBINE in layer.kind.capabilities.weightings:
         _rank_major(layer, layer.rows(ROWS[0], Weighting.COMBINE))
     _rows_of_nobody(layer)
+    _as_it_travelled(layer)
+    _slots_of_wider_ranks(layer)
     for grouped, ids in _grouped(layer):
         _other_layout(layer, grouped, ids)
     if layer.kind.capabilities.etp and layer.kind.why_not(layer.config, layer.dtype, 2, layer.scheme) is None:
@@ -162,6 +165,38 @@ def _rows_of_nobody(layer: Layer) -> None:
     y = layer.experts(received)
     close = worst(y, expected.double(), 2 * layer.wanted(dataclasses.replace(received, x=received.x.nan_to_num()))[1])
     _that(close <= 1, layer, "NaN in rows without an expert reached others, or did not become zero")
+
+
+def _as_it_travelled(layer: Layer) -> None:
+    """Ids that nobody has looked at, and rows in fp8_block."""
+    received = layer.rows(ROWS[0])
+    assert received.local_ids is not None
+    assert received.weights is not None
+    none, base = received.local_ids < 0, 2 * SLOTS
+    ids = torch.where(none, torch.arange(TOP_K, device=layer.device) * base, received.local_ids + base)  # other ranks'
+    ids[:, 1][none[:, 1]] = base  # of this rank, but with weight 0
+    wire = WireIds(PhysicalIds(ids.int()), base)
+    weights = received.weights.masked_fill(none, 0.0)
+    y = layer.experts(dataclasses.replace(received, local_ids=None, wire_ids=wire, weights=weights))
+    found = worst(y, *layer.wanted(received))
+    _that(found <= 1, layer, f"wire ids: off by {found:.3g} times what rounding may cause")
+    data, scale = round_blocks(received.x)
+    own = "fp8_block" in layer.kind.capabilities.row_formats
+    plain = dataclasses.replace(received, x=widen_blocks(data, scale, torch.float32 if own else layer.dtype))
+    y = layer.experts(dataclasses.replace(received, x=data, x_scale=scale))
+    _that(y.dtype == layer.dtype, layer, f"the output of rows in fp8_block must be {layer.dtype}, not {y.dtype}")
+    found = worst(y, *layer.wanted(plain))
+    _that(found <= 1, layer, f"rows in fp8_block: off by {found:.3g} times what rounding may cause")
+
+
+def _slots_of_wider_ranks(layer: Layer) -> None:
+    """A transport has room for the widest rank's slots, and may fill rows there."""
+    x = torch.ones(SLOTS + 2, 3, HIDDEN, dtype=layer.dtype, device=layer.device)
+    counts = torch.full((SLOTS + 2,), 2, dtype=torch.int32, device=layer.device)
+    y = layer.experts(
+        Received(x=x, layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None, expert_counts=counts)
+    )
+    _that((y[SLOTS:, :2] == 0).all(), layer, "rows in slots that the rank does not have must be zero")
 
 
 def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:

@@ -7,22 +7,28 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
+from ep_moe.config import PLAIN_WIRE, Wire
+from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.experts.layouts import localized, widened
 from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
 
-HIDDEN, CAP, MAX_TOKENS = 256, 4, 24
+HIDDEN, CAP, MAX_TOKENS = 512, 4, 24
 
 
-def geometry(ranks: int, top_k: int, dtype: torch.dtype) -> Geometry:
-    return Geometry(hidden_size=HIDDEN, top_k=top_k, cap=CAP, num_ranks=ranks, dtype=dtype, max_tokens=MAX_TOKENS)
+def geometry(ranks: int, top_k: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE) -> Geometry:
+    return Geometry(
+        hidden_size=HIDDEN, top_k=top_k, cap=CAP, num_ranks=ranks, dtype=dtype, max_tokens=MAX_TOKENS, wire=wire
+    )
 
 
 def rows(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 8:
-    products with up to 8 weights of 3 are exact in bfloat16."""
+    """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 7:
+    products with up to 8 weights of 3 are exact in bfloat16. And a 7 in each 128: the scale is 1 / 64, and all numbers
+    are exact in fp8_block too."""
     generator = torch.Generator().manual_seed(1000 + rank)
     x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
     number = torch.arange(tokens)
-    x[:, 0], x[:, 1], x[:, 2] = rank % 8 + 1, number % 8, number // 8
+    x[:, 0], x[:, 1], x[:, 2], x[:, 3::128] = rank % 7 + 1, number % 8, number // 8, 7
     return x.to(dtype)
 
 
@@ -40,9 +46,10 @@ def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
     return PhysicalRouting(PhysicalIds(routing.ids.to(device)), routing.weights.to(device))
 
 
-def identity(received: Received) -> Tensor:
+def identity(received: Received, dtype: torch.dtype) -> Tensor:
     """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
     without any. Written where the transport would have it."""
+    received = widened(localized(received, CAP), dtype)
     x = received.x
     match received.layout:
         case RowLayout.RANK_MAJOR:
@@ -70,5 +77,15 @@ def expected(x: Tensor, routing: PhysicalRouting) -> Tensor:
     return (x.float() * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
 
 
-def same(actual: Tensor, wanted: Tensor, what: object) -> None:
-    torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+def tolerance(shape: Geometry) -> float:
+    """Relative, of sums whose parts are all of one sign: E4M3 has 4 bits of mantissa, bfloat16 has 8."""
+    return 2**-4 + 2**-8 if shape.wire.combine == "fp8" else 0.0
+
+
+def same(actual: Tensor, wanted: Tensor, what: object, rtol: float = 0.0) -> None:
+    torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=rtol, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+def written(x: Tensor, shape: Geometry) -> tuple[Tensor, Tensor | None]:
+    """Rows as they are dispatched: x and x_scale."""
+    return round_blocks(x) if shape.wire.dispatch == "fp8_block" else (x, None)

@@ -14,7 +14,7 @@ from ep_moe import EPContext
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_rows import CAP, expected, geometry, identity, moved, routes, rows
+from ep_moe.testing.transport_rows import CAP, HIDDEN, expected, geometry, identity, moved, routes, rows
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Received, Routing
 from tests.distributed.cases import no_payload, same_error
 from tests.helpers import assert_same
@@ -27,7 +27,7 @@ TRANSPORTS = ["allgather", "torch_a2a"]
 def once(dispatcher: Dispatcher, x: torch.Tensor, routing: PhysicalRouting) -> tuple[torch.Tensor, Received]:
     received = dispatcher.dispatch(x, routing)
     assert int(received.local_ids.max() if received.local_ids.numel() else -1) < CAP
-    return dispatcher.combine(identity(received), received.handle), received
+    return dispatcher.combine(identity(received, x.dtype), received.handle), received
 
 
 def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[list[float]]:
@@ -135,7 +135,8 @@ def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
     ids, weights = good.ids, good.weights
     for call, sentence in (
         ((x, Routing(LogicalIds(ids), weights)), "routing must be a PhysicalRouting (pass it through Placement)"),
-        ((x[:, :4], good), "x must be [T, 256], got [3, 4]"),
+        ((x[:, :4], good), f"x must be [T, {HIDDEN}], got [3, 4]"),
+        ((x, good, x[:, :4]), "x_scale must be None with rows in plain, got (torch.float32, [3, 4])"),
         ((x.double(), good), "x must be float32, got float64"),
         ((x, PhysicalRouting(ids[:2], weights)), "routing.ids must be [T, K] = [3, 4], got [2, 4]"),
         ((x, PhysicalRouting(ids.float(), weights)), "routing.ids must be int32 or int64, got float32"),

@@ -9,6 +9,7 @@ import torch
 
 from ep_moe import Activation, ExpertMap, MoEConfig, registry
 from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -146,3 +147,32 @@ def test_compiled_without_a_graph_break():
 
     y = torch.compile(step, fullgraph=True)(received.x, received.local_ids, received.weights)
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("model", [SMALL, QWEN3], ids=["small", "qwen3"])
+@pytest.mark.parametrize("chunk_rows", [16384, 100])
+def test_rows_rounded_before_the_wire_give_the_same_bits(model, chunk_rows):
+    experts, _ = build(*model, chunk_rows=chunk_rows)
+    config, slots = model
+    received = rows(*model, 257)
+    y = experts(received)
+    data, scale = round_blocks(received.x)
+    assert torch.equal(experts(dataclasses.replace(received, x=data, x_scale=scale)), y)
+    counts = torch.arange(slots, dtype=torch.int32, device=GPU)
+    x = torch.randn(slots, slots, config.hidden_size, device=GPU).to(BF16)
+    batched = Received(
+        x=x, layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None, expert_counts=counts
+    )  # fmt: skip
+    valid = torch.arange(slots, device=GPU) < counts.unsqueeze(1)
+    data, scale = round_blocks(x)
+    y = experts(batched)[valid]
+    assert torch.equal(experts(dataclasses.replace(batched, x=data, x_scale=scale))[valid], y)
+
+
+def test_rounding_is_the_same_on_both_devices():
+    x = torch.randn(33, 512, device=GPU).to(BF16)
+    data, scale = round_blocks(x)
+    expected, expected_scale = round_blocks(x.cpu())
+    torch.testing.assert_close(scale.cpu(), expected_scale, rtol=2e-7, atol=0)
+    different = (data.cpu().view(torch.uint8) != expected.view(torch.uint8)).float().mean()
+    assert different < 1e-3  # ties, where the scale's last bit differs
