@@ -16,8 +16,8 @@ from ep_moe.all2all.base import Dispatcher, Geometry, routing_problem
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire, flat_facts
 from ep_moe.context import TUNED_ROWS, TUNING_S, EPContext
 from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.exchange import Exchange, check_pipeline
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
@@ -40,6 +40,8 @@ class MoELayer(nn.Module):
     shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
     all2all, experts: backend names, "auto" lets `select` choose
     wire: how rows are written while they travel; default plain, in the layer's dtype
+    pipeline: a call of more tokens per rank travels in parts of so many, of which one is computed while the next
+        travels and the last returns; needs a transport with fixed buffers, which need be no larger. Default: one part
     quantization: a name in `ep_moe.weights.schemes.SCHEMES`, how the experts are stored and computed
     options: how the expert kernel runs (deterministic, chunk_rows)
     name: what errors call this layer
@@ -61,6 +63,7 @@ class MoELayer(nn.Module):
         experts: str = select.AUTO,
         quantization: str = PLAIN.name,
         wire: Wire | None = None,
+        pipeline: int | None = None,
         options: ExpertsOptions | None = None,
         name: str | None = None,
         device: torch.device | None = None,
@@ -68,7 +71,8 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         layout = context.layout
-        self.config, self.context, self.wire = config, context, wire or PLAIN_WIRE
+        self.config, self.context = config, context
+        self.wire, self.pipeline = wire or PLAIN_WIRE, pipeline
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = options or ExpertsOptions()
@@ -120,21 +124,17 @@ class MoELayer(nn.Module):
                 mine, routing = self._weigh_input(mine, routing)
             with self._stage("place"):
                 placed = self.placement(routing)
-            with self._stage("dispatch"):
-                x, x_scale = (mine, None) if self.wire.dispatch == "plain" else round_blocks(mine)
-                pending = self.dispatcher.dispatch_start(
-                    x, placed, x_scale=x_scale, max_tokens=self.context.step_tokens
-                )
-            with self._stage("shared"):  # while the tokens travel
-                shared = None if self.shared_experts is None else self._replicated(self.shared_experts, own)
-            with self._stage("dispatch wait"):
-                received = pending.wait()
-            with self._stage("experts"):
-                y = self.experts(received, received.out)
-            with self._stage("combine"):
-                out = flow.reduce(self.dispatcher.combine(y, received.handle), call)
-                out = flow.leave(out if shared is None else out + shared, call)
+            travel = self._travel(mine, placed)
+            if self.shared_experts is None and not travel.in_parts:
+                out, shared = travel.straight(), None
+            else:
+                out, shared = travel.beside(lambda: self._shared(own))
+            out = flow.reduce(out, call)
+            out = flow.leave(out if shared is None else out + shared, call)
         return out.view(shape)
+
+    def _shared(self, rows: Tensor) -> Tensor | None:
+        return None if self.shared_experts is None else self._replicated(self.shared_experts, rows)
 
     def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing:
         flow = self.context.tokens
@@ -226,7 +226,7 @@ class MoELayer(nn.Module):
             cap=expert_map.cap,
             num_ranks=expert_map.num_ranks,
             dtype=self.dtype,
-            max_tokens=self.context.wire_tokens,
+            max_tokens=self.context.wire_tokens if self.pipeline is None else self.pipeline,
             wire=self.wire,
         )
 
@@ -301,6 +301,7 @@ class MoELayer(nn.Module):
             choice = select.choose(
                 config, context.layout, context.device, dtype, **self._asked, max_tokens=context.wire_tokens
             )
+            check_pipeline(self.pipeline, context.wire_tokens, choice.all2all)
         except EPMoEError as error:
             problem = error
         facts = {
@@ -311,6 +312,7 @@ class MoELayer(nn.Module):
             "quantization": quantization,
             **flat_facts(options, "ExpertsOptions"),
             **flat_facts(self.wire, "Wire"),
+            "pipeline": self.pipeline,
             "all2all": choice.all2all,
             "experts": choice.experts,
         }
@@ -371,8 +373,11 @@ class MoELayer(nn.Module):
     def _refuse_dispatch(self, problem: str) -> NoReturn:
         x = self._nothing()
         ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
-        self.dispatcher.dispatch_start(x, PhysicalRouting(PhysicalIds(ids), ids.float()), problem)
-        raise AssertionError("a dispatcher raises the problem that it is given")
+        self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
+
+    def _travel(self, x: Tensor, routing: PhysicalRouting) -> Exchange:
+        bound = self.context.step_tokens
+        return Exchange(self.dispatcher, self.experts, x, routing, bound=bound, stage=self._stage)
 
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device

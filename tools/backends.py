@@ -17,17 +17,26 @@ RUN = {
     "local": "CPU; 1 H200",
     "allgather": "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL",
     "torch_a2a": "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL",
-    "deepep": "not run; on CPU, gloo, over an emulation of DeepEP's V1 contract",
-    "deepep_static": "not run; on CPU, gloo, over an emulation of DeepEP's V1 contract",
-    "pplx": "not run; on CPU, gloo, over an emulation of pplx-kernels' contract",
-    "flashinfer_nvlink": "4 H200, one host; on CPU, gloo, over an emulation of FlashInfer's contract",
+    "deepep": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
+    "deepep_static": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
+    "pplx": "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract",
+    "flashinfer_nvlink": "2 and 4 H200, one host; on CPU, gloo, over an emulation of its contract",
     "reference": "CPU; 1 and 4 H200",
     "flashinfer_cutlass": "1 and 4 H200; on CPU over an emulation of FlashInfer's layouts",
     "fp8_block_triton": "1 and 4 H200",
 }
+SOURCES = (
+    "## Where their libraries come from",
+    "",
+    "- `flashinfer_nvlink`, `flashinfer_cutlass`: `pip install ep-moe[gpu]`.",
+    "- `deepep`, `deepep_static`: [DeepEP](https://github.com/deepseek-ai/DeepEP) with its V1 `Buffer` (1.2.x),",
+    "  built by its own setup; on one host it needs no NVSHMEM.",
+    "- `pplx`: [pplx-kernels](https://github.com/ppl-ai/pplx-kernels), built by its own setup, which asks for",
+    "  NVSHMEM. The intranode class that is used here needs none of it.",
+)
 MISSING = (
     "NCCL-EP (`nccl_ep`), torch's `symm_mem`, DeepEP's low-latency and 2.x kernels, and kernels "
-    "for Blackwell are not here yet. Not run: 2 GPUs, more than one node, GPUs other than H200."
+    "for Blackwell are not here yet. Not run: more than one node, GPUs other than H200."
 )
 
 
@@ -43,9 +52,12 @@ def transport(name: str, can: DispatcherCapabilities) -> list[str]:
     limits = [f"{can.max_ranks} ranks"] if can.max_ranks else []
     limits += [f"K up to {can.max_top_k}"] if can.max_top_k else []
     limits += ["needs max_tokens"] if can.static else []
+    formats = [f"{name} out" for name in sorted(can.dispatch_formats - {"plain"})]
+    formats += [f"{name} back" for name in sorted(can.combine_formats - {"plain"})]
     return [
-        f"`{name}`", can.layout.value, can.weighting.value, names(can.dtypes), yes(can.dedup), yes(can.cuda_graph),
-        yes(can.host_sync), yes(can.deterministic), yes(can.differentiable), ", ".join(limits), RUN[name],
+        f"`{name}`", can.layout.value, can.weighting.value, names(can.dtypes), ", ".join(formats),
+        *map(yes, (can.dedup, can.cuda_graph, can.host_sync, can.deterministic, can.differentiable)),
+        ", ".join(limits), RUN[name],
     ]  # fmt: skip
 
 
@@ -80,7 +92,8 @@ def document() -> str:
             "## Transports",
             "",
             table(
-                ["name", "rows", "weights by", "dtypes", "once per rank", "CUDA graphs", "waits on the host",
+                ["name", "rows", "weights by", "dtypes", "other row formats (`Wire`)", "once per rank",
+                 "CUDA graphs", "waits on the host",
                  "deterministic", "backward", "limits", "run on"],
                 transports,
             ),
@@ -95,8 +108,9 @@ def document() -> str:
                 kernels,
             ),
             "",
-            "`reference` on CPU and `flashinfer_cutlass` over the emulation pass `ep_moe.testing.check_experts`. That",
-            "suite was not run on GPUs yet; `tests/gpu` hold the same checks and more.",
+            "All pass `ep_moe.testing.check_experts` where they were run.",
+            "",
+            *SOURCES,
             "",
             MISSING,
             "",

@@ -8,17 +8,21 @@ experts share a rank travels there once (where `dedup`); results are valid until
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,7 @@ class Dispatcher(ABC):
     def __init__(self, geometry: Geometry, link: Link) -> None:
         self.geometry = geometry
         self.link = link
+        self._side: SideStream | None = None
 
     @classmethod
     def available(cls) -> str | None:
@@ -152,11 +157,11 @@ class Dispatcher(ABC):
     ) -> Received:
         """x [T, H], ids and weights [T, K] to this rank's received rows. x_scale: float32 [T, H / 128] with rows in
         fp8_block."""
-        return self.dispatch_start(x, routing, x_scale=x_scale, max_tokens=max_tokens).wait()
+        return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
         """The experts' rows, in the order received, to [T, H]: the sum over ranks."""
-        return self.combine_start(y, handle).wait()
+        return self._begin_combine(y, handle).wait()
 
     def dispatch_start(
         self,
@@ -167,12 +172,30 @@ class Dispatcher(ABC):
         x_scale: Tensor | None = None,
         max_tokens: int | None = None,
     ) -> Pending[Received]:
-        """Send; `wait()` receives.
+        """Send; `wait()` receives. What the caller does in between runs beside it, where the transport can.
 
         problem: a fault the caller found on this rank, raised on all of them
         max_tokens: the most tokens that any rank has in this call, the same on all; default the geometry's. Fewer spare
             a static transport's receiver empty rows.
         """
+        return self._beside(x, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
+
+    def combine_start(self, y: Tensor, handle: Any) -> Pending[Tensor]:
+        """As `dispatch_start`, for the way back. y must not be written before `wait()`."""
+        return self._beside(y, lambda: self._begin_combine(y, handle))
+
+    def _beside(self, x: Tensor, call: Callable[[], Pending[Result]]) -> Pending[Result]:
+        """For transports whose `_dispatch` and `_combine` run on the current stream: a stream beside it."""
+        return call() if self._side is None else self._side.start(x.device, call)
+
+    def _begin_dispatch(
+        self,
+        x: Tensor,
+        routing: PhysicalRouting,
+        problem: str | None,
+        x_scale: Tensor | None,
+        max_tokens: int | None,
+    ) -> Pending[Received]:
         bound = self.geometry.max_tokens if max_tokens is None else max_tokens
         if not self.capabilities.cuda_graph and capturing(x.device):
             raise InputError(
@@ -183,7 +206,7 @@ class Dispatcher(ABC):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
         return self._guarded("dispatch", pending)
 
-    def combine_start(self, y: Tensor, handle: Any) -> Pending[Tensor]:
+    def _begin_combine(self, y: Tensor, handle: Any) -> Pending[Tensor]:
         with self.link.ledger.step("combine", self.name):
             pending = self._combine(y, handle)
         return self._guarded("combine", pending)
@@ -227,11 +250,11 @@ class Dispatcher(ABC):
             assert g.max_tokens is not None
             if max_tokens is None or not 1 <= max_tokens <= g.max_tokens:
                 return f"max_tokens must be in [1, {g.max_tokens}], as EPContext has it, got {max_tokens}"
-            if len(x) > max_tokens:
-                return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
+            if (problem := too_many_tokens(x, max_tokens)) is not None:
+                return problem
         return routing_problem(routing.ids, routing.weights, x, g.top_k)
 
-    def _refuse(self, problem: str) -> NoReturn:
+    def refuse(self, problem: str) -> NoReturn:
         """For transports without an exchange to ride on: raise here at once, and on the peers when they hear of it, at
         their next step."""
         text = f"rank {self.link.ranks[self.link.rank]}: {problem}"
@@ -250,6 +273,12 @@ class Dispatcher(ABC):
                 f"{count} on rank {rank}" for rank, count in zip(self.link.ranks, bad, strict=True) if count
             )
             raise InputError(f"routing.ids must be -1 or {experts} in range, got ids out of range: {found}")
+
+
+def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
+    if max_tokens is None or len(x) <= max_tokens:
+        return None
+    return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
 
 
 def one_host_problem(name: str, layout: RankLayout) -> str | None:

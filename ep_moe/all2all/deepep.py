@@ -133,7 +133,7 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
         assert self.geometry.max_tokens is not None
         if problem is not None:
             self._poison(x.device)
-            self._refuse(problem)
+            self.refuse(problem)
         assert max_tokens is not None
         ids = routing.ids.long()
         valid = (ids >= 0) & (ids < self.geometry.num_physical)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
+from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
@@ -50,6 +51,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         self._top_k = _wire_top_k(geometry)
         self._base = link.rank * geometry.cap
         self.lanes = Lanes(self.name, self._connect)
+        self._side = SideStream()
 
     @classmethod
     def available(cls) -> str | None:
@@ -74,7 +76,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         lane = self.lanes.take(x.device)
         if problem is not None:
             self._poison(lane, x.device)
-            self._refuse(problem)
+            self.refuse(problem)
         wire = (len(x), self._top_k)
         ids = torch.empty(wire, dtype=torch.int32, device=x.device)
         weights = torch.empty(wire, dtype=torch.float32, device=x.device)
@@ -100,7 +102,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     def _combine(self, y: Tensor, handle: Lane) -> Pending[Tensor]:
         out = handle.library.combine(y.contiguous())
-        handle.busy = False
+        handle.release(y.device)
         return Pending(lambda: out)
 
     def _poison(self, lane: Lane, device: torch.device) -> None:

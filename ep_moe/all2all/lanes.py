@@ -14,10 +14,24 @@ from ep_moe.types import capturing
 
 @dataclass(eq=False)
 class Lane:
-    """One workspace of the library, and whether a call is under way in it."""
+    """One workspace of the library, whether a call is under way in it, and the stream that the last one ended on."""
 
     library: Any
     busy: bool = False
+    stream: torch.cuda.Stream | None = None
+
+    def release(self, device: torch.device) -> None:
+        self.busy = False
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def follow(self, device: torch.device) -> None:
+        """Wait on the current stream for a call that ended on another. A capture begins with a synchronised device, and
+        inside one whoever waits for its results has waited for this too."""
+        if self.stream is None or capturing(device):
+            return
+        stream = torch.cuda.current_stream(device)
+        if stream != self.stream:
+            stream.wait_stream(self.stream)
 
 
 class Lanes:
@@ -38,6 +52,7 @@ class Lanes:
                 )
             lane = Lane(self._make(device))
             self.made.append(lane)
+        lane.follow(device)
         return lane
 
     def destroy(self) -> None:

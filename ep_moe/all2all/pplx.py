@@ -90,7 +90,7 @@ class PplxDispatcher(Dispatcher):
         lane = self.lanes.take(x.device)
         if problem is not None:
             self._poison(lane, x.device)
-            self._refuse(problem)
+            self.refuse(problem)
         g = self.geometry
         ids = torch.empty(routing.ids.shape, dtype=torch.int32, device=x.device)
         weights = torch.empty(routing.ids.shape, dtype=torch.float32, device=x.device)
@@ -124,7 +124,7 @@ class PplxDispatcher(Dispatcher):
 
         def finish() -> Tensor:
             workspace.combine(out, handle.ids, handle.weights, rows, send=False)
-            handle.lane.busy = False
+            handle.lane.release(y.device)
             # a token of nobody was sent to an expert here, with weight 0: 0 times what it held
             return torch.where(handle.routed, out[: len(handle.ids)], 0)
 

@@ -2,10 +2,12 @@
 the CPU over an emulation of FlashInfer's communication, and captured into CUDA graphs on GPUs."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens
 from ep_moe.all2all import flashinfer_nvlink, pplx
@@ -18,7 +20,7 @@ from ep_moe.types import LogicalIds, Routing
 from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import check_call
 from tests.flashinfer_nvlink_emulation import communication
-from tests.helpers import fill, integer_routing
+from tests.helpers import fill, integer_routing, integer_rows, oracle
 from tests.pplx_emulation import make_all2all
 
 CONFIG = MoEConfig(
@@ -34,16 +36,21 @@ LAYOUTS = {
 }
 
 
+def on_the_cpu(kind) -> None:
+    """Within a rank's process."""
+    flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
+    kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
+    kind.available = classmethod(lambda cls: None)
+    kind.platform_problem = classmethod(lambda cls, layout: None)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 over the emulation, on the CPU")
 @distributed(4)
 @pytest.mark.parametrize("sizes", LAYOUTS)
 @pytest.mark.parametrize("kind", [FlashInferNVLinkDispatcher, PplxDispatcher], ids=lambda kind: kind.name)
 def test_every_layout_equals_one_process(kind, sizes, world_size):
     """pplx delivers BATCHED rows: the layer joins them to a kernel that takes RANK_MAJOR ones."""
-    flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
-    kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
-    kind.available = classmethod(lambda cls: None)
-    kind.platform_problem = classmethod(lambda cls, layout: None)
+    on_the_cpu(kind)
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(**LAYOUTS[sizes]), device=device, max_tokens=9) as context:
         for make in (ExpertMap.linear, lambda experts, ranks: ExpertMap.redundant(experts, ranks, 2 * ranks)):
@@ -57,6 +64,62 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
             assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer.geometry) > 0
             assert context.plan()["transport"] == layer.plan()["transport"], "equal layers share their buffers"
             del twin, layer
+        parts = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=2))
+        assert parts.geometry.max_tokens == 2
+        for tokens in (9, 0, 5, 1):
+            check_call(parts, context, tokens=tokens, what=f"{sizes}, T={tokens}, in parts")
+        with context.at_most(2):
+            check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
+        shared = dataclasses.replace(CONFIG, shared_intermediate_size=16)
+        for pipeline in (None, 2):
+            layer = fill(MoELayer(shared, context, all2all=kind.name, pipeline=pipeline))
+            for number, weight in enumerate(layer.shared_experts.parameters()):
+                nn.init.trunc_normal_(weight, generator=torch.Generator().manual_seed(number))
+            x, routing = integer_rows(4, 16, 0), integer_routing(4, CONFIG, 0)
+            with torch.no_grad():
+                y = layer.forward_routed(x, routing) - layer.shared_experts(x)
+            torch.testing.assert_close(y, oracle(CONFIG, x, routing), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
+@distributed(2)
+def test_a_rank_that_refuses_takes_part_in_all_parts(world_size):
+    """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
+    on_the_cpu(FlashInferNVLinkDispatcher)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all="flashinfer_nvlink", pipeline=2))
+        rank = dist.get_rank()
+        x, routing = integer_rows(9 + rank, 16, rank), integer_routing(9 + rank, CONFIG, rank)
+        sentence = "rank 1: x has 10 tokens on their way, more than max_tokens=9"
+        if rank:
+            with pytest.raises(InputError, match=sentence), torch.no_grad():
+                layer.forward_routed(x, routing)
+        else:
+            with torch.no_grad():
+                y = layer.forward_routed(x, routing)
+            theirs = (routing.ids >= 3).any(1)  # rank 1's experts
+            assert y[theirs].isnan().all()
+            assert not y[~theirs].isnan().any()
+        dist.barrier()
+        time.sleep(2)  # a heartbeat carries it
+        with pytest.raises(InputError, match=sentence):
+            context.ledger.check()
+
+
+@distributed(2)
+def test_pipelines_that_cannot_be(world_size):
+    device = rank_device()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=9) as context:
+        for pipeline, all2all, sentence in (
+            (4, "torch_a2a", "pipeline=4 needs a transport with fixed buffers"),
+            (4 + dist.get_rank(), "auto", "pipeline"),
+        ):
+            with pytest.raises(ConfigError, match=sentence):
+                MoELayer(CONFIG, context, all2all=all2all, pipeline=pipeline, experts="reference")
+        on_the_cpu(FlashInferNVLinkDispatcher)
+        for pipeline in (0, 10, 2.5):
+            with pytest.raises(ConfigError, match=r"pipeline must be an integer in \[1, 9\]"):
+                MoELayer(CONFIG, context, all2all="flashinfer_nvlink", pipeline=pipeline, experts="reference")
 
 
 @distributed(2)

@@ -1,0 +1,43 @@
+"""Work beside the caller's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from ep_moe.types import Pending
+
+Result = TypeVar("Result")
+
+
+class SideStream:
+    """Calls on a stream of their own, in the order they are made.
+
+    Each begins when what the caller's stream has been given until then is done, so that memory which the caller freed
+    before may be used again; `wait()` makes the caller's stream wait. Inside a graph capture both become branches.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
+        """What `call` holds is kept until `wait()`: its memory may not be used again before."""
+        if device.type != "cuda":
+            return call()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            result = call().wait()
+            done = torch.cuda.Event()
+            done.record()
+
+        return Pending(partial(_join, device, done, result, call))
+
+
+def _join(device: torch.device, done: torch.cuda.Event, result: Result, kept: object) -> Result:
+    torch.cuda.current_stream(device).wait_event(done)
+    return result

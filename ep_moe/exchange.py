@@ -1,0 +1,146 @@
+"""From placed rows to combined ones: dispatch, experts, combine; in one go, or in parts of which one is computed while
+the next one travels and the last one returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ep_moe import registry
+from ep_moe.all2all.base import Dispatcher, too_many_tokens
+from ep_moe.errors import ConfigError
+from ep_moe.experts.base import Experts
+from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, capturing
+
+Stage = Callable[[str], AbstractContextManager[None]]
+
+
+class Exchange:
+    """One call of one layer. x: [T, H] of the layer's dtype.
+
+    bound: the most tokens that any rank has in this call, the same on all; None: any number, on transports that are not
+        static. More than fit into the dispatcher's buffers travel in parts.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        experts: Experts,
+        x: Tensor,
+        routing: PhysicalRouting,
+        *,
+        bound: int | None,
+        stage: Stage,
+    ) -> None:
+        self.dispatcher, self.stage = dispatcher, stage
+        self.experts: Callable[[Received, Tensor | None], Tensor] = experts
+        self.routing, self.bound = routing, bound
+        fp8 = dispatcher.geometry.wire.dispatch == "fp8_block"
+        self.x, self.x_scale = x, None
+        if fp8:
+            self.x, self.x_scale = round_blocks(x)
+
+    def straight(self) -> Tensor:
+        """Rows [T, H] that are summed over ranks; all on the current stream."""
+        with self.stage("dispatch"):
+            received = self.dispatcher.dispatch(self.x, self.routing, self.x_scale, max_tokens=self.bound)
+        return self._return(received)
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise this rank's problem, on all ranks where they can still hear of it; peers that have set out get NaN."""
+        self.experts = self._nan
+        if not self.in_parts or capturing(self.x.device):
+            self.dispatcher.dispatch_start(self.x[:0], self._routing(slice(0, 0)), problem)
+            raise AssertionError("a dispatcher raises the problem that it is given")
+        self.x, self.routing = self.x[:0], self._routing(slice(0, 0))
+        self.x_scale = None if self.x_scale is None else self.x_scale[:0]
+        self.beside(lambda: None)
+        self.dispatcher.refuse(problem)
+
+    def beside(self, work: Callable[[], Any]) -> tuple[Tensor, Any]:
+        """The same, and what `work` returns, which runs while the first rows travel."""
+        if self.in_parts and (problem := too_many_tokens(self.x, self.bound)) is not None:
+            self.refuse(problem)
+        parts = self._parts()
+        with self.stage("dispatch"):
+            pending = self._start(parts[0])
+        with self.stage("shared"):
+            found = work()
+        if len(parts) == 1:
+            with self.stage("dispatch wait"):
+                received = pending.wait()
+            return self._return(received), found
+        return self._pipeline(pending, parts), found
+
+    def _nan(self, received: Received, out: Tensor | None) -> Tensor:
+        """In the place of experts: no number may pass for a result."""
+        if out is not None:
+            return out.fill_(torch.nan)
+        return torch.full_like(received.x, torch.nan, dtype=self.dispatcher.geometry.dtype)
+
+    @property
+    def in_parts(self) -> bool:
+        most = self.dispatcher.geometry.max_tokens
+        return most is not None and self.bound is not None and self.bound > most
+
+    def _parts(self) -> list[slice]:
+        """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
+        most = self.dispatcher.geometry.max_tokens
+        if most is None or self.bound is None:
+            return [slice(0, len(self.x))]
+        return [slice(start, min(start + most, self.bound)) for start in range(0, self.bound, most)]
+
+    def _start(self, part: slice) -> Pending[Received]:
+        return self.dispatcher.dispatch_start(
+            self.x[part],
+            self._routing(part),
+            x_scale=None if self.x_scale is None else self.x_scale[part],
+            max_tokens=None if self.bound is None else part.stop - part.start,
+        )
+
+    def _routing(self, part: slice) -> PhysicalRouting:
+        return PhysicalRouting(PhysicalIds(self.routing.ids[part]), self.routing.weights[part])
+
+    def _return(self, received: Received) -> Tensor:
+        with self.stage("experts"):
+            y = self.experts(received, received.out)
+        with self.stage("combine"):
+            return self.dispatcher.combine(y, received.handle)
+
+    def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
+        """While part i is computed, part i - 1 returns and part i + 1 travels, in this order and with two buffers."""
+        results: list[Tensor] = []
+        back: Pending[Tensor] | None = None
+        for following in [*parts[1:], None]:
+            with self.stage("dispatch wait"):
+                received = pending.wait()
+            if following is not None:
+                with self.stage("dispatch"):
+                    pending = self._start(following)
+            with self.stage("experts"):
+                y = self.experts(received, received.out)
+            with self.stage("combine"):
+                if back is not None:
+                    results.append(back.wait())
+                back = self.dispatcher.combine_start(y, received.handle)
+        assert back is not None
+        with self.stage("combine wait"):
+            return torch.cat([*results, back.wait()])
+
+
+def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:
+    """most: tokens that a rank sends in one call, None for any number."""
+    if tokens is None:
+        return
+    if most is None or not registry.load("dispatchers", all2all).capabilities.static:
+        raise ConfigError(
+            f"pipeline={tokens!r} needs a transport with fixed buffers and EPContext(max_tokens=...), not "
+            f"all2all={all2all!r}"
+        )
+    if type(tokens) is not int or not 1 <= tokens <= most:
+        raise ConfigError(f"pipeline must be an integer in [1, {most}] (tokens that a rank sends), got {tokens!r}")
