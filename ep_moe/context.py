@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe import registry
 from ep_moe._version import __version__
+from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.observe import StageTimes
@@ -47,6 +48,7 @@ class EPContext:
     max_tokens: the most tokens that any rank passes to a layer in one call; None: any number, and no transport with
         fixed buffers
     workspaces: the kernels' scratch memory, shared by all layers
+    compute: the stream that computes parts while others travel
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class EPContext:
         scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
         self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
         self.workspaces = Workspaces(device)
+        self.compute = SideStream(priority=-1)
         self._dispatchers: dict[tuple[str, Geometry], Dispatcher] = {}
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,34 +13,26 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, too_many_tokens
+from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.observe import stage
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, capturing
-
-Stage = Callable[[str], AbstractContextManager[None]]
 
 
 class Exchange:
-    """One call of one layer. x: [T, H] of the layer's dtype.
+    """One call of one layer.
 
-    bound: the most tokens that any rank has in this call, the same on all; None: any number, on transports that are not
-        static. More than fit into the dispatcher's buffers travel in parts.
+    x: [T, H] of the layer's dtype. More tokens than fit into the dispatcher's buffers, on any rank, travel in parts
     """
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        experts: Experts,
-        x: Tensor,
-        routing: PhysicalRouting,
-        *,
-        bound: int | None,
-        stage: Stage,
+        self, context: EPContext, dispatcher: Dispatcher, experts: Experts, x: Tensor, routing: PhysicalRouting
     ) -> None:
-        self.dispatcher, self.stage = dispatcher, stage
+        self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Tensor | None], Tensor] = experts
-        self.routing, self.bound = routing, bound
+        self.routing, self.bound = routing, context.step_tokens
         fp8 = dispatcher.geometry.wire.dispatch == "fp8_block"
         self.x, self.x_scale = x, None
         if fp8:
@@ -47,7 +40,7 @@ class Exchange:
 
     def straight(self) -> Tensor:
         """Rows [T, H] that are summed over ranks; all on the current stream."""
-        with self.stage("dispatch"):
+        with self._stage("dispatch"):
             received = self.dispatcher.dispatch(self.x, self.routing, self.x_scale, max_tokens=self.bound)
         return self._return(received)
 
@@ -67,12 +60,12 @@ class Exchange:
         if self.in_parts and (problem := too_many_tokens(self.x, self.bound)) is not None:
             self.refuse(problem)
         parts = self._parts()
-        with self.stage("dispatch"):
+        with self._stage("dispatch"):
             pending = self._start(parts[0])
-        with self.stage("shared"):
+        with self._stage("shared"):
             found = work()
         if len(parts) == 1:
-            with self.stage("dispatch wait"):
+            with self._stage("dispatch wait"):
                 received = pending.wait()
             return self._return(received), found
         return self._pipeline(pending, parts), found
@@ -87,6 +80,9 @@ class Exchange:
     def in_parts(self) -> bool:
         most = self.dispatcher.geometry.max_tokens
         return most is not None and self.bound is not None and self.bound > most
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return stage(name, self.context.stage_times)
 
     def _parts(self) -> list[slice]:
         """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
@@ -107,29 +103,35 @@ class Exchange:
         return PhysicalRouting(PhysicalIds(self.routing.ids[part]), self.routing.weights[part])
 
     def _return(self, received: Received) -> Tensor:
-        with self.stage("experts"):
+        with self._stage("experts"):
             y = self.experts(received, received.out)
-        with self.stage("combine"):
+        with self._stage("combine"):
             return self.dispatcher.combine(y, received.handle)
 
+    def _computed(self, received: Received) -> Pending[Tensor]:
+        y = self.experts(received, received.out)
+        return Pending(lambda: y)
+
     def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
-        """While part i is computed, part i - 1 returns and part i + 1 travels, in this order and with two buffers."""
+        """While part i is computed, part i - 1 returns and part i + 1 travels, in this order and with two buffers.
+
+        Parts are computed ahead of the transport's kernels, whose many blocks would take all multiprocessors first."""
         results: list[Tensor] = []
         back: Pending[Tensor] | None = None
         for following in [*parts[1:], None]:
-            with self.stage("dispatch wait"):
+            with self._stage("dispatch wait"):
                 received = pending.wait()
             if following is not None:
-                with self.stage("dispatch"):
+                with self._stage("dispatch"):
                     pending = self._start(following)
-            with self.stage("experts"):
-                y = self.experts(received, received.out)
-            with self.stage("combine"):
+            with self._stage("experts"):
+                y = self.context.compute.start(self.x.device, partial(self._computed, received)).wait()
+            with self._stage("combine"):
                 if back is not None:
                     results.append(back.wait())
                 back = self.dispatcher.combine_start(y, received.handle)
         assert back is not None
-        with self.stage("combine wait"):
+        with self._stage("combine wait"):
             return torch.cat([*results, back.wait()])
 
 

@@ -376,8 +376,7 @@ class MoELayer(nn.Module):
         self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
 
     def _travel(self, x: Tensor, routing: PhysicalRouting) -> Exchange:
-        bound = self.context.step_tokens
-        return Exchange(self.dispatcher, self.experts, x, routing, bound=bound, stage=self._stage)
+        return Exchange(self.context, self.dispatcher, self.experts, x, routing)
 
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device

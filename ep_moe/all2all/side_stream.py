@@ -20,7 +20,9 @@ class SideStream:
     before may be used again; `wait()` makes the caller's stream wait. Inside a graph capture both become branches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
+        """priority: of a CUDA stream, lower goes first."""
+        self._priority = priority
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
@@ -28,7 +30,7 @@ class SideStream:
         if device.type != "cuda":
             return call()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device, self._priority)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             result = call().wait()

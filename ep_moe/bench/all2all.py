@@ -200,18 +200,20 @@ def plot(lines: list[Line], file: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes = sorted({line.hidden for line in lines})
-    figure = Figure(figsize=(5 * len(sizes), 4), layout="constrained")
+    names = sorted({line.transport for line in lines})
+    figure = Figure(figsize=(5 * len(sizes) + 3, 4), layout="constrained")
     for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         here = [line for line in lines if line.hidden == size]
         for name, rows in sorted({(line.transport, line.rows) for line in here}):
             own = [line for line in here if (line.transport, line.rows) == (name, rows)]
             style = "o-" if rows == "plain" else "x:"
             label = name if rows == "plain" else f"{name}, {rows}"
-            axes.plot([line.tokens for line in own], [line.us for line in own], style, label=label)
+            colour = f"C{names.index(name)}"
+            axes.plot([line.tokens for line in own], [line.us for line in own], style, label=label, color=colour)
         floor = {line.tokens: line.floor_us for line in here if line.wire_bytes and line.rows == "plain"}
         axes.plot(list(floor), list(floor.values()), "k--", label="floor")
         axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us", title=f"H = {size}")
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
     figure.savefig(file, dpi=120)
 
 

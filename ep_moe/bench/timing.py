@@ -50,6 +50,7 @@ def _medians(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, befo
 
 
 def _captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `repeat` calls, after three outside it."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -34,6 +34,7 @@ class ExpertsCapabilities:
     min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
     deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
     cuda_graph, host_sync, differentiable: as for a dispatcher
+    spare_sms: it heeds `ExpertsOptions.spare_sms`
     """
 
     layouts: frozenset[RowLayout]
@@ -50,6 +51,7 @@ class ExpertsCapabilities:
     schemes: frozenset[str] = frozenset(SCHEMES)
     row_formats: frozenset[str] = frozenset({"plain"})
     wire_ids: bool = False
+    spare_sms: bool = False
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -61,12 +63,16 @@ class ExpertsOptions:
 
     deterministic: equal inputs give equal bits
     chunk_rows: received rows of one kernel call; more are computed in several, so that scratch memory has a bound
+    spare_sms: multiprocessors that its long-running kernels leave to a transport beside them (`MoELayer(pipeline=)`)
     """
 
     deterministic: bool = False
     chunk_rows: int = 16384
+    spare_sms: int = 0
 
     def __post_init__(self) -> None:
+        if type(self.spare_sms) is not int or self.spare_sms < 0:
+            raise ConfigError(f"ExpertsOptions.spare_sms must be an integer of at least 0, got {self.spare_sms!r}")
         if type(self.chunk_rows) is not int or self.chunk_rows < 1:
             raise ConfigError(f"ExpertsOptions.chunk_rows must be an integer of at least 1, got {self.chunk_rows!r}")
 
@@ -132,6 +138,8 @@ class Experts(ABC):
             return f"quantization {scheme.name} is not among {', '.join(sorted(can.schemes))}"
         if options is not None and options.deterministic and not can.deterministic:
             return "it is not deterministic"
+        if options is not None and options.spare_sms and not can.spare_sms:
+            return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
         if dtype not in can.dtypes:
             return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, can.dtypes)))}"
         if config.activation not in can.activations:

@@ -41,7 +41,7 @@ class GemmConfig:
         128 x 128, 128 x 256), or else the plain Triton kernel
     wide: outputs are rearranged to be written in lines of 128 bytes (Gluon kernel)
     warps: of the plain kernel
-    programs: a multiprocessor
+    programs: a multiprocessor; spare_sms: multiprocessors that are left free
     """
 
     block_m: int
@@ -52,6 +52,7 @@ class GemmConfig:
     wide: bool = True
     warps: int = 4
     programs: int = 1
+    spare_sms: int = 0
 
 
 def config_for(m: int, num_experts: int, n: int, k: int, *, hopper: bool = True, activated: bool = False) -> GemmConfig:
@@ -277,7 +278,7 @@ def _tiling(rows: int, size: int, device: torch.device) -> tuple[int, int, int]:
 def _programs(rows: int, experts: int, n: int, config: GemmConfig, device: torch.device) -> int:
     """No more than there can be tiles."""
     tiles = (rows // config.block_m + 1 + experts) * -(-n // min(config.block_n, BLOCK))
-    return min(tiles, _multiprocessors(device) * config.programs)
+    return min(tiles, max(1, _multiprocessors(device) - config.spare_sms) * config.programs)
 
 
 def _groups(counts: Tensor | None) -> int:

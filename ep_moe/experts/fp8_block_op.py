@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -59,14 +61,16 @@ def fp8_block_moe(
     limit: float,
     expected: float,
     chunk: int,
+    spare_sms: int,
 ) -> None:
     """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None. Either ids (int [N, K], local, -1 for
     none) and weights (float32 [N, K], None for 1), or starts and ends (int32 [L], the rows of each expert) and weights
     (float32 [N] or None).
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
+    spare_sms: multiprocessors that the products leave free
     """
-    step = _Step(workspace, w13, w13_scale, w2, w2_scale, activation, alpha, limit)
+    step = _Step(workspace, w13, w13_scale, w2, w2_scale, activation, alpha, limit, spare_sms)
     if ids is None:
         assert starts is not None
         assert ends is not None
@@ -104,8 +108,9 @@ class _Step:
         activation: str,
         alpha: float,
         limit: float,
+        spare_sms: int,
     ) -> None:
-        self.workspace = workspace
+        self.workspace, self.spare_sms = workspace, spare_sms
         self.w13, self.w13_scale, self.w2, self.w2_scale = w13, w13_scale, w2, w2_scale
         self.activation, self.alpha, self.limit = Activation(activation), alpha, limit
 
@@ -160,6 +165,7 @@ class _Step:
         hopper, ends = kernels.has_hopper(out.device), own["ends"]
         fused = hopper and self.w13.shape[2] <= FUSED_HIDDEN
         config = kernels.config_for(pairs, slots, *self.w13.shape[1:], hopper=hopper, activated=fused)
+        config = dataclasses.replace(config, spare_sms=self.spare_sms)
         first = (own["rows"], own["row_scale"], self.w13, self.w13_scale, ends)
         result = (own["act"], own["act_scale"], self.activation)
         if fused:
@@ -170,6 +176,7 @@ class _Step:
             kernels.grouped_gemm(*first, own["h"], starts=starts, config=config)
             kernels.activate_and_quantize(own["h"], *result, counts=counts, alpha=self.alpha, limit=self.limit)
         config = kernels.config_for(pairs, slots, *self.w2.shape[1:], hopper=hopper)
+        config = dataclasses.replace(config, spare_sms=self.spare_sms)
         kernels.grouped_gemm(
             own["act"], own["act_scale"], self.w2, self.w2_scale, ends, out, starts=starts, config=config
         )

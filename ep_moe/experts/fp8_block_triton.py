@@ -34,6 +34,7 @@ class Fp8BlockTritonExperts(Experts):
         max_compute_capability=(9, 0),
         devices=frozenset({"cuda"}),
         row_formats=frozenset({"plain", "fp8_block"}),
+        spare_sms=True,
     )
 
     @classmethod
@@ -83,6 +84,7 @@ class Fp8BlockTritonExperts(Experts):
             config.activation_limit,
             self._expected(received),
             self.pairs,
+            self.options.spare_sms,
         )
         if received.layout is RowLayout.BATCHED:
             out[weights.num_slots :].zero_()  # slots that only wider ranks have; a transport may fill rows up there

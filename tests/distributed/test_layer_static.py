@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens
+from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
 from ep_moe.all2all import flashinfer_nvlink, pplx
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import ConfigError, InputError
+from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LogicalIds, Routing
@@ -165,11 +166,16 @@ class Captured:
         self.routing.ids[tokens:] = -1
         self.routing.weights.copy_(routing.weights)
         self.graph.replay()
+        x = as_it_arrives(self.layer, self.x)
         expected, limit = expected_and_limit(
-            WIDE, self.scheme, self.tensors, self.x, self.routing.ids, self.routing.weights, torch.bfloat16
+            WIDE, self.scheme, self.tensors, x, self.routing.ids, self.routing.weights, torch.bfloat16
         )
         assert (self.y[tokens:] == 0).all()
         return worst(self.y, expected, (1 + dist.get_world_size()) * limit)
+
+
+def as_it_arrives(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    return x if layer.wire == Wire() else widen_blocks(*round_blocks(x), x.dtype)
 
 
 on_gpus = pytest.mark.skipif(
@@ -180,14 +186,21 @@ on_gpus = pytest.mark.skipif(
 @on_gpus
 @distributed(2, 4)
 @pytest.mark.parametrize(
-    ("scheme", "experts"),
-    [("none", "flashinfer_cutlass"), ("fp8_block", "fp8_block_triton"), ("mxfp4", "flashinfer_cutlass")],
+    ("scheme", "experts", "options"),
+    [
+        ("none", "flashinfer_cutlass", {}),
+        ("none", "flashinfer_cutlass", {"pipeline": 8}),
+        ("fp8_block", "fp8_block_triton", {}),
+        ("fp8_block", "fp8_block_triton", {"pipeline": 8, "wire": Wire(dispatch="fp8_block")}),
+        ("mxfp4", "flashinfer_cutlass", {"wire": Wire(dispatch="fp8_block")}),
+    ],
 )
-def test_captured_with_other_routes_tokens_and_placements(scheme, experts, world_size):
+def test_captured_with_other_routes_tokens_and_placements(scheme, experts, options, world_size):
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
         placed = ExpertMap.redundant(10, world_size, 2)  # equally many slots on all ranks
-        layer = MoELayer(WIDE, context, expert_map=placed, quantization=scheme, experts=experts, dtype=torch.bfloat16)
+        names = {"quantization": scheme, "experts": experts}
+        layer = MoELayer(WIDE, context, expert_map=placed, **names, **options, dtype=torch.bfloat16)
         assert layer.choice.all2all == "flashinfer_nvlink"
         tensors = [random_expert(WIDE, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
         for expert in range(10):
@@ -216,6 +229,7 @@ def check_call_eagerly(layer: MoELayer, tensors: list[dict[str, torch.Tensor]], 
     routing = Routing(LogicalIds(routing.ids.to(device)), routing.weights.to(device))
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
+    x = as_it_arrives(layer, x)
     expected, limit = expected_and_limit(
         WIDE, SCHEMES[scheme], tensors, x, routing.ids, routing.weights, torch.bfloat16
     )

@@ -174,5 +174,5 @@ def test_rounding_is_the_same_on_both_devices():
     data, scale = round_blocks(x)
     expected, expected_scale = round_blocks(x.cpu())
     torch.testing.assert_close(scale.cpu(), expected_scale, rtol=2e-7, atol=0)
-    different = (data.cpu().view(torch.uint8) != expected.view(torch.uint8)).float().mean()
-    assert different < 1e-3  # ties, where the scale's last bit differs
+    code, expected_code = (rows.cpu().view(torch.uint8).int() for rows in (data, expected))
+    assert (code - expected_code).abs().max() <= 1  # ties, where the scale's last bit differs

@@ -1,0 +1,266 @@
+"""What overlap is worth: whole routed layers in one go and in parts, and shared experts in the gap.
+
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.overlap [--models NAME ...] [--tokens T ...] [--csv F] ...
+
+Microseconds of one layer call, the slowest rank's median of CUDA-graph replays that take turns; uniform routing, tuned
+experts.
+
+parts        tokens per rank that travel at once; spare: multiprocessors that the experts leave to the transport then
+gain         over the same layer in one go
+beside       share of the transport's kernel time during which another kernel ran too, from a profile of one eager call
+hidden       share of the shared experts' own time that the layer does not take longer for
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from ep_moe import registry
+from ep_moe.bench.all2all import slowest
+from ep_moe.bench.timing import replayed
+from ep_moe.config import MoEConfig, Wire, load_model_config
+from ep_moe.context import EPContext
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.groups import local_device
+from ep_moe.types import LogicalIds, Routing
+from ep_moe.weights.schemes import SCHEMES
+
+MODELS = ("qwen3-30b-a3b", "deepseek-v3")
+TOKENS = (8192,)
+CUTS = (2, 4)
+VARIANTS = (  # experts, scheme, rows on the wire, transport, multiprocessors spared in parts
+    ("flashinfer_cutlass", "none", "plain", "flashinfer_nvlink", (0,)),
+    ("fp8_block_triton", "fp8_block", "fp8_block", "flashinfer_nvlink", (0, 16)),
+    ("fp8_block_triton", "fp8_block", "fp8_block", "deepep_static", (0, 24)),
+)
+Variant = tuple[str, str, str, str, tuple[int, ...]]
+
+Span = tuple[str, float, float]  # kernel, begin and end in microseconds
+
+
+@dataclass
+class Line:
+    model: str
+    experts: str
+    rows: str
+    all2all: str
+    tokens: int
+    parts: int
+    spare_sms: int
+    us: float
+    gain: float
+    beside: float
+
+
+@dataclass
+class Gap:
+    """Microseconds of a layer without its shared experts, of those alone, and of both."""
+
+    model: str
+    tokens: int
+    without: float
+    alone: float
+    both: float
+
+
+def build(
+    context: EPContext, config: MoEConfig, variant: Variant, pipeline: int | None = None, spare_sms: int = 0
+) -> MoELayer:
+    experts, scheme, rows, all2all, _ = variant
+    layer = MoELayer(
+        config,
+        context,
+        all2all=all2all,
+        options=ExpertsOptions(spare_sms=spare_sms),
+        experts=experts,
+        quantization=scheme,
+        wire=Wire(dispatch=rows),
+        pipeline=pipeline,
+        dtype=torch.bfloat16,
+    )
+    generator = torch.Generator(device=context.device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=context.device) / 50
+
+    tensors = {
+        "w13": random(config.w13_rows, config.hidden_size),
+        "w2": random(config.hidden_size, config.intermediate_size),
+    }
+    stored = SCHEMES[scheme].quantize(tensors, torch.bfloat16)
+    for expert in layer.expert_weights.local_experts:
+        layer.update_expert(expert, **stored)
+    return layer
+
+
+def batch(context: EPContext, config: MoEConfig, tokens: int) -> tuple[Tensor, Routing]:
+    generator = torch.Generator(device=context.device).manual_seed(context.layout.rank)
+    ids = torch.rand(tokens, config.num_experts, generator=generator, device=context.device).topk(config.top_k).indices
+    x = torch.randn(tokens, config.hidden_size, generator=generator, device=context.device).bfloat16()
+    return x, Routing(LogicalIds(ids), torch.full(ids.shape, 1 / config.top_k, device=context.device))
+
+
+def pipelines(model: str, count: int, variant: Variant) -> list[Line]:
+    config = dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
+    cases = [(count, 0), *((count // cut, spare) for cut in CUTS for spare in variant[-1])]
+    with EPContext.from_torchrun(max_tokens=count) as context, torch.no_grad():
+        layers = [build(context, config, variant, size if size < count else None, spare) for size, spare in cases]
+        tune(context, [size for size, _ in cases])
+        x, routing = batch(context, config, count)
+        calls = [partial(layer.forward_routed, x, routing) for layer in layers]
+        times = [slowest(context, us) for us in replayed(calls, repeat=2, before=dist.barrier)]
+        shares = [beside(timeline(call)) for call in calls]
+    experts, _, rows, all2all, _ = variant
+    found = zip(cases, times, shares, strict=True)
+    return [
+        Line(model, experts, rows, all2all, count, size, spare, us, times[0] / us, share)
+        for (size, spare), us, share in found
+    ]
+
+
+def shared(model: str, count: int) -> Gap | None:
+    config = load_model_config(model).moe
+    if not config.shared_intermediate_size:
+        return None
+    bare = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
+    with EPContext.from_torchrun(max_tokens=count) as context, torch.no_grad():
+        full, without = (build(context, own, VARIANTS[0]) for own in (config, bare))
+        tune(context, [count])
+        x, routing = batch(context, config, count)
+        calls: list[Callable[[], Any]] = [
+            partial(without.forward_routed, x, routing),
+            partial(full._shared, x),
+            partial(full.forward_routed, x, routing),
+        ]
+        return Gap(model, count, *(slowest(context, us) for us in replayed(calls, repeat=2, before=dist.barrier)))
+
+
+def tune(context: EPContext, sizes: Sequence[int]) -> None:
+    context.tune(sorted({min(context.layout.ep * size, ExpertsOptions().chunk_rows) for size in sizes}))
+
+
+def timeline(call: Callable[[], Any]) -> list[Span]:
+    """The kernels of one call, eagerly: a graph's are not always in a profile."""
+    call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    dist.barrier()
+    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    return [(event.name, event.time_range.start, event.time_range.end) for event in events]
+
+
+def travels(name: str) -> bool:
+    return "a2a" in name.lower() or "deep_ep" in name
+
+
+def beside(spans: list[Span]) -> float:
+    total = shared_us = 0.0
+    others = [(start, end) for name, start, end in spans if not travels(name)]
+    for name, start, end in spans:
+        if travels(name):
+            total += end - start
+            shared_us += sum(max(0.0, min(end, b) - max(start, a)) for a, b in others)
+    return shared_us / total if total else 0.0
+
+
+def draw(spans: list[Span], title: str, axes: Any) -> None:
+    first = min(start for _, start, _ in spans)
+    for row, chosen in enumerate((True, False)):
+        own = [(start - first, end - start) for name, start, end in spans if travels(name) is chosen]
+        axes.broken_barh(own, (row - 0.4, 0.8), facecolors=("tab:orange", "tab:blue")[row])
+    axes.set(yticks=(0, 1), yticklabels=("transport", "other kernels"), xlabel="us", title=title)
+
+
+def plot(model: str, count: int, variant: Variant, file: Path) -> None:
+    """The profile of one call, in one go and in two parts."""
+    from matplotlib.figure import Figure
+
+    config = dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    with EPContext.from_torchrun(max_tokens=count) as context, torch.no_grad():
+        x, routing = batch(context, config, count)
+        for axes, pipeline, spare in ((above, None, 0), (below, count // 2, variant[-1][-1])):
+            layer = build(context, config, variant, pipeline, spare)
+            tune(context, [pipeline or count])
+            spans = timeline(partial(layer.forward_routed, x, routing))
+            draw(spans, f"{model}, {variant[3]}, {count} tokens per rank, {pipeline or count} at once", axes)
+        if context.layout.rank == 0:
+            figure.savefig(file, dpi=110)
+
+
+def table(lines: list[Line]) -> Table:
+    found = Table(title="layers in one go and in parts")
+    names, numbers = ("model", "experts", "rows", "all2all"), ("tokens", "parts", "spare", "us", "gain", "beside")
+    for name in (*names, *numbers):
+        found.add_column(name, no_wrap=True, justify="left" if name in names else "right")
+    for line in lines:
+        found.add_row(
+            line.model, line.experts, line.rows, line.all2all, str(line.tokens), str(line.parts), str(line.spare_sms),
+            f"{line.us:.0f}", f"{line.gain:.2f}", f"{line.beside:.0%}",
+        )  # fmt: skip
+    return found
+
+
+def shared_table(found: list[Gap]) -> Table:
+    shown = Table(title="shared experts in the gap")
+    for name in ("model", "tokens", "without us", "alone us", "both us", "hidden"):
+        shown.add_column(name, no_wrap=True, justify="left" if name == "model" else "right")
+    for gap in found:
+        times = (f"{us:.0f}" for us in (gap.without, gap.alone, gap.both))
+        shown.add_row(gap.model, str(gap.tokens), *times, f"{(gap.without + gap.alone - gap.both) / gap.alone:.0%}")
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    asked = parser.parse_args()
+    torch.cuda.set_device(local_device())
+    console = Console(width=130)
+    variants = [variant for variant in VARIANTS if registry.why_not("dispatchers", variant[3]) is None]
+    lines, gaps = [], []
+    for model in asked.models:
+        for count in asked.tokens:
+            for variant in variants:
+                found = pipelines(model, count, variant)
+                lines += found
+                if dist.get_rank() == 0:
+                    console.print(table(found))
+        gaps += [gap for count in (16, 128, *asked.tokens) if (gap := shared(model, count)) is not None]
+    if asked.plot is not None:
+        plot(asked.models[0], asked.tokens[-1], variants[-1], asked.plot)
+    if dist.get_rank():
+        return
+    console.print(shared_table(gaps))
+    if asked.csv is not None:
+        with asked.csv.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([field.name for field in dataclasses.fields(Line)])
+            writer.writerows(dataclasses.astuple(line) for line in lines)
+
+
+if __name__ == "__main__":
+    main()
