@@ -234,7 +234,8 @@ class MoELayer(nn.Module):
 
     def plan(self) -> dict[str, int]:
         """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated. The workspace
-        and the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once."""
+        and the transport's buffers (two sets with `pipeline`) are shared with the context's other layers;
+        `EPContext.plan` counts them once."""
         modules: dict[str, Any] = {
             "experts": self.expert_weights,
             "router": self.router,
@@ -249,7 +250,7 @@ class MoELayer(nn.Module):
         transport: type[Dispatcher] = registry.load("dispatchers", self.choice.all2all)
         return held | {
             "workspace": self.experts.workspace_bytes(),
-            "transport": transport.buffer_bytes(self.geometry),
+            "transport": transport.buffer_bytes(self.geometry) * (1 if self.pipeline is None else 2),
         }
 
     def explain(self) -> list[select.Choice]:

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
-from ep_moe.errors import InputError, PeerTimeout
 from ep_moe.experts.layouts import localized
-from ep_moe.parallel.link import Link
 from ep_moe.testing.distributed import rank_device
+from ep_moe.testing.transport_case import Case, DispatcherFactory, run, said
+from ep_moe.testing.transport_endings import a_peer_that_never_comes, one_token_too_many
 from ep_moe.testing.transport_rows import (
     CAP,
     HIDDEN,
@@ -38,13 +38,10 @@ from ep_moe.testing.transport_rows import (
     moved,
     routes,
     rows,
-    same,
     tolerance,
-    written,
 )
-from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, capturing
+from ep_moe.types import PhysicalIds, PhysicalRouting, RowLayout
 
-DispatcherFactory = Callable[[Geometry, Link], Dispatcher]
 REPLAYS = 1000
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
 
@@ -74,8 +71,10 @@ def check_dispatcher(
         for wire in _wires(can):
             shape = geometry(context.layout.ep, top_ks[-1], dtypes[0], wire)
             _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
+    if can.host_sync:
+        a_peer_that_never_comes(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
     if can.static:
-        _one_token_too_many(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+        one_token_too_many(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
 
 
 def _capabilities(factory: DispatcherFactory, context: EPContext) -> DispatcherCapabilities:
@@ -93,81 +92,12 @@ def _wires(can: DispatcherCapabilities) -> list[Wire]:
 def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> None:
     dispatcher = make()
     for check in CHECKS:
-        _run(check, dispatcher, device)
+        run(check, dispatcher, device)
     dispatcher.destroy()
     dispatcher.destroy()  # idempotent
     again = make()
-    _run(uneven_and_empty_ranks, again, device)
+    run(uneven_and_empty_ranks, again, device)
     again.destroy()
-
-
-class Case:
-    """One check of one dispatcher. Faults are noted, not raised: a rank that stops early leaves the others waiting."""
-
-    def __init__(self, dispatcher: Dispatcher, device: torch.device) -> None:
-        self.dispatcher = dispatcher
-        self.device = device
-        self.rank, self.ranks = dispatcher.link.rank, dispatcher.link.size
-        self.shape = dispatcher.geometry
-        self.faults: list[str] = []
-
-    def call(self, tokens: int, seed: int = 0) -> tuple[Tensor, PhysicalRouting, Tensor]:
-        """This rank's rows and routes on the device, and what must come back."""
-        x = rows(self.rank + seed, tokens, self.shape.dtype)
-        routing = routes(self.rank + seed, tokens, self.ranks, self.shape.top_k)
-        return x.to(self.device), moved(routing, self.device), expected(x, routing)
-
-    def dispatch(self, x: Tensor, routing: PhysicalRouting) -> Received:
-        return self.dispatch_start(x, routing).wait()
-
-    def dispatch_start(self, x: Tensor, routing: PhysicalRouting) -> Pending[Received]:
-        data, scale = written(x, self.shape)
-        return self.dispatcher.dispatch_start(data, routing, x_scale=scale)
-
-    def once(self, x: Tensor, routing: PhysicalRouting) -> Tensor:
-        received = self.dispatch(x, routing)
-        return self.dispatcher.combine(self.experts(received), received.handle)
-
-    def experts(self, received: Received) -> Tensor:
-        ids = localized(received, CAP).local_ids
-        if ids is not None and not capturing(self.device):
-            self.that(bool(((ids >= -1) & (ids < self.shape.cap)).all()), "local ids out of range")
-        return identity(received, self.shape.dtype)
-
-    def that(self, condition: bool, fault: str) -> None:
-        if not condition:
-            self.faults.append(fault)
-
-    def same(self, actual: Tensor, wanted: Tensor, what: str) -> None:
-        try:
-            same(actual, wanted, what, tolerance(self.shape))
-        except AssertionError as error:
-            self.faults.append(str(error))
-
-
-def _run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.device) -> None:
-    case = Case(dispatcher, device)
-    try:
-        check(case)
-    except PeerTimeout:
-        raise
-    except Exception as error:
-        case.faults.append(f"{type(error).__name__}: {error}")
-    _tell(check, case)
-
-
-def _tell(check: Callable[..., None], case: Case) -> None:
-    """Raise on all ranks alike what any found."""
-    dispatcher = case.dispatcher
-    told: list[list[str]] = [[] for _ in range(case.ranks)]
-    dist.all_gather_object(told, case.faults)
-    wrong = [rank for rank, faults in enumerate(told) if faults]
-    if wrong:
-        name = check.__name__.replace("_", " ").strip()
-        raise AssertionError(
-            f"{dispatcher.name}: {name} (top_k {case.shape.top_k}, {case.shape.dtype}) on ranks {wrong}; rank "
-            f"{wrong[0]}: {told[wrong[0]][0]}"
-        )
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------
@@ -343,40 +273,8 @@ def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing
         with torch.cuda.graph(graph):
             case.dispatch(x, routing)
 
-    said = _said(capture)
-    case.that("cannot be captured" in said, f"a capture must be refused with those that can be captured, got {said!r}")
-
-
-def _one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
-    """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
-    deadline_s = 20.0 if device.type == "cuda" else 8.0
-    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
-        case = Case(factory(shape, context.links["ep"]), device)
-        x, routing, wanted = case.call(MAX_TOKENS)
-        case.same(case.once(x, routing), wanted, "at capacity")
-        sentence = f"rank 1: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"
-        if case.rank == 1:
-            more, to, _ = case.call(MAX_TOKENS + 1)
-            case.that(sentence in _said(lambda: case.dispatcher.dispatch(more, to)), "one too many was not refused")
-        else:
-            y = case.once(x, routing).cpu()
-            ids = routing.ids.cpu()
-            touched = ((ids // shape.cap == 1) & (ids >= 0)).any(1)
-            case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
-            case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
-        dist.barrier()
-        time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
-        case.that(sentence in _said(context.ledger.check), "the refusal did not reach the other ranks")
-        case.dispatcher.destroy()
-        _tell(_one_token_too_many, case)
-
-
-def _said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except InputError as error:
-        return str(error)
-    return ""
+    sentence = said(capture)
+    case.that("cannot be captured" in sentence, f"a capture must name those that can be captured, got {sentence!r}")
 
 
 CHECKS: tuple[Callable[[Case], None], ...] = (

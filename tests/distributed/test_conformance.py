@@ -12,9 +12,11 @@ from ep_moe import EPContext, registry
 from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.parallel.link import Link
 from ep_moe.testing import check_dispatcher, distributed, rank_device
+from ep_moe.testing.transport_endings import a_peer_that_never_comes
 from ep_moe.testing.transport_rows import MAX_TOKENS, expected, geometry, identity, moved, routes, rows, same
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 from tests.deepep_emulation import Buffer
@@ -174,6 +176,20 @@ def test_the_suite_sees_what_refusals_lack(world_size):
 def test_the_suite_sees_it(wrong, sentence, world_size):
     with pytest.raises(Exception, match=sentence):
         check_dispatcher(wrong, top_ks=(2,), dtypes=(torch.bfloat16,), deadline_s=10)
+
+
+class Alone(LocalDispatcher):
+    """Right by itself, and waits for nobody."""
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        ids = PhysicalIds(routing.ids.clamp(max=self.geometry.cap - 1))
+        return super()._dispatch(x, x_scale, PhysicalRouting(ids, routing.weights), problem, max_tokens)
+
+
+@distributed(2)
+def test_a_transport_that_waits_for_nobody_is_seen(world_size):
+    with pytest.raises(AssertionError, match=r"a peer that never comes .* rank 0: rank 1 was not named in ''"):
+        a_peer_that_never_comes(Alone, geometry(world_size, 2, torch.float32), rank_device())
 
 
 # --- fixed buffers --------------------------------------------------------------------------------------------------

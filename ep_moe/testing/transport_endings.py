@@ -1,0 +1,60 @@
+"""Checks after which a context is at its end: a call that one rank refuses, and a rank that never comes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.all2all.base import Geometry
+from ep_moe.context import EPContext
+from ep_moe.errors import PeerTimeout
+from ep_moe.testing.transport_case import Case, DispatcherFactory, said, tell
+from ep_moe.testing.transport_rows import MAX_TOKENS
+
+
+def one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
+    """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
+    deadline_s = 20.0 if device.type == "cuda" else 8.0
+    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
+        case = Case(factory(shape, context.links["ep"]), device)
+        x, routing, wanted = case.call(MAX_TOKENS)
+        case.same(case.once(x, routing), wanted, "at capacity")
+        sentence = f"rank 1: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"
+        if case.rank == 1:
+            more, to, _ = case.call(MAX_TOKENS + 1)
+            case.that(sentence in said(lambda: case.dispatcher.dispatch(more, to)), "one too many was not refused")
+        else:
+            y = case.once(x, routing).cpu()
+            ids = routing.ids.cpu()
+            touched = ((ids // shape.cap == 1) & (ids >= 0)).any(1)
+            case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
+            case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
+        dist.barrier()
+        time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
+        case.that(sentence in said(context.ledger.check), "the refusal did not reach the other ranks")
+        case.dispatcher.destroy()
+        tell(one_token_too_many, case)
+
+
+def a_peer_that_never_comes(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
+    """On a transport that waits on the host: who waits gets a PeerTimeout that names the rank, in time. A static one
+    returns at once, and its kernels wait on the device, which only the library can end."""
+    deadline_s, lost = 4.0, dist.get_world_size() - 1
+    context = EPContext.from_groups(device=device, deadline_s=deadline_s)
+    case = Case(factory(shape, context.links["ep"]), device)
+    x, routing, wanted = case.call(3)
+    case.same(case.once(x, routing), wanted, "before")
+    start, told = time.monotonic(), ""
+    if case.rank == lost:
+        time.sleep(2 * deadline_s)
+    else:
+        try:
+            case.once(x, routing)
+        except PeerTimeout as error:
+            told = str(error)
+        case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
+        case.that(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
+    context.ledger.close()  # this context is at its end: its dispatcher cannot meet its peers to be destroyed
+    tell(a_peer_that_never_comes, case)
