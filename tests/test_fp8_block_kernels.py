@@ -145,6 +145,12 @@ def check_quantize_pairs(rows, top_k, k, device=DEVICE):
     kernels.quantize_rows(x, expected, expected_scale, rows=source)
     assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scale, expected_scale)
+    rounded, steps = quantized_like(rows, k, device)
+    kernels.quantize_rows(x, rounded, steps)
+    copied, copied_scale = quantized_like(rows * top_k - 1, k, device)
+    kernels.copy_pairs(rounded, steps, slots.int(), copied, copied_scale)
+    assert torch.equal(copied.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(copied_scale, expected_scale)
 
 
 def reference_activation(h, activation, alpha, limit, up_first):

@@ -124,6 +124,15 @@ def quantize(
 
 
 @triton.jit
+def _has_slot(slot_at, row, total, rows_out, TOP_K: tl.constexpr):
+    used = row < 0
+    for i in tl.static_range(TOP_K):
+        slot = tl.load(slot_at + i, mask=row < total, other=-1)
+        used = used | ((slot >= 0) & (slot < rows_out))
+    return used
+
+
+@triton.jit
 def quantize_pairs(
     x, slots, out, scale, total, rows_out, size, stride,
     SMALLEST: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -133,10 +142,7 @@ def quantize_pairs(
         row = tile // wide * ROWS + tl.arange(0, ROWS)
         column = tile % wide * COLUMNS
         slot_at = slots + row.to(tl.int64) * TOP_K
-        used = row < 0
-        for i in tl.static_range(TOP_K):
-            slot = tl.load(slot_at + i, mask=row < total, other=-1)
-            used = used | ((slot >= 0) & (slot < rows_out))
+        used = _has_slot(slot_at, row, total, rows_out, TOP_K)
         at = x + row.to(tl.int64)[:, None] * stride + (column + tl.arange(0, COLUMNS))[None, :]
         value = tl.load(at, mask=used[:, None], other=0.0).to(tl.float32)
         quantized, step = _quantized(value, SMALLEST, ROWS, COLUMNS)
@@ -156,10 +162,7 @@ def copy_pairs(
         row = tile // wide * ROWS + tl.arange(0, ROWS)
         column = tile % wide * COLUMNS
         slot_at = slots + row.to(tl.int64) * TOP_K
-        used = row < 0
-        for i in tl.static_range(TOP_K):
-            slot = tl.load(slot_at + i, mask=row < total, other=-1)
-            used = used | ((slot >= 0) & (slot < rows_out))
+        used = _has_slot(slot_at, row, total, rows_out, TOP_K)
         source = row.to(tl.int64)[:, None]
         value = tl.load(x + source * size + (column + tl.arange(0, COLUMNS))[None, :], mask=used[:, None])
         group = column // 128 + tl.arange(0, COLUMNS // 128)
