@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ep_moe import doctor as doctor_report
-from ep_moe.config import ParallelConfig
+from ep_moe.config import ParallelConfig, Wire
 from ep_moe.errors import EPMoEError
 from ep_moe.parallel.local_ranks import RanksFailed
 from ep_moe.run import DIGITS, RunOptions, RunReport
@@ -96,12 +96,12 @@ def explain(
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a rank in one call; default any number.")
     ] = None,
+    wire: Annotated[str, typer.Option(help="Rows on their way out: plain or fp8_block.")] = "plain",
 ) -> None:
     """Print every pair of transport and kernel for a model on this machine: chosen, possible, or why not."""
     try:
-        rows = explain_model(
-            config, ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp), all2all, experts, quantization, dtype, max_tokens
-        )
+        parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
+        rows = explain_model(config, parallel, all2all, experts, quantization, dtype, max_tokens, Wire(dispatch=wire))
     except EPMoEError as error:
         _fail(error)
     for row in rows:
