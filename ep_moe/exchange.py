@@ -48,7 +48,7 @@ class Exchange:
         """Raise this rank's problem, on all ranks where they can still hear of it; peers that have set out get NaN."""
         self.experts = self._nan
         if not self.in_parts or capturing(self.x.device):
-            self.dispatcher.dispatch_start(self.x[:0], self._routing(slice(0, 0)), problem)
+            self.dispatcher.dispatch_start(self.x[:0], self._routing(slice(0, 0)), problem, max_tokens=self.bound)
             raise AssertionError("a dispatcher raises the problem that it is given")
         self.x, self.routing = self.x[:0], self._routing(slice(0, 0))
         self.x_scale = None if self.x_scale is None else self.x_scale[:0]

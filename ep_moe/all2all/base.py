@@ -202,6 +202,9 @@ class Dispatcher(ABC):
                 f"{self.name} waits for the device and cannot be captured in a CUDA graph; {_capturable()}"
             )
         problem = problem or self._problem(x, x_scale, routing, bound)
+        most = self.geometry.max_tokens
+        if problem is not None and most is not None and not (bound is not None and 1 <= bound <= most):
+            bound = most  # this one is what is wrong; that of the peers is not known here
         with self.link.ledger.step("dispatch", self.name):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
         return self._guarded("dispatch", pending)

@@ -132,7 +132,7 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
     ) -> Pending[Received]:
         assert self.geometry.max_tokens is not None
         if problem is not None:
-            self._poison(x.device)
+            self._poison(x.device, max_tokens)
             self.refuse(problem)
         assert max_tokens is not None
         ids = routing.ids.long()
@@ -140,14 +140,14 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
         ids = ids.where(valid, -1)  # the library does not look
         return self._send(x, x_scale, ids, routing.weights.contiguous(), self.link.size * max_tokens)
 
-    def _poison(self, device: torch.device) -> None:
+    def _poison(self, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
         if capturing(device):
             return
         g = self.geometry
-        assert g.max_tokens is not None
+        assert max_tokens is not None
         ids = torch.empty(0, g.top_k, dtype=torch.int64, device=device)
-        received = self._send(*g.no_rows(device), ids, ids.float(), self.link.size * g.max_tokens).wait()
+        received = self._send(*g.no_rows(device), ids, ids.float(), self.link.size * max_tokens).wait()
         self._combine(torch.full_like(received.x, torch.nan, dtype=g.dtype), received.handle).wait()
 
 

@@ -75,7 +75,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
     ) -> Pending[Received]:
         lane = self.lanes.take(x.device)
         if problem is not None:
-            self._poison(lane, x.device)
+            self._poison(lane, x.device, max_tokens)
             self.refuse(problem)
         wire = (len(x), self._top_k)
         ids = torch.empty(wire, dtype=torch.int32, device=x.device)
@@ -105,14 +105,16 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         handle.release(y.device)
         return Pending(lambda: out)
 
-    def _poison(self, lane: Lane, device: torch.device) -> None:
-        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+    def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
+        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back.
+
+        max_tokens: of the call; the peers' buffers are laid out for as many"""
         if capturing(device):
             return
         g = self.geometry
         x, x_scale = g.no_rows(device)
         ids = torch.empty(0, self._top_k, dtype=torch.int32, device=device)
-        lane.library.dispatch(x, ids, ids.float(), hidden_states_scale=x_scale, max_tokens_per_rank=g.max_tokens)
+        lane.library.dispatch(x, ids, ids.float(), hidden_states_scale=x_scale, max_tokens_per_rank=max_tokens)
         rows = lane.library.get_combine_input_buffer(g.dtype).fill_(torch.nan)
         lane.library.combine(rows)
 

@@ -144,8 +144,8 @@ class Copied(TorchAll2AllDispatcher):
 class Silent(FlashInferNVLinkDispatcher):
     """Gives its peers zeros where it refuses a call."""
 
-    def _poison(self, lane, device):
-        super()._poison(SimpleNamespace(library=Zeros(lane.library)), device)
+    def _poison(self, lane, device, max_tokens):
+        super()._poison(SimpleNamespace(library=Zeros(lane.library)), device, max_tokens)
 
 
 class Zeros:

@@ -84,23 +84,28 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
-def test_a_rank_that_refuses_takes_part_in_all_parts(world_size):
+@pytest.mark.parametrize("fault", ["tokens", "dtype"])
+@pytest.mark.parametrize(("pipeline", "most"), [(2, 9), (None, 9), (None, 4), (2, 4)])
+def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, fault, world_size):
     """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
     on_the_cpu(FlashInferNVLinkDispatcher)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
-        layer = fill(MoELayer(CONFIG, context, all2all="flashinfer_nvlink", pipeline=2))
+        layer = fill(MoELayer(CONFIG, context, all2all="flashinfer_nvlink", pipeline=pipeline))
         rank = dist.get_rank()
-        x, routing = integer_rows(9 + rank, 16, rank), integer_routing(9 + rank, CONFIG, rank)
-        sentence = "rank 1: x has 10 tokens on their way, more than max_tokens=9"
-        if rank:
-            with pytest.raises(InputError, match=sentence), torch.no_grad():
-                layer.forward_routed(x, routing)
-        else:
-            with torch.no_grad():
+        tokens = most + rank * (fault == "tokens")
+        x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
+        sentence = f"rank 1: x has {most + 1} tokens on their way, more than max_tokens={most}"
+        if fault == "dtype":
+            x, sentence = x.to((torch.float32, torch.float64)[rank]), "rank 1: x must be float32 as the layer is"
+        with context.at_most(most), torch.no_grad():
+            if rank:
+                with pytest.raises(InputError, match=sentence):
+                    layer.forward_routed(x, routing)
+            else:
                 y = layer.forward_routed(x, routing)
-            theirs = (routing.ids >= 3).any(1)  # rank 1's experts
-            assert y[theirs].isnan().all()
-            assert not y[~theirs].isnan().any()
+                theirs = (routing.ids >= 3).any(1)  # rank 1's experts
+                assert y[theirs].isnan().all()
+                assert not y[~theirs].isnan().any()
         dist.barrier()
         time.sleep(2)  # a heartbeat carries it
         with pytest.raises(InputError, match=sentence):
