@@ -83,6 +83,10 @@ class MoELayer(nn.Module):
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
         with torch.device(device):
             self.router = Router(config, dtype=dtype) if router is None else router
+            # what all ranks hold alike comes before what they do not: with one seed it begins alike too
+            self.shared_experts = shared_experts
+            if shared_experts is None and config.shared_intermediate_size:
+                self.shared_experts = SharedExperts(config, dtype=dtype)
             self.placement = Placement(expert_map, ep_rank=layout.ep_rank)
             self.expert_weights: ExpertWeights = ExpertWeights(
                 config,
@@ -94,9 +98,6 @@ class MoELayer(nn.Module):
                 preparation=kernel.preparation,
                 trainable=kernel.capabilities.differentiable,
             )
-            self.shared_experts = shared_experts
-            if shared_experts is None and config.shared_intermediate_size:
-                self.shared_experts = SharedExperts(config, dtype=dtype)
         self.experts: Experts = kernel(config, self.expert_weights, context.workspaces, options)
         context.register(self)
 

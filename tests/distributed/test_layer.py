@@ -100,3 +100,18 @@ def test_dispatched_rows_are_not_computed_twice(all2all, world_size):
         dist.all_reduce(load)
         expected = torch.bincount(routing.ids[routing.ids >= 0], minlength=10)
         torch.testing.assert_close(load.cpu(), expected)
+
+
+@distributed(2)
+def test_with_one_seed_all_ranks_begin_with_the_same_router_and_shared_experts(world_size):
+    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=10, top_k=3, shared_intermediate_size=16)
+    with EPContext.from_groups(ParallelConfig(tp=2), device=rank_device()) as context:
+        torch.manual_seed(3)
+        layer = MoELayer(config, context, expert_map=ExpertMap.uneven([9, 1]))
+        for module in (layer.router, layer.shared_experts):
+            mine = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+            highest, lowest = mine.clone(), mine.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX)
+            dist.all_reduce(lowest, dist.ReduceOp.MIN)
+            assert_same(highest, lowest)
+            assert mine.std() > 0
