@@ -38,11 +38,27 @@ class Exchange:
         if fp8:
             self.x, self.x_scale = round_blocks(x)
 
-    def straight(self) -> Tensor:
-        """Rows [T, H] that are summed over ranks; all on the current stream."""
+    def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
+        """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.
+
+        Without work and in one part everything stays on the current stream."""
+        if self.in_parts and (problem := too_many_tokens(self.x, self.bound)) is not None:
+            self.refuse(problem)
+        if work is None and not self.in_parts:
+            with self._stage("dispatch"):
+                received = self.dispatcher.dispatch(self.x, self.routing, self.x_scale, max_tokens=self.bound)
+            return self._return(received), None
+        parts, found = self._parts(), None
         with self._stage("dispatch"):
-            received = self.dispatcher.dispatch(self.x, self.routing, self.x_scale, max_tokens=self.bound)
-        return self._return(received)
+            pending = self._start(parts[0])
+        if work is not None:
+            with self._stage("shared"):
+                found = work()
+        if self.in_parts:
+            return self._pipeline(pending, parts), found
+        with self._stage("dispatch wait"):
+            received = pending.wait()
+        return self._return(received), found
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise this rank's problem, on all ranks where they can still hear of it; peers that have set out get NaN."""
@@ -52,23 +68,8 @@ class Exchange:
             raise AssertionError("a dispatcher raises the problem that it is given")
         self.x, self.routing = self.x[:0], self._routing(slice(0, 0))
         self.x_scale = None if self.x_scale is None else self.x_scale[:0]
-        self.beside(lambda: None)
+        self.run()
         self.dispatcher.refuse(problem)
-
-    def beside(self, work: Callable[[], Any]) -> tuple[Tensor, Any]:
-        """The same, and what `work` returns, which runs while the first rows travel."""
-        if self.in_parts and (problem := too_many_tokens(self.x, self.bound)) is not None:
-            self.refuse(problem)
-        parts = self._parts()
-        with self._stage("dispatch"):
-            pending = self._start(parts[0])
-        with self._stage("shared"):
-            found = work()
-        if len(parts) == 1:
-            with self._stage("dispatch wait"):
-                received = pending.wait()
-            return self._return(received), found
-        return self._pipeline(pending, parts), found
 
     def _nan(self, received: Received, out: Tensor | None) -> Tensor:
         """In the place of experts: no number may pass for a result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,17 +126,11 @@ class MoELayer(nn.Module):
                 mine, routing = self._weigh_input(mine, routing)
             with self._stage("place"):
                 placed = self.placement(routing)
-            travel = self._travel(mine, placed)
-            if self.shared_experts is None and not travel.in_parts:
-                out, shared = travel.straight(), None
-            else:
-                out, shared = travel.beside(lambda: self._shared(own))
+            work = None if self.shared_experts is None else partial(self._replicated, self.shared_experts, own)
+            out, shared = self._travel(mine, placed).run(work)
             out = flow.reduce(out, call)
             out = flow.leave(out if shared is None else out + shared, call)
         return out.view(shape)
-
-    def _shared(self, rows: Tensor) -> Tensor | None:
-        return None if self.shared_experts is None else self._replicated(self.shared_experts, rows)
 
     def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing:
         flow = self.context.tokens

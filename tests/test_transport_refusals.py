@@ -62,7 +62,10 @@ def test_it_is_the_first_choice_where_it_can_run(top_k):
         ({"max_tokens": None}, "flashinfer_nvlink has fixed buffers; say how large by EPContext(max_tokens=...)"),
         ({"config": config(23)}, "flashinfer_nvlink serves top_k of at most 22, got 23"),
         ({"config": config(2, 20)}, "flashinfer_nvlink needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
-        ({"wire": FP8, "config": config(2, 320)}, "fp8_block rows need hidden_size to be a multiple of 128, got 320"),
+        (
+            {"wire": FP8, "config": config(2, 320)},
+            "flashinfer_nvlink needs hidden_size to be a multiple of 128 with fp8_block rows, got 320",
+        ),
         ({"dtype": torch.float32}, "flashinfer_nvlink carries bfloat16, float16, not float32"),
         ({"layout": layout(65)}, "flashinfer_nvlink serves at most 64 ranks, ep=65"),
         ({"layout": layout(8)}, "flashinfer_nvlink is for one host here: ep * etp is 8, and this host shows 4 GPUs"),

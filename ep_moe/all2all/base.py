@@ -37,6 +37,7 @@ class DispatcherCapabilities:
     alignment_bytes: that a row must be a multiple of
     dtypes: of the layer, None for any; devices: device types
     dispatch_formats, combine_formats: of `Wire`
+    scale_alignment_bytes: that the float32 scales of a row must be a multiple of
     static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
     """
 
@@ -54,6 +55,7 @@ class DispatcherCapabilities:
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     dispatch_formats: frozenset[str] = frozenset({"plain"})
     combine_formats: frozenset[str] = frozenset({"plain"})
+    scale_alignment_bytes: int = 4
     static: bool = False
 
 
@@ -126,8 +128,9 @@ class Dispatcher(ABC):
             asked = getattr(wire, way)
             if asked not in formats:
                 return f"{cls.name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
-        if wire.dispatch == "fp8_block" and hidden_size % 128:
-            return f"fp8_block rows need hidden_size to be a multiple of 128, got {hidden_size}"
+        unit = 128 * can.scale_alignment_bytes // 4  # columns that fill so many bytes with scales
+        if wire.dispatch == "fp8_block" and hidden_size % unit:
+            return f"{cls.name} needs hidden_size to be a multiple of {unit} with fp8_block rows, got {hidden_size}"
         if can.max_ranks is not None and ranks > can.max_ranks:
             return f"{cls.name} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={ranks}"
         if can.max_top_k is not None and top_k > can.max_top_k:

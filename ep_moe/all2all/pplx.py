@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
-from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
@@ -46,6 +45,7 @@ class PplxDispatcher(Dispatcher):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         devices=frozenset({"cuda"}),
         dispatch_formats=frozenset({"plain", "fp8_block"}),
+        scale_alignment_bytes=16,
         static=True,
     )
 
@@ -58,20 +58,6 @@ class PplxDispatcher(Dispatcher):
         if importlib.util.find_spec("pplx_kernels") is None:
             return "pplx-kernels is not installed; build it from github.com/ppl-ai/pplx-kernels"
         return None
-
-    @classmethod
-    def why_not(
-        cls,
-        hidden_size: int,
-        top_k: int,
-        ranks: int,
-        dtype: torch.dtype,
-        max_tokens: int | None,
-        wire: Wire = PLAIN_WIRE,
-    ) -> str | None:
-        if wire.dispatch == "fp8_block" and hidden_size % 512:
-            return f"pplx needs hidden_size to be a multiple of 512 with fp8_block rows, got {hidden_size}"
-        return super().why_not(hidden_size, top_k, ranks, dtype, max_tokens, wire)
 
     @classmethod
     def platform_problem(cls, layout: RankLayout) -> str | None:

@@ -143,9 +143,10 @@ def shared(model: str, count: int) -> Gap | None:
         full, without = (build(context, own, VARIANTS[0]) for own in (config, bare))
         tune(context, [count])
         x, routing = batch(context, config, count)
+        alone: Any = full.shared_experts
         calls: list[Callable[[], Any]] = [
             partial(without.forward_routed, x, routing),
-            partial(full._shared, x),
+            partial(alone, x),
             partial(full.forward_routed, x, routing),
         ]
         return Gap(model, count, *(slowest(context, us) for us in replayed(calls, repeat=2, before=dist.barrier)))
