@@ -128,8 +128,9 @@ class MoELayer(nn.Module):
                 placed = self.placement(routing)
             work = None if self.shared_experts is None else partial(self._replicated, self.shared_experts, own)
             out, shared = self._travel(mine, placed).run(work)
-            out = flow.reduce(out, call)
-            out = flow.leave(out if shared is None else out + shared, call)
+            with self._stage("leave"):
+                out = flow.reduce(out, call)
+                out = flow.leave(out if shared is None else out + shared, call)
         return out.view(shape)
 
     def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing:

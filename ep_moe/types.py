@@ -97,9 +97,7 @@ class Received:
     expert_offsets: Tensor | None = None  # CONTIGUOUS
     expert_counts: Tensor | None = None  # BATCHED
     x_scale: Tensor | None = None  # x is E4M3: float32 [..., H / 128], one for each 128 columns
-    out: Tensor | None = (
-        None  # the shape of x: where the transport would have the experts' rows written, to spare a copy
-    )
+    out: Tensor | None = None  # x's shape: where the transport would have the experts' rows, to spare a copy
 
     def dense(self) -> Received:
         """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""

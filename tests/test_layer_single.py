@@ -25,7 +25,7 @@ from tests.helpers import fill, integer_routing, integer_rows
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 6, 2
-STAGES = ("route", "place", "dispatch", "shared", "dispatch wait", "experts", "combine")  # with shared experts
+STAGES = ("route", "place", "dispatch", "shared", "dispatch wait", "experts", "combine", "leave")  # with shared experts
 
 
 def shape(**fields) -> MoEConfig:
