@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ep_moe.experts.base import Experts
 from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.observe import stage
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, capturing
+
+Result = TypeVar("Result")
 
 
 class Exchange:
@@ -50,15 +52,13 @@ class Exchange:
             return self._return(received), None
         parts, found = self._parts(), None
         with self._stage("dispatch"):
-            pending = self._start(parts[0])
+            pending = self._arrived(parts[0]) if work is None else self._start(parts[0])
         if work is not None:
             with self._stage("shared"):
                 found = work()
         if self.in_parts:
             return self._pipeline(pending, parts), found
-        with self._stage("dispatch wait"):
-            received = pending.wait()
-        return self._return(received), found
+        return self._return(self._waited(pending)), found
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise this rank's problem, on all ranks where they can still hear of it; peers that have set out get NaN."""
@@ -94,11 +94,20 @@ class Exchange:
 
     def _start(self, part: slice) -> Pending[Received]:
         return self.dispatcher.dispatch_start(
-            self.x[part],
-            self._routing(part),
-            x_scale=None if self.x_scale is None else self.x_scale[part],
-            max_tokens=None if self.bound is None else part.stop - part.start,
+            self.x[part], self._routing(part), x_scale=self._scale(part), max_tokens=self._most(part)
         )
+
+    def _arrived(self, part: slice) -> Pending[Received]:
+        """For a part with nothing to do meanwhile."""
+        routing, scale = self._routing(part), self._scale(part)
+        received = self.dispatcher.dispatch(self.x[part], routing, scale, max_tokens=self._most(part))
+        return Pending(lambda: received)
+
+    def _scale(self, part: slice) -> Tensor | None:
+        return None if self.x_scale is None else self.x_scale[part]
+
+    def _most(self, part: slice) -> int | None:
+        return None if self.bound is None else part.stop - part.start
 
     def _routing(self, part: slice) -> PhysicalRouting:
         return PhysicalRouting(PhysicalIds(self.routing.ids[part]), self.routing.weights[part])
@@ -114,26 +123,37 @@ class Exchange:
         return Pending(lambda: y)
 
     def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
-        """While part i is computed, part i - 1 returns and part i + 1 travels, in this order and with two buffers.
+        """While part i is computed, part i - 1 returns and part i + 1 travels, in this order. The last one has nothing
+        beside it when it returns.
 
         Parts are computed ahead of the transport's kernels, whose many blocks would take all multiprocessors first."""
         results: list[Tensor] = []
         back: Pending[Tensor] | None = None
-        for following in [*parts[1:], None]:
-            with self._stage("dispatch wait"):
-                received = pending.wait()
-            if following is not None:
-                with self._stage("dispatch"):
-                    pending = self._start(following)
-            with self._stage("experts"):
-                y = self.context.compute.start(self.x.device, partial(self._computed, received)).wait()
+        for following in parts[1:]:
+            received = self._waited(pending)
+            with self._stage("dispatch"):
+                pending = self._start(following)
+            y = self._computed_beside(received)
             with self._stage("combine"):
-                if back is not None:
-                    results.append(back.wait())
-                back = self.dispatcher.combine_start(y, received.handle)
-        assert back is not None
-        with self._stage("combine wait"):
-            return torch.cat([*results, back.wait()])
+                under_way = self.dispatcher.combine_start(y, received.handle)
+            if back is not None:
+                results.append(self._waited(back, "combine wait"))
+            back = under_way
+        received = self._waited(pending)
+        y = self._computed_beside(received)
+        if back is not None:  # before the last one sets out: kernels that wait for peers keep one order on all ranks
+            results.append(self._waited(back, "combine wait"))
+        with self._stage("combine"):
+            results.append(self.dispatcher.combine(y, received.handle))
+        return torch.cat(results)
+
+    def _waited(self, pending: Pending[Result], name: str = "dispatch wait") -> Result:
+        with self._stage(name):
+            return pending.wait()
+
+    def _computed_beside(self, received: Received) -> Tensor:
+        with self._stage("experts"):
+            return self.context.compute.start(self.x.device, partial(self._computed, received)).wait()
 
 
 def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:

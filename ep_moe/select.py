@@ -133,7 +133,11 @@ def explain_model(
 def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
     """Transports, best first, each with the reason for its place."""
     ranks, top_k = layout.ep, config.top_k
-    order = {"local": "one rank, nothing travels", "flashinfer_nvlink": "straight into peers' memory, no host sync"}
+    order = {
+        "local": "one rank, nothing travels",
+        "flashinfer_nvlink": "straight into peers' memory, no host sync",
+        "nvlink_p2p": "straight into peers' memory by own kernels, no host sync",
+    }
     if top_k >= ranks:
         order["allgather"] = f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
         order["torch_a2a"] = "a row per rank that needs it"

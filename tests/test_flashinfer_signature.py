@@ -18,6 +18,8 @@ from ep_moe.types import Activation
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
 import flashinfer
+from flashinfer.comm.comm_backend import TorchDistBackend
+from flashinfer.comm.mnnvl import MnnvlMemory
 from flashinfer.fused_moe import core
 from flashinfer.moe_ep import (
     BootstrapConfig,
@@ -87,6 +89,14 @@ def test_top_ks_of_the_one_sided_all2all():
     source = (folder / "moeAlltoAllKernels.cu").read_text()
     (switch,) = re.findall(r"#define SWITCH_TOP_K(.*?)default:", source, re.DOTALL)
     assert sorted(map(int, re.findall(r"case (\d+):", switch))) == list(TOP_KS)
+
+
+def test_the_group_that_the_one_sided_all2all_is_given():
+    """It asks the backend that it is given to cut itself, and takes what comes: ours gives itself."""
+    assert list(inspect.signature(TorchDistBackend.__init__).parameters) == ["self", "group"]
+    assert list(inspect.signature(TorchDistBackend.Split).parameters) == ["self", "color", "key"]
+    assert NVLinkOneSidedConfig(comm_backend=None).comm_backend is None
+    assert "comm_backend.Split(" in inspect.getsource(MnnvlMemory.set_comm_from_config)
 
 
 def test_calls_of_the_one_sided_all2all():

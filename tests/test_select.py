@@ -62,7 +62,7 @@ def table(top_k: int, ep: int, etp: int) -> dict[tuple[str, str], str]:
     return {(row.all2all, row.experts): row.status for row in rows if row.experts == "reference"}
 
 
-OF_GPUS = [("deepep_static", "reference"), ("deepep", "reference"), ("pplx", "reference")]
+OF_GPUS = [(name, "reference") for name in ("deepep_static", "deepep", "pplx", "nvlink_p2p")]
 
 
 def refusal(*names: str, **fields) -> str:
@@ -184,7 +184,7 @@ def test_where_nothing_can_run_that_is_said():
         (
             {"all2all": "nvshmem"},
             "no backend among dispatchers is named 'nvshmem'; there are local, allgather, deepep, deepep_static, "
-            "flashinfer_nvlink, pplx, torch_a2a",
+            "flashinfer_nvlink, nvlink_p2p, pplx, torch_a2a",
         ),
         (
             {"experts": "cutlas"},
@@ -348,10 +348,8 @@ def test_backend_whose_library_does_not_load_has_a_reason(plugins, tmp_path, mon
 def test_every_built_in_loads_and_runs_here_or_says_what_is_missing(kind):
     for name in registry.targets(kind):
         assert registry.load(kind, name).name == name
-        assert re.fullmatch(
-            r"None|(FlashInfer|Triton|DeepEP \(module deep_ep\)|pplx-kernels) is not installed; .*",
-            str(registry.why_not(kind, name)),
-        )
+        missing = r"(FlashInfer|Triton|DeepEP \(module deep_ep\)|pplx-kernels) is not installed; .*"
+        assert re.fullmatch(f"None|{missing}", str(registry.why_not(kind, name)))
     assert registry.why_not("experts", "reference") is None
 
 

@@ -10,6 +10,7 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.select import choose, explain
 
@@ -23,7 +24,7 @@ def four_gpus(monkeypatch):
     """One host with 4 Hopper GPUs and FlashInfer, as far as the choice looks: it runs nothing."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    for kind in (FlashInferNVLinkDispatcher, DeepEPDispatcher, PplxDispatcher):
+    for kind in (FlashInferNVLinkDispatcher, DeepEPDispatcher, NVLinkP2PDispatcher, PplxDispatcher):
         monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
 
 
@@ -112,6 +113,22 @@ def test_refusals_of_pplx(fields, sentence):
     assert reason(name="pplx", **fields) == sentence
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_tokens": None}, "nvlink_p2p has fixed buffers; say how large by EPContext(max_tokens=...)"),
+        ({"config": config(2, 20)}, "nvlink_p2p needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
+        ({"layout": layout(9)}, "nvlink_p2p serves at most 8 ranks, ep=9"),
+        ({"layout": layout(8)}, "nvlink_p2p is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
+        ({"wire": Wire(combine="fp8")}, "nvlink_p2p carries plain rows in combine, not fp8 (Wire)"),
+    ],
+)
+def test_refusals_of_nvlink_p2p(fields, sentence):
+    assert reason(name="nvlink_p2p") is None
+    assert reason(name="nvlink_p2p", wire=FP8) is None
+    assert reason(name="nvlink_p2p", **fields) == sentence
+
+
 def test_not_installed(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -137,4 +154,6 @@ def test_buffers_are_counted_from_shapes():
     # 512 rows there and back; top-3 travels as 4 ids and 4 weights of 4 bytes
     assert FlashInferNVLinkDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 4 * 8)
     assert PplxDispatcher.buffer_bytes(shape) == 5 * 512 * 512
+    # 512 places of all, aligned to 256 bytes, and 8 flags
+    assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 2 * 4 * 3) + 256
     assert LocalDispatcher.buffer_bytes(shape) == 0

@@ -21,6 +21,7 @@ RUN = {
     "deepep_static": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
     "pplx": "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract",
     "flashinfer_nvlink": "2 and 4 H200, one host; on CPU, gloo, over an emulation of its contract",
+    "nvlink_p2p": "2 and 4 H200, one host; on CPU over memory that ranks share",
     "reference": "CPU; 1 and 4 H200",
     "flashinfer_cutlass": "1 and 4 H200; on CPU over an emulation of FlashInfer's layouts",
     "fp8_block_triton": "1 and 4 H200",
@@ -35,8 +36,16 @@ SOURCES = (
     "  NVSHMEM. The intranode class that is used here needs none of it.",
 )
 MISSING = (
-    "NCCL-EP (`nccl_ep`), torch's `symm_mem`, DeepEP's low-latency and 2.x kernels, and kernels "
-    "for Blackwell are not here yet. Not run: more than one node, GPUs other than H200."
+    "## What is not here",
+    "",
+    "- torch's `symm_mem.all_to_all_vdev` and `_2d`: tried with torch 2.11, and left out. The first block to end writes",
+    "  output offsets over the source offsets that other blocks of the same launch may not have read yet, and a block's",
+    "  share of a rank's rows must come out even; answers would be right only as long as blocks start together.",
+    "- NCCL-EP (`nccl_ep`): wants NCCL 2.30; the machines of these runs have 2.28.9.",
+    "- DeepEP's low-latency and internode kernels (InfiniBand), its 2.x `ElasticBuffer` (NCCL 2.30.4), pplx's internode.",
+    "- Kernels for Blackwell.",
+    "",
+    "Not run: more than one node, GPUs other than H200.",
 )
 
 
@@ -112,7 +121,7 @@ def document() -> str:
             "",
             *SOURCES,
             "",
-            MISSING,
+            *MISSING,
             "",
         ]
     )  # fmt: skip

@@ -215,6 +215,8 @@ class Dispatcher(ABC):
     def _begin_combine(self, y: Tensor, handle: Any) -> Pending[Tensor]:
         with self.link.ledger.step("combine", self.name):
             pending = self._combine(y, handle)
+        if self.capabilities.static and y.is_cuda and not capturing(y.device):
+            self.link.ledger.mark(y.device)
         return self._guarded("combine", pending)
 
     def destroy(self) -> None:

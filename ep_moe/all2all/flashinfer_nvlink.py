@@ -154,6 +154,15 @@ def _wire_top_k(geometry: Geometry) -> int:
 
 def communication(group: dict[str, Any], params: dict[str, Any], config: dict[str, Any]) -> Any:
     """FlashInfer's object for one workspace. Collective."""
+    from flashinfer.comm.comm_backend import TorchDistBackend
     from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, NVLinkOneSidedConfig, create_communication
 
-    return create_communication(BootstrapConfig(**group), MoEEpCommParams(**params), NVLinkOneSidedConfig(**config))
+    class Whole(TorchDistBackend):  # type: ignore[misc]
+        """The EP group as it is. FlashInfer would cut it out of itself again, by places within the group where torch
+        wants global ranks: EP groups beside each other would wait for one another for ever."""
+
+        def Split(self, color: int, key: int) -> Whole:  # noqa: N802
+            return self
+
+    bootstrap, own = BootstrapConfig(**group), Whole(group=group["process_group"])
+    return create_communication(bootstrap, MoEEpCommParams(**params), NVLinkOneSidedConfig(**config, comm_backend=own))

@@ -1,6 +1,6 @@
 """Dispatch and combine alone, with experts that return their input: every transport that runs here, beside its floor.
 
-    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.all2all [--hidden H ...] [--tokens T ...] [--csv F] ...
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.all2all [--transports NAME ...] [--hidden H ...] ...
 
 Microseconds of one dispatch and one combine, the slowest rank's median: of CUDA-graph replays where the transport can
 be captured, else of eager calls with their host work. 128 experts, top-8, uniform routing; rows in bf16, and in
@@ -57,7 +57,9 @@ class Line:
     raw_us: float | None = None
 
 
-def measure(context: EPContext, hidden: Sequence[int], tokens: Sequence[int]) -> tuple[list[Line], float]:
+def measure(
+    context: EPContext, names: Sequence[str], hidden: Sequence[int], tokens: Sequence[int]
+) -> tuple[list[Line], float]:
     rate = p2p_rate(context)
     lines: list[Line] = []
     for size in hidden:
@@ -66,7 +68,7 @@ def measure(context: EPContext, hidden: Sequence[int], tokens: Sequence[int]) ->
             for rows in ROWS:
                 wire = Wire(dispatch=rows)
                 sent = busiest(context, wire_bytes(context, routing, geometry_of(context, size, count, wire)))
-                for name in registry.targets("dispatchers"):
+                for name in names:
                     if (reason := refusal(name, context, size, count, wire)) is not None:
                         if (size, count) == (hidden[0], tokens[0]) and context.layout.rank == 0:
                             Console().print(f"{name}: {reason}")
@@ -219,6 +221,7 @@ def plot(lines: list[Line], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transports", nargs="+", default=list(registry.targets("dispatchers")))
     parser.add_argument("--hidden", nargs="+", type=int, default=HIDDEN)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--csv", type=Path)
@@ -226,7 +229,7 @@ def main() -> None:
     asked = parser.parse_args()
     with EPContext.from_torchrun() as context:
         torch.cuda.set_device(context.device)
-        lines, rate = measure(context, asked.hidden, asked.tokens)
+        lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens)
         if context.layout.rank:
             return
     Console(width=130).print(table(lines, rate))

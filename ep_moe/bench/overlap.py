@@ -7,7 +7,7 @@ experts.
 
 parts        tokens per rank that travel at once; spare: multiprocessors that the experts leave to the transport then
 gain         over the same layer in one go
-beside       share of the transport's kernel time during which another kernel ran too, from a profile of one eager call
+beside       share of the transport's kernel time during which another kernel ran too, from a profile of one replay
 hidden       share of the shared experts' own time that the layer does not take longer for
 """
 
@@ -46,7 +46,9 @@ TOKENS = (8192,)
 CUTS = (2, 4)
 VARIANTS = (  # experts, scheme, rows on the wire, transport, multiprocessors spared in parts
     ("flashinfer_cutlass", "none", "plain", "flashinfer_nvlink", (0,)),
+    ("flashinfer_cutlass", "none", "plain", "nvlink_p2p", (0,)),
     ("fp8_block_triton", "fp8_block", "fp8_block", "flashinfer_nvlink", (0, 16)),
+    ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", (0, 8)),
     ("fp8_block_triton", "fp8_block", "fp8_block", "deepep_static", (0, 24)),
 )
 Variant = tuple[str, str, str, str, tuple[int, ...]]
@@ -157,25 +159,37 @@ def tune(context: EPContext, sizes: Sequence[int]) -> None:
 
 
 def timeline(call: Callable[[], Any]) -> list[Span]:
-    """The kernels of one call, eagerly: a graph's are not always in a profile."""
+    """The kernels of one call, replayed: eagerly the host is slower than they are."""
     call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
     torch.cuda.synchronize()
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call()
+        graph.replay()
         torch.cuda.synchronize()
     dist.barrier()
-    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    kernels = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    events = [event for event in kernels if not event.name.startswith("ep_moe::")]  # stages, of many kernels each
     return [(event.name, event.time_range.start, event.time_range.end) for event in events]
 
 
 def travels(name: str) -> bool:
-    return "a2a" in name.lower() or "deep_ep" in name
+    ours = ("_send", "_announce", "_receive", "_tell_copies")
+    return "a2a" in name.lower() or "deep_ep" in name or "Memcpy" in name or name in ours
 
 
 def beside(spans: list[Span]) -> float:
     total = shared_us = 0.0
-    others = [(start, end) for name, start, end in spans if not travels(name)]
+    others: list[tuple[float, float]] = []  # that do not overlap each other
+    for start, end in sorted((start, end) for name, start, end in spans if not travels(name)):
+        if others and start <= others[-1][1]:
+            others[-1] = (others[-1][0], max(end, others[-1][1]))
+        else:
+            others.append((start, end))
     for name, start, end in spans:
         if travels(name):
             total += end - start
@@ -235,13 +249,15 @@ def shared_table(found: list[Gap]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--transports", nargs="+", default=sorted({variant[3] for variant in VARIANTS}))
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parser.parse_args()
     torch.cuda.set_device(local_device())
     console = Console(width=130)
-    variants = [variant for variant in VARIANTS if registry.why_not("dispatchers", variant[3]) is None]
+    named = [variant for variant in VARIANTS if variant[3] in asked.transports]
+    variants = [variant for variant in named if registry.why_not("dispatchers", variant[3]) is None]
     lines, gaps = [], []
     for model in asked.models:
         for count in asked.tokens:

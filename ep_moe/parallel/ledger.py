@@ -8,7 +8,10 @@ collective in this and nothing on the hot path but filling in a record.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +19,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout
+from ep_moe.parallel.device_mark import DeviceMark
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Ledger:
         self._thread: threading.Thread | None = None
         self._period = min(5.0, max(0.05, deadline_s / 8))
         self._beats = 0
+        self._mark: DeviceMark | None = None
+        self._marked = 0.0
         self._shared: dict[tuple[int, ...], int] = {}
         self._store = store
         if store is not None and len(self._ranks) > 1:
@@ -96,6 +103,17 @@ class Ledger:
             step = self._step
             self._step = Step(step.number, step.where, step.phase, step.detail, True)
         self.check()
+
+    def mark(self, device: torch.device) -> None:
+        """Let the watch see when a GPU has come this far: for steps that the host leaves before the device does. Now
+        and then one is enough."""
+        if self._thread is None or time.monotonic() - self._marked < self._period:
+            return
+        if self._mark is None:
+            self._mark = DeviceMark(device)
+        if self._mark.reached:
+            self._marked = time.monotonic()
+            self._mark.set()
 
     def check(self) -> None:
         """Raise what the watch found, if anything: what an aborted collective left in its buffers is noise."""
@@ -136,13 +154,31 @@ class Ledger:
                 self._beat(store)
                 if self._failure is None and store.check(["refusal"]):
                     self._failure = InputError(store.get("refusal").decode())
-                step = self._step
-                overdue = not step.done and time.monotonic() - self._started > self.deadline_s
-                if overdue and self._failure is None and self._abort is not None:
+                late = self._late()
+                if late > self.deadline_s and self._failure is None and self._abort is not None:
                     self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
-                    self._abort()
+                    # beside this thread: it waits for a device whose kernel may wait for the lost peer
+                    threading.Thread(target=self._abort, daemon=True).start()
+                if self._late_on_device() > 2 * self.deadline_s:
+                    self._end()
         except RuntimeError:  # DistError, but FileStore has no type of its own
             pass  # the store is gone, and with it the job
+
+    def _late(self) -> float:
+        """Seconds that a step has lasted, or that the device has not come to a mark."""
+        step = 0.0 if self._step.done else time.monotonic() - self._started
+        return max(step, self._late_on_device())
+
+    def _late_on_device(self) -> float:
+        return 0.0 if self._mark is None or self._mark.reached else time.monotonic() - self._marked
+
+    def _end(self) -> None:
+        """A kernel that waits for a lost peer cannot be called back, and a thread that waits for the kernel cannot be
+        told: what is left is to end the process, as NCCL's own watchdog does, so that the launcher ends the job."""
+        sys.stderr.write(f"{type(self._failure).__name__}: {self._failure} The device still waits: ending.\n")
+        faulthandler.dump_traceback()
+        sys.stderr.flush()
+        os._exit(1)
 
     def _beat(self, store: Store) -> None:
         self._beats += 1

@@ -34,12 +34,12 @@ class Case:
         routing = routes(self.rank + seed, tokens, self.ranks, self.shape.top_k)
         return x.to(self.device), moved(routing, self.device), expected(x, routing)
 
-    def dispatch(self, x: Tensor, routing: PhysicalRouting) -> Received:
-        return self.dispatch_start(x, routing).wait()
+    def dispatch(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None) -> Received:
+        return self.dispatch_start(x, routing, max_tokens).wait()
 
-    def dispatch_start(self, x: Tensor, routing: PhysicalRouting) -> Pending[Received]:
+    def dispatch_start(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None) -> Pending[Received]:
         data, scale = written(x, self.shape)
-        return self.dispatcher.dispatch_start(data, routing, x_scale=scale)
+        return self.dispatcher.dispatch_start(data, routing, x_scale=scale, max_tokens=max_tokens)
 
     def once(self, x: Tensor, routing: PhysicalRouting) -> Tensor:
         received = self.dispatch(x, routing)

@@ -27,7 +27,11 @@ from ep_moe.context import EPContext
 from ep_moe.experts.layouts import localized
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.transport_case import Case, DispatcherFactory, run, said
-from ep_moe.testing.transport_endings import a_peer_that_never_comes, one_token_too_many
+from ep_moe.testing.transport_endings import (
+    a_peer_that_comes_too_late,
+    a_peer_that_never_comes,
+    one_token_too_many,
+)
 from ep_moe.testing.transport_rows import (
     CAP,
     HIDDEN,
@@ -73,6 +77,8 @@ def check_dispatcher(
             _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
     if can.host_sync:
         a_peer_that_never_comes(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+    elif device.type == "cuda":
+        a_peer_that_comes_too_late(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
     if can.static:
         one_token_too_many(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
 
@@ -226,6 +232,22 @@ def random_delays(case: Case) -> None:
         case.same(y, wanted, f"turn {turn}")
 
 
+def bounds_that_change(case: Case) -> None:
+    """Fixed buffers may be laid out by the bound of each call: ranks that are ahead lay them out anew."""
+    if not case.dispatcher.capabilities.static:
+        return
+    generator = torch.Generator().manual_seed(case.rank + 6)
+    results = []
+    for turn in range(12):
+        bound = (MAX_TOKENS, 4, 9, 1)[turn % 4]
+        x, routing, wanted = case.call((bound, 0, bound - 1)[(turn + case.rank) % 3], seed=10 * turn)
+        _delay(case.device, generator)
+        received = case.dispatch(x, routing, bound)
+        results.append((case.dispatcher.combine(identity(received, x.dtype), received.handle), wanted))
+    for turn, (y, wanted) in enumerate(results):
+        case.same(y, wanted, f"turn {turn}")
+
+
 def _delay(device: torch.device, generator: torch.Generator) -> None:
     share = float(torch.rand(1, generator=generator))
     if device.type == "cuda":
@@ -286,5 +308,6 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     equal_calls_give_equal_bits,
     poisoned_buffers,
     random_delays,
+    bounds_that_change,
     captured_and_replayed,
 )

@@ -11,7 +11,7 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
 from ep_moe.testing.transport_case import Case, DispatcherFactory, said, tell
-from ep_moe.testing.transport_rows import MAX_TOKENS
+from ep_moe.testing.transport_rows import MAX_TOKENS, identity
 
 
 def one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
@@ -39,8 +39,7 @@ def one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torc
 
 
 def a_peer_that_never_comes(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
-    """On a transport that waits on the host: who waits gets a PeerTimeout that names the rank, in time. A static one
-    returns at once, and its kernels wait on the device, which only the library can end."""
+    """On a transport that waits on the host: who waits gets a PeerTimeout that names the rank, in time."""
     deadline_s, lost = 4.0, dist.get_world_size() - 1
     context = EPContext.from_groups(device=device, deadline_s=deadline_s)
     case = Case(factory(shape, context.links["ep"]), device)
@@ -58,3 +57,31 @@ def a_peer_that_never_comes(factory: DispatcherFactory, shape: Geometry, device:
         case.that(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
     context.ledger.close()  # this context is at its end: its dispatcher cannot meet its peers to be destroyed
     tell(a_peer_that_never_comes, case)
+
+
+def a_peer_that_comes_too_late(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
+    """On a transport whose kernels wait on a GPU, while the host goes on: the next step is a PeerTimeout that names the
+    rank. It comes before the process would be ended, and so both can be seen."""
+    deadline_s, lost = 6.0, dist.get_world_size() - 1
+    context = EPContext.from_groups(device=device, deadline_s=deadline_s)
+    case = Case(factory(shape, context.links["ep"]), device)
+    x, routing, wanted = case.call(3)
+    case.same(case.once(x, routing), wanted, "before")
+    dist.barrier()
+    time.sleep(deadline_s / 8)  # from one mark to the next
+    start, told = time.monotonic(), ""
+    if case.rank == lost:
+        time.sleep(1.7 * deadline_s)
+    received = case.dispatch(x, routing)
+    late = case.dispatcher.combine(identity(received, x.dtype), received.handle)
+    while case.rank != lost and not told and time.monotonic() - start < 1.7 * deadline_s:
+        time.sleep(0.1)
+        try:
+            context.ledger.check()
+        except PeerTimeout as error:
+            told = str(error)
+    if case.rank != lost:
+        case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
+    case.same(late, wanted, "when it came after all")
+    context.ledger.close()
+    tell(a_peer_that_comes_too_late, case)

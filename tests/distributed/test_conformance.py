@@ -1,6 +1,7 @@
 """Every transport in the tree against the public contract; those of GPUs on a CPU too, over an emulation of theirs."""
 
 import dataclasses
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import EPContext, registry
-from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
+from ep_moe import EPContext, ParallelConfig, registry
+from ep_moe.all2all import deepep, flashinfer_nvlink, nvlink_p2p, pplx
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
@@ -21,6 +22,7 @@ from ep_moe.testing.transport_rows import MAX_TOKENS, expected, geometry, identi
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 from tests.deepep_emulation import Buffer
 from tests.flashinfer_nvlink_emulation import communication
+from tests.peer_memory_emulation import make_memory
 from tests.pplx_emulation import make_all2all
 
 
@@ -76,6 +78,67 @@ def test_pplx(world_size):
     if rank_device().type == "cuda" and (why := pplx.PplxDispatcher.available()):
         pytest.skip(why)
     check_dispatcher(pplx_alone, top_ks=(3,), dtypes=(torch.bfloat16,))
+
+
+def p2p(shape: Geometry, link: Link) -> Dispatcher:
+    if rank_device().type == "cpu":
+        nvlink_p2p.make_memory = make_memory
+    return nvlink_p2p.NVLinkP2PDispatcher(shape, link)
+
+
+class CopyEngines(nvlink_p2p.NVLinkP2PDispatcher):
+    """As large calls travel beside other work."""
+
+    copied_bytes = 0
+
+
+def p2p_copies(shape: Geometry, link: Link) -> Dispatcher:
+    if rank_device().type == "cpu":
+        nvlink_p2p.make_memory = make_memory
+    return CopyEngines(shape, link)
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("make", [p2p, p2p_copies], ids=["kernels", "copies"])
+def test_nvlink_p2p(make, world_size):
+    if rank_device().type == "cuda" and (why := nvlink_p2p.NVLinkP2PDispatcher.available()):
+        pytest.skip(why)
+    check_dispatcher(make, top_ks=(1, 3) if make is p2p else (3,))
+
+
+@distributed(4)
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (FlashInferNVLinkDispatcher, nvlink),
+        (nvlink_p2p.NVLinkP2PDispatcher, p2p),
+        (deepep.DeepEPStaticDispatcher, deepep_static),
+        (pplx.PplxDispatcher, pplx_alone),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_groups_beside_each_other(kind, make, world_size):
+    """All ranks, and the same ranks in pairs, with calls of one under way while the other's go on."""
+    device, rank = rank_device(), dist.get_rank()
+    if device.type == "cuda" and (why := kind.available()):
+        pytest.skip(why)
+    everyone, pairs = ParallelConfig(dp=4), ParallelConfig(dp=4, ep=2)
+    with ExitStack() as stack:
+        contexts = [stack.enter_context(EPContext.from_groups(sizes, device=device)) for sizes in (everyone, pairs)]
+        made = [make(geometry(c.layout.ep, 3, torch.bfloat16), c.links["ep"]) for c in contexts]
+        for turn in range(3):
+            under_way = []
+            for number, dispatcher in enumerate(made):
+                seed = 100 * turn + 10 * number + rank
+                x, routing = rows(seed, 5 + rank, torch.bfloat16), routes(seed, 5 + rank, dispatcher.link.size, 3)
+                received = dispatcher.dispatch(x.to(device), moved(routing, device))
+                under_way.append((dispatcher, received, expected(x, routing)))
+            for dispatcher, received, wanted in reversed(under_way) if turn % 2 else under_way:
+                y = dispatcher.combine(identity(received, torch.bfloat16), received.handle)
+                same(y, wanted, f"turn {turn}, {dispatcher.link.size} ranks")
+        dist.barrier()
+        for dispatcher in made:
+            dispatcher.destroy()
 
 
 # --- errors that the suite must see ---------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
-from ep_moe.all2all import flashinfer_nvlink, pplx
+from ep_moe.all2all import flashinfer_nvlink, nvlink_p2p, pplx
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
@@ -22,6 +23,7 @@ from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import check_call
 from tests.flashinfer_nvlink_emulation import communication
 from tests.helpers import fill, integer_routing, integer_rows, oracle
+from tests.peer_memory_emulation import make_memory
 from tests.pplx_emulation import make_all2all
 
 CONFIG = MoEConfig(
@@ -40,6 +42,7 @@ LAYOUTS = {
 def on_the_cpu(kind) -> None:
     """Within a rank's process."""
     flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
+    nvlink_p2p.make_memory, NVLinkP2PDispatcher.copied_bytes = make_memory, 0  # beside other work, all rows are copied
     kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
     kind.available = classmethod(lambda cls: None)
     kind.platform_problem = classmethod(lambda cls, layout: None)
@@ -48,7 +51,9 @@ def on_the_cpu(kind) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 over the emulation, on the CPU")
 @distributed(4)
 @pytest.mark.parametrize("sizes", LAYOUTS)
-@pytest.mark.parametrize("kind", [FlashInferNVLinkDispatcher, PplxDispatcher], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [FlashInferNVLinkDispatcher, NVLinkP2PDispatcher, PplxDispatcher], ids=lambda kind: kind.name
+)
 def test_every_layout_equals_one_process(kind, sizes, world_size):
     """pplx delivers BATCHED rows: the layer joins them to a kernel that takes RANK_MAJOR ones."""
     on_the_cpu(kind)
@@ -84,13 +89,14 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
+@pytest.mark.parametrize("kind", [FlashInferNVLinkDispatcher, NVLinkP2PDispatcher], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("fault", ["tokens", "dtype"])
 @pytest.mark.parametrize(("pipeline", "most"), [(2, 9), (None, 9), (None, 4), (2, 4)])
-def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, fault, world_size):
+def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, fault, kind, world_size):
     """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
-    on_the_cpu(FlashInferNVLinkDispatcher)
+    on_the_cpu(kind)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
-        layer = fill(MoELayer(CONFIG, context, all2all="flashinfer_nvlink", pipeline=pipeline))
+        layer = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=pipeline))
         rank = dist.get_rank()
         tokens = most + rank * (fault == "tokens")
         x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
@@ -194,6 +200,8 @@ on_gpus = pytest.mark.skipif(
     ("scheme", "experts", "options"),
     [
         ("none", "flashinfer_cutlass", {}),
+        ("none", "flashinfer_cutlass", {"all2all": "nvlink_p2p"}),
+        ("fp8_block", "fp8_block_triton", {"pipeline": 8, "all2all": "nvlink_p2p", "wire": Wire(dispatch="fp8_block")}),
         ("none", "flashinfer_cutlass", {"pipeline": 8}),
         ("fp8_block", "fp8_block_triton", {}),
         ("fp8_block", "fp8_block_triton", {"pipeline": 8, "wire": Wire(dispatch="fp8_block")}),
@@ -206,7 +214,7 @@ def test_captured_with_other_routes_tokens_and_placements(scheme, experts, optio
         placed = ExpertMap.redundant(10, world_size, 2)  # equally many slots on all ranks
         names = {"quantization": scheme, "experts": experts}
         layer = MoELayer(WIDE, context, expert_map=placed, **names, **options, dtype=torch.bfloat16)
-        assert layer.choice.all2all == "flashinfer_nvlink"
+        assert layer.choice.all2all == options.get("all2all", "flashinfer_nvlink")
         tensors = [random_expert(WIDE, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
         for expert in range(10):
             layer.update_expert(expert, **tensors[expert])

@@ -22,7 +22,9 @@ from ep_moe import (
     ParallelConfig,
     PeerTimeout,
 )
+from ep_moe.parallel import ledger as ledger_module
 from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.device_mark import DeviceMark
 from ep_moe.parallel.ledger import Ledger, Step, _compare
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call
@@ -279,3 +281,76 @@ def test_an_overdue_step_is_aborted_and_named():
             pass
     finally:
         ledger.close()
+
+
+class Reached:
+    """A mark that the device comes to when it is told."""
+
+    def __init__(self, device):
+        self.reached = True
+
+    def set(self):
+        self.reached = False
+
+
+def device_watch(monkeypatch, deadline_s):
+    ended = threading.Event()
+    monkeypatch.setattr(ledger_module, "DeviceMark", Reached)
+    monkeypatch.setattr(ledger_module.os, "_exit", lambda code: ended.set())
+    ledger = Ledger(HashStore(), [0, 1], 0, deadline_s=deadline_s, abort=lambda: None)
+    time.sleep(ledger._period)  # from one mark to the next
+    with ledger.step("combine"):
+        pass
+    ledger.mark(torch.device("cpu"))
+    return ledger, ended
+
+
+def test_a_device_that_waits_is_seen_after_the_host_went_on(monkeypatch, capfd):
+    ledger, ended = device_watch(monkeypatch, 0.4)
+    try:
+        until(lambda: ledger._failure is not None)
+        sentence = r"finished combine \(step 1\): no progress for 0.4 s\. Rank 1 shows no sign"
+        with pytest.raises(PeerTimeout, match=sentence), ledger.step("dispatch"):
+            pass
+        assert ended.wait(5)
+    finally:
+        ledger.close()
+    told = capfd.readouterr().err
+    assert "PeerTimeout: rank 0 lost its peers finished combine" in told
+    assert "The device still waits: ending." in told
+
+
+def test_a_device_that_comes_to_its_mark_is_not_ended(monkeypatch):
+    ledger, ended = device_watch(monkeypatch, 0.3)
+    try:
+        ledger._mark.reached = True
+        assert not ended.wait(1)
+        ledger.check()
+    finally:
+        ledger.close()
+
+
+def test_marks_are_far_apart(monkeypatch):
+    ledger, _ = device_watch(monkeypatch, 40.0)
+    try:
+        ledger._mark.reached = True
+        ledger.mark(torch.device("cpu"))
+        assert ledger._mark.reached, "a second mark was set at once"
+    finally:
+        ledger.close()
+
+
+def test_a_mark_counts():
+    mark = DeviceMark(torch.device("cpu"))
+    assert mark.reached
+    mark.set()
+    assert mark.reached
+    mark._asked += 1
+    assert not mark.reached
+
+
+def until(condition):
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,181 @@
+"""`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory, and sums
+the experts' answers straight from there: two kernels in all. Beside other work, large calls go by copy engines.
+
+Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
+rows set out, and whoever wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row goes
+once to each rank that has an expert of it. A rank tells each peer by a number in the peer's memory when it has written
+(dispatch), and when its answers are ready (combine); the number grows from call to call, so that replays need no reset.
+
+Dispatch and combine take turns, which is what keeps a buffer from being written before it was read: rows of the next
+call are sent after the peer said that its experts are done, and answers are written after all rows have arrived, which
+a peer sends after it has read the last ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
+from ep_moe.all2all.lanes import Lane, Lanes
+from ep_moe.all2all.p2p_kernels import (
+    Workspace,
+    give_copies,
+    place_shapes,
+    receive,
+    send,
+    send_copies,
+    take_copies,
+)
+from ep_moe.all2all.side_stream import SideStream
+from ep_moe.errors import BackendUnavailable
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.link import Link
+from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
+from ep_moe.workspace import carved_bytes
+
+BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
+BLOCKS_HERE = 528  # that read this GPU's memory only
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """tokens, bound: of the call."""
+
+    lane: Lane
+    tokens: int
+    bound: int
+
+
+class NVLinkP2PDispatcher(Dispatcher):
+    name = "nvlink_p2p"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,
+        differentiable=False,
+        max_ranks=8,
+        alignment_bytes=16,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        devices=frozenset({"cuda"}),
+        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        static=True,
+    )
+    copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
+
+    def __init__(self, geometry: Geometry, link: Link) -> None:
+        super().__init__(geometry, link)
+        self.lanes = Lanes(self.name, self._connect)
+        self._side: SideStream = SideStream()
+
+    @classmethod
+    def available(cls) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed; it comes with torch on Linux with CUDA"
+        return None
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout) -> str | None:
+        return one_host_problem(cls.name, layout)
+
+    @classmethod
+    def buffer_bytes(cls, geometry: Geometry) -> int:
+        """All that is allocated for one call in flight, flags included."""
+        return carved_bytes(place_shapes(geometry, cls._copies(geometry)))
+
+    def _dispatch(
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
+        lane = self.lanes.take(x.device)
+        if problem is not None:
+            self._poison(lane, x.device, max_tokens)
+            self.refuse(problem)
+        assert max_tokens is not None
+        lane.busy = True
+        places = lane.library.places
+        if self._by_copies:
+            send_copies(lane.library, x, x_scale, routing, max_tokens)
+        else:
+            send(lane.library, x, x_scale, routing, max_tokens, self._blocks)
+        rows = self.link.size * max_tokens
+        received = Received(
+            x=places["rows"][:rows],
+            x_scale=places["scales"][:rows] if self.geometry.scales else None,
+            layout=RowLayout.RANK_MAJOR,
+            weighting=Weighting.EXPERTS,
+            handle=_Handle(lane, len(x), max_tokens),
+            wire_ids=WireIds(PhysicalIds(places["ids"][:rows]), self.link.rank * self.geometry.cap),
+            weights=places["weights"][:rows],
+            out=places["answers"][:rows],
+        )
+        return Pending(lambda: received)
+
+    def _combine(self, y: Tensor, handle: _Handle) -> Pending[Tensor]:
+        answers = handle.lane.library.places["answers"]
+        if y.data_ptr() != answers.data_ptr():
+            answers[: len(y)].copy_(y)
+        if not self._by_copies:
+            out = receive(handle.lane.library, handle.tokens, handle.bound, self._blocks)
+            handle.lane.release(y.device)
+            return Pending(lambda: out)
+        give_copies(handle.lane.library, handle.bound)
+
+        def finish() -> Tensor:
+            out = take_copies(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE)
+            handle.lane.release(y.device)
+            return out
+
+        return Pending(finish)
+
+    def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
+        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        if capturing(device):
+            return
+        assert max_tokens is not None
+        ids = torch.empty(0, self.geometry.top_k, dtype=torch.int64, device=device)
+        nowhere = PhysicalRouting(PhysicalIds(ids), ids.float())
+        send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS)
+        lane.library.places["answers"].fill_(torch.nan)
+        if self._copies(self.geometry):  # the peers may wait for copies, or come and read
+            give_copies(lane.library, max_tokens)
+        receive(lane.library, 0, max_tokens, BLOCKS)
+
+    @property
+    def _by_copies(self) -> bool:
+        """Of the present call. All ranks alike start it beside other work, or do not."""
+        return self._side.active and self._copies(self.geometry)
+
+    @property
+    def _blocks(self) -> int:
+        return BLOCKS_BESIDE if self._side.active else BLOCKS
+
+    @classmethod
+    def _copies(cls, geometry: Geometry) -> bool:
+        """Whether there is room for copies."""
+        assert geometry.max_tokens is not None
+        return geometry.max_tokens * geometry.hidden_size * geometry.row_dtype.itemsize >= cls.copied_bytes
+
+    def destroy(self) -> None:
+        self.lanes.destroy()
+
+    def _connect(self, device: torch.device) -> Workspace:
+        shapes = place_shapes(self.geometry, self._copies(self.geometry))
+        try:
+            memory = make_memory(self.link, device, carved_bytes(shapes))
+        except (ImportError, OSError, RuntimeError) as error:
+            raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
+        return Workspace(self.geometry, self.link.rank, shapes, memory)
+
+
+def make_memory(link: Link, device: torch.device, size: int) -> Any:
+    """A `PeerMemory`. Collective."""
+    from ep_moe.all2all.peer_memory import PeerMemory
+
+    return PeerMemory(link, device, size)

@@ -1,0 +1,174 @@
+"""What `nvlink_p2p` does with its peers' memory. The torch forms are the definition, and run where ranks share a CPU's
+memory; the Triton forms (GPUs) are one launch each.
+
+Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted, and answers are read from where the
+experts left them. Copied by the GPU's copy engines, all rows go to all ranks and all answers come back: a little more
+on the wire, and no multiprocessor is busy with it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Geometry
+from ep_moe.types import PhysicalRouting
+from ep_moe.workspace import Shapes, carve
+
+_SENT, _ANSWERED = 0, 1  # rows of flags
+
+
+def place_shapes(geometry: Geometry, copies: bool) -> Shapes:
+    """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
+
+    rows [N, H], scales [N, H / 128], ids and weights [N, K]: written by peers
+    answers [N, H]: read by peers, token by token; copies [N, H]: where peers copy theirs to, rank by rank
+    flags [2, R]: how many dispatches and combines of each peer have got so far
+    """
+    g = geometry
+    assert g.max_tokens is not None
+    places = g.num_ranks * g.max_tokens
+    return {
+        "rows": ((places, g.hidden_size), g.row_dtype),
+        "scales": ((places, g.scales), torch.float32),
+        "ids": ((places, g.top_k), torch.int32),
+        "weights": ((places, g.top_k), torch.float32),
+        "answers": ((places, g.hidden_size), g.dtype),
+        "copies": ((places if copies else 0, g.hidden_size), g.dtype),
+        "flags": ((2, g.num_ranks), torch.int32),
+    }
+
+
+class Workspace:
+    """One call's memory, here and on the peers.
+
+    places: this rank's tensors by name; peers: those of all ranks; offsets: bytes from the beginning, equal on all
+    sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
+        which peers lay out by another bound
+    calls: int32 [2], dispatches so far, and blocks of the present one that have written
+    """
+
+    def __init__(self, geometry: Geometry, rank: int, shapes: Shapes, memory: Any) -> None:
+        self.geometry, self.rank, self.memory = geometry, rank, memory
+        self.places = carve(memory.local, shapes)
+        self.peers = [carve(peer, shapes) for peer in memory.peers]
+        start = memory.local.data_ptr()
+        self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
+        self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
+        self.calls = torch.zeros(2, dtype=torch.int32, device=memory.local.device)
+
+    def destroy(self) -> None:
+        self.places.clear()
+        self.peers.clear()
+        self.memory = None
+
+
+def send(
+    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int
+) -> None:
+    """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
+    range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
+
+    blocks: of the GPU's kernel, at most
+    """
+    if x.is_cuda:
+        _triton().send(workspace, x, x_scale, routing, bound, blocks)
+        return
+    for rank, peer in enumerate(workspace.peers):
+        wanted = ((routing.ids >= 0) & (routing.ids // workspace.geometry.cap == rank)).any(1).nonzero().flatten()
+        peer["rows"][workspace.rank * bound + wanted] = x[wanted]
+    _announce(workspace, x_scale, routing, bound)
+
+
+def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
+    """As `send`, with rows by copy engines, and few multiprocessors for what belongs to them."""
+    first = workspace.rank * bound
+    for peer in _turn(workspace):
+        workspace.peers[peer]["rows"][first : first + len(x)].copy_(x)
+    if x.is_cuda:
+        _triton().announce(workspace, x_scale, routing, bound)
+    else:
+        _announce(workspace, x_scale, routing, bound)
+
+
+def _announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
+    g, first, tokens = workspace.geometry, workspace.rank * bound, len(routing.ids)
+    valid = (routing.ids >= 0) & (routing.ids < g.num_physical)
+    ids, weights = torch.full((bound, g.top_k), -1, dtype=torch.int32), torch.zeros(bound, g.top_k)
+    ids[:tokens], weights[:tokens] = torch.where(valid, routing.ids, -1).int(), routing.weights.where(valid, 0.0)
+    workspace.sent[:bound] = ids
+    for peer in workspace.peers:
+        peer["ids"][first : first + bound], peer["weights"][first : first + bound] = ids, weights
+        if x_scale is not None:
+            peer["scales"][first : first + tokens] = x_scale
+    workspace.calls[0] += 1
+    _tell(workspace, _SENT)
+    _wait(workspace, _SENT)
+
+
+def receive(workspace: Workspace, tokens: int, bound: int, blocks: int) -> Tensor:
+    """Wait until the peers' answers are ready, and sum those of this rank's tokens in the order of ranks, in float32:
+    [T, H]."""
+    if workspace.calls.is_cuda:
+        found: Tensor = _triton().receive(workspace, tokens, bound, blocks)
+        return found
+    _tell(workspace, _ANSWERED)
+    _wait(workspace, _ANSWERED)
+    first = workspace.rank * bound
+    return _sum(workspace, tokens, [peer["answers"][first:] for peer in workspace.peers])
+
+
+def give_copies(workspace: Workspace, bound: int) -> None:
+    """Copy the answers to the peers' `copies`, by copy engines."""
+    first = workspace.rank * bound
+    for rank in _turn(workspace):
+        theirs = workspace.places["answers"][rank * bound : (rank + 1) * bound]
+        workspace.peers[rank]["copies"][first : first + bound].copy_(theirs)
+    if workspace.calls.is_cuda:
+        _triton().tell_copies(workspace)
+    else:
+        _tell(workspace, _ANSWERED)
+
+
+def take_copies(workspace: Workspace, tokens: int, bound: int, blocks: int) -> Tensor:
+    """As `receive`, of what peers copied here."""
+    if workspace.calls.is_cuda:
+        found: Tensor = _triton().receive(workspace, tokens, bound, blocks, copied=True)
+        return found
+    _wait(workspace, _ANSWERED)
+    copies = workspace.places["copies"]
+    return _sum(workspace, tokens, [copies[rank * bound :] for rank in range(len(workspace.peers))])
+
+
+def _sum(workspace: Workspace, tokens: int, answers: list[Tensor]) -> Tensor:
+    g, ids = workspace.geometry, workspace.sent[:tokens]
+    total = torch.zeros(tokens, g.hidden_size)
+    for rank, rows in enumerate(answers):
+        here = ((ids // g.cap == rank) & (ids >= 0)).any(1, keepdim=True)
+        total += rows[:tokens].float().where(here, 0.0)
+    return total.to(g.dtype)
+
+
+def _tell(workspace: Workspace, phase: int) -> None:
+    for peer in workspace.peers:
+        peer["flags"][phase, workspace.rank] = workspace.calls[0]
+
+
+def _wait(workspace: Workspace, phase: int) -> None:
+    while (workspace.places["flags"][phase] - workspace.calls[0] < 0).any():
+        time.sleep(2e-5)
+
+
+def _turn(workspace: Workspace) -> list[int]:
+    """All ranks, each rank's own list beginning with itself, so that no two copy to one at once."""
+    ranks = len(workspace.peers)
+    return [(workspace.rank + step) % ranks for step in range(ranks)]
+
+
+def _triton():  # type: ignore[no-untyped-def]
+    from ep_moe.all2all import p2p_kernels_triton
+
+    return p2p_kernels_triton

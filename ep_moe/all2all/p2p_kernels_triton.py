@@ -1,0 +1,246 @@
+"""The Triton forms of `p2p_kernels`.
+
+Order in memory (PTX's model): a block's stores to peers, a barrier of the block, its release of the count; the last
+block to count has acquired all of them and releases its number to each peer; whoever acquires the number sees the rows.
+Numbers are compared by their difference, so that they may overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.types import PhysicalRouting
+
+_TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows
+
+
+def send(
+    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int
+) -> None:
+    g, at = workspace.geometry, workspace.offsets
+    words = g.hidden_size * g.row_dtype.itemsize // 4
+    _send[(min(bound, blocks),)](
+        x.contiguous().view(torch.int32),
+        x.new_empty(0, dtype=torch.float32) if x_scale is None else x_scale.contiguous(),
+        routing.ids.contiguous(),
+        routing.weights.contiguous(),
+        workspace.memory.addresses,
+        workspace.places["flags"],
+        workspace.calls,
+        workspace.sent,
+        at["rows"],
+        at["scales"],
+        at["ids"],
+        at["weights"],
+        at["flags"],
+        len(x),
+        bound,
+        g.num_physical,
+        g.cap,
+        RANK=workspace.rank,
+        RANKS=g.num_ranks,
+        LANES=triton.next_power_of_2(g.num_ranks),
+        TOP_K=g.top_k,
+        WIDTH=triton.next_power_of_2(g.top_k),
+        WORDS=words,
+        WORD_BLOCK=triton.next_power_of_2(words),
+        SCALES=g.scales,
+        SCALE_BLOCK=triton.next_power_of_2(max(g.scales, 1)),
+        num_warps=8 if words > 1024 else 4,
+    )
+
+
+@triton.jit
+def _send(
+    x, x_scale, ids, weights, peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at,
+    tokens, bound, num_physical, cap,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    WORDS: tl.constexpr, WORD_BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.num_programs(0)
+    pick, word, step = tl.arange(0, WIDTH), tl.arange(0, WORD_BLOCK), tl.arange(0, SCALE_BLOCK)
+    for token in range(tl.program_id(0), bound, blocks):
+        at = tl.cast(token, tl.int64)
+        given = (pick < TOP_K) & (token < tokens)
+        id = tl.load(ids + at * TOP_K + pick, mask=given, other=-1)  # noqa: A001
+        weight = tl.load(weights + at * TOP_K + pick, mask=given, other=0.0)
+        valid = (id >= 0) & (id < num_physical)
+        owner = tl.where(valid, (id // cap).to(tl.int32), RANKS)
+        tl.store(sent + at * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=pick < TOP_K)
+        here = (word < WORDS) & (token < tokens)
+        row = tl.load(x + at * WORDS + word, mask=here)
+        if SCALES:
+            scale = tl.load(x_scale + at * SCALES + step, mask=(step < SCALES) & (token < tokens))
+        place = RANK * tl.cast(bound, tl.int64) + token
+        for peer in tl.static_range(RANKS):
+            base = tl.multiple_of(tl.load(peers + peer), 16)
+            their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
+            their_weights = (base + weights_at).to(tl.pointer_type(tl.float32))
+            tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=pick < TOP_K)
+            tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=pick < TOP_K)
+            if tl.max((owner == peer).to(tl.int32), axis=0) > 0:
+                their_rows = tl.multiple_of((base + rows_at).to(tl.pointer_type(tl.int32)), 16)
+                tl.store(their_rows + place * WORDS + word, row, mask=here)
+                if SCALES:
+                    their_scales = (base + scales_at).to(tl.pointer_type(tl.float32))
+                    tl.store(their_scales + place * SCALES + step, scale, mask=step < SCALES)
+    _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
+
+
+def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
+    g, at = workspace.geometry, workspace.offsets
+    _announce[(min(triton.cdiv(bound, _TILE), _TILES),)](
+        routing.weights.new_empty(0) if x_scale is None else x_scale.contiguous(),
+        routing.ids.contiguous(),
+        routing.weights.contiguous(),
+        workspace.memory.addresses,
+        workspace.places["flags"],
+        workspace.calls,
+        workspace.sent,
+        at["scales"],
+        at["ids"],
+        at["weights"],
+        at["flags"],
+        len(routing.ids),
+        bound,
+        g.num_physical,
+        RANK=workspace.rank,
+        RANKS=g.num_ranks,
+        LANES=triton.next_power_of_2(g.num_ranks),
+        TOP_K=g.top_k,
+        WIDTH=triton.next_power_of_2(g.top_k),
+        SCALES=g.scales,
+        SCALE_BLOCK=triton.next_power_of_2(max(g.scales, 1)),
+        TILE=_TILE,
+    )
+
+
+@triton.jit
+def _announce(
+    x_scale, ids, weights, peers, flags, calls, sent, scales_at, ids_at, weights_at, flags_at,
+    tokens, bound, num_physical,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.num_programs(0)
+    pick, step = tl.arange(0, WIDTH)[None], tl.arange(0, SCALE_BLOCK)[None]
+    for first in range(tl.program_id(0) * TILE, bound, blocks * TILE):
+        token = (first + tl.arange(0, TILE)).to(tl.int64)[:, None]
+        place = RANK * tl.cast(bound, tl.int64) + token
+        inside, present = (pick < TOP_K) & (token < bound), token < tokens
+        id = tl.load(ids + token * TOP_K + pick, mask=inside & present, other=-1)  # noqa: A001
+        weight = tl.load(weights + token * TOP_K + pick, mask=inside & present, other=0.0)
+        valid = (id >= 0) & (id < num_physical)
+        tl.store(sent + token * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
+        given = (step < SCALES) & present
+        if SCALES:
+            scale = tl.load(x_scale + token * SCALES + step, mask=given)
+        for peer in tl.static_range(RANKS):
+            base = tl.multiple_of(tl.load(peers + peer), 16)
+            their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
+            their_weights = (base + weights_at).to(tl.pointer_type(tl.float32))
+            tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
+            tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=inside)
+            if SCALES:
+                their_scales = (base + scales_at).to(tl.pointer_type(tl.float32))
+                tl.store(their_scales + place * SCALES + step, scale, mask=given)
+    _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
+
+
+@triton.jit
+def _meet(peers, flags, calls, place, blocks, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """The last block to come here tells the peers that all have written, and waits for theirs."""
+    tl.debug_barrier()
+    before = tl.atomic_add(calls + 1, 1, sem="acq_rel", scope="sys")
+    if before == blocks - 1:
+        tl.store(calls + 1, 0)
+        number = tl.load(calls) + 1
+        tl.store(calls, number)
+        _tell(peers, place, number, RANKS, LANES)
+        _wait(flags, number, RANKS, LANES)
+
+
+@triton.jit
+def _tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    theirs = (tl.load(peers + lane, mask=lane < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + number, mask=lane < RANKS, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    missing = 1
+    while missing > 0:
+        seen = tl.atomic_add(flags + lane, 0, mask=lane < RANKS, sem="acquire", scope="sys")
+        missing = tl.sum(((seen - number < 0) & (lane < RANKS)).to(tl.int32), axis=0)
+
+
+def tell_copies(workspace: Workspace) -> None:
+    ranks = workspace.geometry.num_ranks
+    place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
+    lanes = triton.next_power_of_2(ranks)
+    _tell_copies[(1,)](workspace.memory.addresses, workspace.calls, place, RANKS=ranks, LANES=lanes, num_warps=1)
+
+
+@triton.jit
+def _tell_copies(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
+    _tell(peers, place, tl.load(calls), RANKS, LANES)
+
+
+def receive(workspace: Workspace, tokens: int, bound: int, blocks: int, *, copied: bool = False) -> Tensor:
+    g, at = workspace.geometry, workspace.offsets
+    out = torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=workspace.calls.device)
+    _receive[(max(1, min(tokens, blocks)),)](
+        out,
+        workspace.sent,
+        workspace.memory.addresses,
+        workspace.places["flags"][1],
+        workspace.calls,
+        at["copies" if copied else "answers"],
+        at["flags"] + 4 * g.num_ranks,
+        tokens,
+        bound,
+        g.cap,
+        COPIED=copied,
+        RANK=workspace.rank,
+        RANKS=g.num_ranks,
+        LANES=triton.next_power_of_2(g.num_ranks),
+        TOP_K=g.top_k,
+        WIDTH=triton.next_power_of_2(g.top_k),
+        HIDDEN=g.hidden_size,
+        BLOCK=triton.next_power_of_2(g.hidden_size),
+        num_warps=8 if g.hidden_size > 2048 else 4,
+    )
+    return out
+
+
+@triton.jit
+def _receive(
+    out, sent, peers, flags, calls, answers_at, flags_at, tokens, bound, cap,
+    COPIED: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(calls)
+    if (not COPIED) & (tl.program_id(0) == 0):  # who copied has told already
+        _tell(peers, flags_at + 4 * RANK, number, RANKS, LANES)
+    _wait(flags, number, RANKS, LANES)
+    pick, column = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        place = RANK * tl.cast(bound, tl.int64) + token
+        at = tl.cast(token, tl.int64)
+        id = tl.load(sent + at * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+        owner = tl.where(id >= 0, id // cap, RANKS)
+        total = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(RANKS):
+            wanted = tl.max((owner == peer).to(tl.int32), axis=0) > 0
+            base = tl.multiple_of(tl.load(peers + (RANK if COPIED else peer)), 16)
+            row = peer * tl.cast(bound, tl.int64) + token if COPIED else place
+            theirs = tl.multiple_of((base + answers_at).to(tl.pointer_type(out.dtype.element_ty)), 16)
+            answer = tl.load(theirs + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0.0)
+            total += answer.to(tl.float32)
+        tl.store(out + at * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)

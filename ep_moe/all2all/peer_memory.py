@@ -1,0 +1,28 @@
+"""Memory of equal layout on all ranks of one host, each of which reads and writes its peers' over NVLink."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.parallel.link import Link
+
+
+class PeerMemory:
+    """local: uint8 [size], zero; peers: those of all ranks. addresses: int64 [R] on the device, where each begins in
+    this rank's view.
+
+    Torch's symmetric memory in its own form (`CUDA`), without NVSHMEM and without multicast. Collective.
+    """
+
+    def __init__(self, link: Link, device: torch.device, size: int) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        assert link.group is not None
+        self.local = symm_mem.empty(size, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(self.local, link.group.group_name)
+        self.peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(link.size)]
+        self.addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+        self._handle = handle  # it holds the mapping
+        self.local.zero_()
+        dist.barrier(link.group)  # nobody writes here before it is zero

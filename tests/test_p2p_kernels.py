@@ -1,0 +1,118 @@
+"""The Triton forms of `p2p_kernels` against the torch forms, which define them: all ranks in one process, one after the
+other, so that nobody waits (the flags say that all have come)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_moe.all2all import p2p_kernels
+from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.config import Wire
+from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.types import PhysicalIds, PhysicalRouting
+from ep_moe.workspace import carved_bytes
+from tests.test_fp8_block_kernels import DEVICE
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe.all2all import p2p_kernels_triton
+
+
+class Memory:
+    def __init__(self, local, peers):
+        self.local, self.peers = local, peers
+        self.addresses = torch.tensor([peer.data_ptr() for peer in peers], device=local.device)
+
+
+def workspaces(shape: Geometry, device: str) -> list[Workspace]:
+    shapes = p2p_kernels.place_shapes(shape, copies=True)
+    size = carved_bytes(shapes)
+    peers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(shape.num_ranks)]
+    made = [Workspace(shape, rank, shapes, Memory(peer, peers)) for rank, peer in enumerate(peers)]
+    for workspace in made:
+        workspace.places["flags"].fill_(1000)
+    return made
+
+
+def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(17 * rank + tokens)
+    x = torch.randn(tokens, shape.hidden_size, generator=generator).to(shape.dtype)
+    ids = torch.randint(-2, shape.num_physical + 2, (tokens, shape.top_k), generator=generator).to(ids_dtype)
+    routing = PhysicalRouting(PhysicalIds(ids), torch.rand(ids.shape, generator=generator))
+    return (*(round_blocks(x) if shape.scales else (x, None)), routing)
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["", "copy"])
+@pytest.mark.parametrize("blocks", [2, 16])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block")], ids=["plain", "fp8_block"])
+@pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), [
+    (2, 1, 128, torch.bfloat16), (3, 3, 384, torch.float16), (4, 8, 256, torch.float32), (4, 2, 2304, torch.bfloat16),
+])  # fmt: skip
+def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, copy):
+    shape = Geometry(hidden_size=hidden, top_k=top_k, cap=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire)
+    bound = 7
+    found, wanted = workspaces(shape, DEVICE), workspaces(shape, "cpu")
+    for rank in range(ranks):
+        x, scale, routing = batch(shape, rank, (7, 0, 3, 5)[rank], ids_dtype)
+        if copy:
+            p2p_kernels.send_copies(wanted[rank], x, scale, routing, bound)
+        else:
+            p2p_kernels.send(wanted[rank], x, scale, routing, bound, blocks)
+        there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
+        scale = None if scale is None else scale.to(DEVICE)
+        if copy:
+            for ours, theirs in zip(found, wanted, strict=True):  # as the engines do
+                ours.places["rows"].copy_(theirs.places["rows"])
+            p2p_kernels_triton.announce(found[rank], scale, there, bound)
+        else:
+            p2p_kernels_triton.send(found[rank], x.to(DEVICE), scale, there, bound, blocks)
+    for ours, theirs in zip(found, wanted, strict=True):
+        ids = theirs.places["ids"]
+        sent = ((ids >= 0) & (ids // shape.cap == theirs.rank)).any(1)
+        for name in ("rows", "ids", "weights", "scales"):
+            mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
+            chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are nobody's
+            assert torch.equal(mine[chosen], wished[chosen]), name
+        assert ours.calls.tolist() == [1, 0], "one call, and the count is ready for the next"
+        assert theirs.places["flags"][0].tolist() == [1] * ranks
+        theirs.places["flags"].fill_(1000)
+        assert ours.places["flags"][0].tolist() == [1] * ranks, "all have told"
+        ours.places["flags"].fill_(1000)
+        generator = torch.Generator().manual_seed(theirs.rank)
+        theirs.places["answers"].copy_(torch.randint(-8, 9, theirs.places["answers"].shape, generator=generator))
+        theirs.places["answers"][2] = torch.nan if theirs.rank else 0.0
+        ours.places["answers"].copy_(theirs.places["answers"])
+    for ours, theirs in zip(found, wanted, strict=True):
+        if copy:
+            p2p_kernels.give_copies(theirs, bound)
+            p2p_kernels_triton.tell_copies(ours)
+    for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
+        take = p2p_kernels.take_copies if copy else p2p_kernels.receive
+        expected = take(wanted[rank], tokens, bound, blocks)
+        found[rank].places["copies"].copy_(wanted[rank].places["copies"])
+        if copy:
+            found[rank].places["flags"].fill_(1)
+        out = p2p_kernels_triton.receive(found[rank], tokens, bound, blocks, copied=copy)
+        assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+        assert out.dtype == dtype
+    for ours in found:
+        assert ours.places["flags"][1].tolist() == [1] * ranks
+
+
+def test_numbers_may_overflow():
+    """2**31 calls are four days of a busy server."""
+    shape = Geometry(hidden_size=128, top_k=1, cap=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
+    for workspace in (made := workspaces(shape, DEVICE)):
+        workspace.calls[0] = 2**31 - 1
+        workspace.places["flags"].fill_(-(2**31))
+    x, _, routing = batch(shape, 0, 1, torch.int64)
+    there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
+    for _ in range(2):
+        p2p_kernels_triton.send(made[0], x.to(DEVICE), None, there, 1, 1)
+        p2p_kernels_triton.receive(made[0], 1, 1, 1)
+        for workspace in made:
+            workspace.places["flags"] += 1
+    assert made[0].calls.tolist() == [-(2**31) + 1, 0]
