@@ -17,7 +17,8 @@ class SideStream:
     """Calls on a stream of their own, in the order they are made.
 
     Each begins when what the caller's stream has been given until then is done, so that memory which the caller freed
-    before may be used again; `wait()` makes the caller's stream wait, and does there what the call left to it. Inside a graph capture both become branches.
+    before may be used again; `wait()` makes the caller's stream wait, and does there what the call left to it. Inside a
+    graph capture both become branches.
     """
 
     def __init__(self, priority: int = 0) -> None:
