@@ -38,7 +38,7 @@ SOURCES = (
 MISSING = (
     "## What is not here",
     "",
-    "- torch's `symm_mem.all_to_all_vdev` and `_2d`: tried with torch 2.11, and left out. The first block of its kernel",
+    "- torch's `symm_mem.all_to_all_vdev` and `_2d`: tried with torch 2.11, and left out. The kernel's first block",
     "  writes output offsets over source offsets that other blocks may not have read yet, and a block's share of a",
     "  rank's rows must come out even; answers would be right only as long as blocks start together.",
     "- NCCL-EP (`nccl_ep`): wants NCCL 2.30; the machines of these runs have 2.28.9.",
