@@ -155,6 +155,11 @@ class Dispatcher(ABC):
         not counted."""
         return 0
 
+    @classmethod
+    def calls_in_parts(cls, geometry: Geometry) -> int:
+        """How many calls in flight a layer call in parts comes to."""
+        return 2
+
     def dispatch(
         self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
     ) -> Received:

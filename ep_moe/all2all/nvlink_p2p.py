@@ -90,6 +90,11 @@ class NVLinkP2PDispatcher(Dispatcher):
         """All that is allocated for one call in flight, flags included."""
         return carved_bytes(place_shapes(geometry, cls._copies(geometry)))
 
+    @classmethod
+    def calls_in_parts(cls, geometry: Geometry) -> int:
+        """Answers that came by copies keep theirs until they are summed."""
+        return 3 if cls._copies(geometry) else 2
+
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:

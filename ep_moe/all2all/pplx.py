@@ -70,6 +70,11 @@ class PplxDispatcher(Dispatcher):
         rows = geometry.cap * geometry.num_ranks * geometry.max_tokens
         return rows * (geometry.hidden_size * geometry.row_dtype.itemsize + 4 * geometry.scales)
 
+    @classmethod
+    def calls_in_parts(cls, geometry: Geometry) -> int:
+        """A call keeps its workspace until its results have been received."""
+        return 3
+
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:

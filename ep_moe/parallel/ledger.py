@@ -86,10 +86,13 @@ class Ledger:
         return self._step.number
 
     @contextmanager
-    def step(self, phase: str, detail: str = "") -> Iterator[None]:
-        """Enter a collective step. A communication failure inside leaves as PeerTimeout."""
+    def step(self, phase: str, detail: str = "", *, counted: bool = True) -> Iterator[None]:
+        """Enter a collective step. A communication failure inside leaves as PeerTimeout.
+
+        counted: False for a step that not all ranks make, or not equally often: the running number stays
+        """
         self.check()
-        self._step = Step(self._step.number + 1, self.where, phase, detail, False)
+        self._step = Step(self._step.number + counted, self.where, phase, detail, False)
         self._started = time.monotonic()
         try:
             yield

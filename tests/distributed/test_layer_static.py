@@ -72,10 +72,15 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
             del twin, layer
         parts = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=2))
         assert parts.geometry.max_tokens == 2
+        each = kind.buffer_bytes(parts.geometry)
+        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts.geometry)
         for tokens in (9, 0, 5, 1):
             check_call(parts, context, tokens=tokens, what=f"{sizes}, T={tokens}, in parts")
         with context.at_most(2):
             check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
+        lanes = context._dispatchers[kind.name, parts.geometry].lanes
+        planned = kind.calls_in_parts(parts.geometry)
+        assert len(lanes.made) == min(planned, -(-context.layout.wire_tokens(9) // 2)), "workspaces as planned"
         shared = dataclasses.replace(CONFIG, shared_intermediate_size=16)
         for pipeline in (None, 2):
             layer = fill(MoELayer(shared, context, all2all=kind.name, pipeline=pipeline))

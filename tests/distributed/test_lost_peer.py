@@ -267,6 +267,8 @@ def test_a_ledger_turns_communication_failures_only():
     with pytest.raises(ConfigError), ledger.step("dispatch"):
         raise ConfigError("ours")
     assert ledger.number == 3
+    with ledger.step("gather", counted=False):
+        assert str(ledger._step) == "in gather of moe0 (step 3)"
 
 
 def test_an_overdue_step_is_aborted_and_named():
