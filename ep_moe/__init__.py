@@ -21,7 +21,17 @@ from ep_moe.config import (
     load_model_config,
 )
 from ep_moe.context import EPContext
-from ep_moe.errors import BackendUnavailable, CheckpointError, ConfigError, EPMoEError, InputError, PeerTimeout
+from ep_moe.eplb.balancer import ExpertBalancer
+from ep_moe.eplb.config import EPLBConfig
+from ep_moe.errors import (
+    BackendUnavailable,
+    CheckpointError,
+    ConfigError,
+    EPMoEError,
+    InputError,
+    PeerTimeout,
+    RebalanceError,
+)
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.expert_map import ExpertMap
@@ -35,7 +45,9 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "EPContext",
+    "EPLBConfig",
     "EPMoEError",
+    "ExpertBalancer",
     "ExpertMap",
     "InputError",
     "MoEConfig",
@@ -45,6 +57,7 @@ __all__ = [
     "PeerTimeout",
     "Placement",
     "RankLayout",
+    "RebalanceError",
     "Router",
     "Routing",
     "RoutingConfig",

@@ -1,21 +1,26 @@
-"""The command line: `ep-moe run`, `ep-moe explain`, `ep-moe doctor`. It only parses, prints and sets exit codes."""
+"""The command line: `ep-moe run`, `explain`, `plan`, `doctor`. It only parses, prints and sets exit codes."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 from ep_moe import doctor as doctor_report
 from ep_moe.config import ParallelConfig, Wire
+from ep_moe.eplb import LoadTrace
+from ep_moe.eplb import report as plan_report
 from ep_moe.errors import EPMoEError
 from ep_moe.parallel.local_ranks import RanksFailed
 from ep_moe.run import DIGITS, RunOptions, RunReport
 from ep_moe.run import run as run_model
+from ep_moe.run_eplb import Rebalanced
 from ep_moe.select import explain_model
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -48,6 +53,8 @@ def run(
     batch: Annotated[int, typer.Option(help="Sequences per dp rank and forward.")] = 8,
     max_tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
     reference: Annotated[bool, typer.Option(help="Also run the untouched model in one process.")] = True,
+    redundant: Annotated[int, typer.Option(help="Experts that have a second copy.")] = 0,
+    eplb: Annotated[bool, typer.Option(help="Rebalance the experts, and read the text again.")] = False,
     deadline: Annotated[float, typer.Option(help="Seconds after which a silent peer is reported lost.")] = 300.0,
 ) -> None:
     """Run a model on real text with its experts spread over ranks, and compare perplexities.
@@ -57,7 +64,8 @@ def run(
     options = RunOptions(
         model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
         quantization=quantization, dtype=dtype,
-        window=window, batch=batch, max_tokens=max_tokens, reference=reference, deadline_s=deadline,
+        window=window, batch=batch, max_tokens=max_tokens, reference=reference, redundant=redundant, eplb=eplb,
+        deadline_s=deadline,
     )  # fmt: skip
     try:
         report = run_model(options)
@@ -110,6 +118,57 @@ def explain(
         raise typer.Exit(1)
 
 
+class _NumberLists(TyperCommand):
+    """`--ranks 4 8 32` for `--ranks 4 --ranks 8 --ranks 32`: numbers behind a number belong to its option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        option = ""
+        for arg in args:
+            if arg.isdigit() and option and spread[-1].isdigit():
+                spread.append(option)
+            elif not arg.isdigit():
+                option = arg if arg in ("--ranks", "--redundant") else ""
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+@app.command(cls=_NumberLists)
+def plan(
+    trace: Annotated[Path, typer.Argument(help="Load trace, an .npz file of LoadTrace.save.")],
+    ranks: Annotated[list[int], typer.Option(help="EP sizes, one or more numbers.")],
+    redundant: Annotated[list[int] | None, typer.Option(help="Redundant experts, one or more; default 0.")] = None,
+    groups: Annotated[int, typer.Option(help="Expert groups that stay on one node.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes that the ranks are spread over.")] = 1,
+    model: Annotated[str | None, typer.Option(help="Config with the sizes; default the trace's model.")] = None,
+    bytes_per_weight: Annotated[float, typer.Option(help="2 for bfloat16, 1 for fp8.")] = 2.0,
+    tolerance: Annotated[float, typer.Option(help="A layer this close to perfect balance stays.")] = 0.01,
+    enough: Annotated[
+        float, typer.Option(help="Balancedness at which to stop moving; 1 for all that can be had.")
+    ] = 1.0,
+    steps_to_pay: Annotated[int, typer.Option(help="Refuse what takes more steps to pay back.")] = 3000,
+    plot: Annotated[Path | None, typer.Option(help="Heat maps of load per layer and rank, e.g. out.png.")] = None,
+) -> None:
+    """Plan a recorded load for other numbers of ranks and redundant experts: balance, time, bytes to move, verdict.
+
+    Time is the layer's own model on H200s; see docs/eplb.md.
+    """
+    question = plan_report.Question(
+        nodes=nodes, groups=groups, tolerance=tolerance, enough=enough, within_steps=steps_to_pay,
+        bytes_per_weight=bytes_per_weight,
+    )  # fmt: skip
+    try:
+        rows = plan_report.what_if(LoadTrace.load(trace), ranks, redundant or [0], question, model)
+        if plot is not None:
+            plan_report.plot(rows, plot)
+    except EPMoEError as error:
+        _fail(error)
+    _table(plan_report.TITLE, plan_report.COLUMNS, [row.cells() for row in rows])
+    _console.print()
+    for row in rows:
+        _console.print(f"ranks {row.ranks}, redundant {row.redundant}: {row.verdict}", highlight=False, markup=False)
+
+
 def _fail(error: EPMoEError) -> NoReturn:
     """A user's error is one sentence, printed once: all ranks have the same one."""
     if os.environ.get("RANK", "0") == "0":
@@ -127,6 +186,8 @@ def _print_report(report: RunReport) -> None:
         if not report.agrees and report.exact:
             verdict = f"DIFFERENT, {verdict}: in float32 this is a bug"
         _console.print(f"  transformers  {report.reference:#.{DIGITS}g}  (one process; {verdict})", highlight=False)
+    if report.rebalanced is not None:
+        _print_rebalanced(report.rebalanced)
     _print_loads(report)
     whole = sum(report.stages.values())
     rows = [
@@ -136,6 +197,17 @@ def _print_report(report: RunReport) -> None:
     _table(
         f"time per stage, slowest rank, {report.forwards} layer calls", ["stage", "ms", "us per call", "share"], rows
     )
+
+
+def _print_rebalanced(found: Rebalanced) -> None:
+    for line in (
+        "\nthe same text while experts move, and once they have",
+        f"  balancedness  {found.before:.3f} before, {found.after:.3f} after (mean rank / fullest, over all layers)",
+        f"  perplexity    {found.perplexity:#.{DIGITS}g}",
+        f"  moved         {found.sent_bytes / 2**20:.1f} MiB between ranks, within {found.forwards} forwards",
+        f"  forward       {found.usual_ms:.1f} ms usually, {found.longest_ms:.1f} ms the longest while moving",
+    ):
+        _console.print(line, highlight=False)
 
 
 def _print_loads(report: RunReport) -> None:

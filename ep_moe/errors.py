@@ -12,6 +12,10 @@ class ConfigError(EPMoEError, ValueError):
     """A configuration, layout, map or environment that cannot work; raised before any collective."""
 
 
+class NoRoom(ConfigError):
+    """The ranks that are left have too few slots for all experts."""
+
+
 class InputError(EPMoEError, ValueError):
     """A bad argument of one call: shape, dtype, device or expert id; all ranks of the call raise it."""
 
@@ -26,3 +30,8 @@ class BackendUnavailable(EPMoEError, RuntimeError):
 
 class PeerTimeout(EPMoEError, RuntimeError):
     """A peer died, hung or went another way; the message names the phase and the ranks."""
+
+
+class RebalanceError(EPMoEError, RuntimeError):
+    """A rebalance came to nothing: the maps that were in force before are in force on all ranks. The message says what
+    went wrong, on which rank, and whether the balancer goes on."""

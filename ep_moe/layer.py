@@ -24,6 +24,7 @@ from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
+from ep_moe.placement.stats import LayerStats, layer_stats
 from ep_moe.router import Router
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -247,8 +248,17 @@ class MoELayer(nn.Module):
         transport: type[Dispatcher] = registry.load("dispatchers", self.choice.all2all)
         return held | {
             "workspace": self.experts.workspace_bytes(),
-            "transport": transport.buffer_bytes(self.geometry) * (1 if self.pipeline is None else 2),
+            "transport": transport.buffer_bytes(self.geometry)
+            * (1 if self.pipeline is None else transport.calls_in_parts(self.geometry)),
         }
+
+    def stats(self) -> LayerStats:
+        """Load per expert and rank, as `layer_stats` says. Collective over the EP group, waits for the device."""
+        return layer_stats(self.name, self.placement, self.context.links["ep"])
+
+    def no_stats(self) -> AbstractContextManager[None]:
+        """Within, forwards are not counted as load: for warm-up and idle steps."""
+        return self.placement.no_stats()
 
     def explain(self) -> list[select.Choice]:
         """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""

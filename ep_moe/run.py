@@ -23,6 +23,8 @@ from ep_moe.observe import StageTimes, balancedness
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
 from ep_moe.parallel.layout import share
 from ep_moe.parallel.local_ranks import run_local_ranks
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.run_eplb import Rebalanced, rebalance
 from ep_moe.select import AUTO
 from ep_moe.weights.schemes import PLAIN, SCHEMES
 
@@ -40,6 +42,7 @@ class RunOptions:
     window: tokens per sequence; batch: sequences per dp rank and forward; max_tokens: of the text
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
     reference: also run the untouched model in one process
+    redundant: experts that have a second copy; eplb: rebalance the experts, and read the text again
     """
 
     model: str | None = None
@@ -56,6 +59,8 @@ class RunOptions:
     batch: int = 8
     max_tokens: int = 16384
     reference: bool = True
+    redundant: int = 0
+    eplb: bool = False
     deadline_s: float = 300.0
 
     @property
@@ -76,10 +81,14 @@ class RunReport:
     rank_load: list[list[int]]  # [layer][EP rank]
     stages: dict[str, float]
     forwards: int
+    rebalanced: Rebalanced | None = None
 
     @property
     def agrees(self) -> bool:
-        return self.reference is None or f"{self.perplexity:#.{DIGITS}g}" == f"{self.reference:#.{DIGITS}g}"
+        """To the last printed digit."""
+        found = {self.perplexity, *([self.reference] if self.reference is not None else [])}
+        found |= {self.rebalanced.perplexity} if self.rebalanced else set()
+        return len({f"{value:#.{DIGITS}g}" for value in found}) == 1
 
     @property
     def balancedness(self) -> list[float]:
@@ -122,7 +131,7 @@ def settle(options: RunOptions, world: int) -> RunOptions:
 
 def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
     """One rank's part, within an initialised process group."""
-    from ep_moe.integrations.transformers import load_pretrained, moe_layers
+    from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_moe_config
 
     assert options.dp is not None
     assert options.tp is not None
@@ -131,10 +140,12 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s) as context:
         dtype = _dtype(options.dtype, folder)
         windows = _windows(options, folder)
+        experts = read_moe_config(folder, context).num_experts
         model = load_pretrained(
             folder,
             context,
             dtype=dtype,
+            expert_map=ExpertMap.redundant(experts, context.layout.ep, options.redundant),
             all2all=options.all2all,
             experts=options.experts,
             quantization=options.quantization,
@@ -152,9 +163,12 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
         for layer in layers:
             layer.placement.reset_load()
         context.stage_times = StageTimes(device)
+
+        def forward(step: int) -> tuple[float, int]:
+            return _step(model, layers, mine[step * options.batch : (step + 1) * options.batch])
+
         nll, count = 0.0, 0
-        for step in range(steps):
-            part_nll, part_count = _step(model, layers, mine[step * options.batch : (step + 1) * options.batch])
+        for part_nll, part_count in map(forward, range(steps)):
             nll, count = nll + part_nll, count + part_count
         stages = context.stage_times.milliseconds()
         context.stage_times = None
@@ -163,6 +177,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
         loads = _sum(torch.stack([layer.placement.expert_load for layer in layers]), device)
         rank_loads = _sum(torch.stack([layer.placement.rank_load() for layer in layers]), device)
         slowest = _slowest(stages, device)
+        rebalanced = rebalance(layers, context, forward, steps) if options.eplb else None
         # each member of an etp group places the same routes
         copies = context.layout.etp
         reference, problem = None, None
@@ -184,13 +199,14 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
             rank_load=(rank_loads // copies).tolist(),
             stages=slowest,
             forwards=steps * len(layers),
+            rebalanced=rebalanced,
         )
 
 
 def _check(options: RunOptions) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("ep-moe run needs transformers; install ep-moe[hf]")
-    least = {"dp": 1, "tp": 1, "ep": 1, "etp": 1, "window": 2, "batch": 1, "max_tokens": 1}
+    least = {"dp": 1, "tp": 1, "ep": 1, "etp": 1, "window": 2, "batch": 1, "max_tokens": 1, "redundant": 0}
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and value < low:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap, Placement, Routing
+from ep_moe.placement.placement import Replicas
 from ep_moe.types import PhysicalRouting
 from tests.test_expert_map import maps
 
@@ -284,9 +285,69 @@ def test_nothing_is_saved():
     placement = Placement(ExpertMap.redundant(6, 4, 3))
     assert placement.state_dict() == {}
     assert not list(placement.parameters())
-    assert {name for name, _ in placement.named_buffers()} == set(TABLES)
+    assert {name for name, _ in placement.named_buffers()} == {*TABLES, "counting"}
     placement.load_state_dict({})
 
 
 def test_repr_is_the_maps():
     assert "ExpertMap(E=6, R=4, cap=3, redundant=3)" in repr(Placement(ExpertMap.redundant(6, 4, 3)))
+
+
+# --- counting and choosing ------------------------------------------------------------------------------------------
+
+
+def test_within_no_stats_nothing_is_counted():
+    placement = Placement(ExpertMap.redundant(6, 2, 2))
+    some = routing(torch.tensor([[0, 1], [2, -1]]))
+    with placement.no_stats():
+        with placement.no_stats():
+            placement(some)
+        placement(some)
+    assert placement.expert_load.sum() == placement.slot_load.sum() == 0
+    placement(some)
+    assert placement.expert_load.tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_what_is_counted_is_asked_of_the_device():
+    """A captured graph heeds it: it is read from the same memory at every call."""
+    placement = Placement(ExpertMap.redundant(6, 2, 2))
+    address = placement.counting.data_ptr()
+    with placement.no_stats():
+        assert (placement.counting.data_ptr(), int(placement.counting)) == (address, 0)
+    assert (placement.counting.data_ptr(), int(placement.counting)) == (address, 1)
+
+
+def test_nearest_replicas():
+    """Ranks 0 and 1 are a node, ranks 2 and 3 another."""
+    expert_map = ExpertMap.from_ranks([[0, 1], [2, 0], [0, 3], [4, 5]], 6)
+    tables = []
+    for rank in range(4):
+        placement = Placement(expert_map, ep_rank=rank)
+        address = placement.logical_to_physical.data_ptr()
+        placement.choose(Replicas.NEAREST, ranks_per_node=2)
+        assert placement.logical_to_physical.data_ptr() == address
+        count = int(placement.replica_count[0])
+        tables.append(placement.logical_to_physical[0, :count].tolist())
+    assert tables == [[0], [3], [4], [4]]
+    placement = Placement(expert_map, ep_rank=3)
+    placement.choose(Replicas.NEAREST, ranks_per_node=1)
+    assert placement.logical_to_physical[0].tolist() == [0, 3, 4], "none near: all"
+    placement.choose(Replicas.SPREAD)
+    assert_tables(placement, expert_map)
+
+
+def test_a_choice_outlives_an_update():
+    placement = Placement(ExpertMap.from_ranks([[0, 1], [2, 0]], 3), ep_rank=1)
+    placement.choose(Replicas.NEAREST)
+    placement.update(ExpertMap.from_ranks([[0, 2], [1, 0]], 3))
+    assert placement.logical_to_physical[0].tolist() == [3, -1]
+    with pytest.raises(ConfigError, match="ranks_per_node must divide the 2 ranks of the EP group, got 3"):
+        placement.choose(Replicas.NEAREST, ranks_per_node=3)
+
+
+def test_a_map_that_does_not_fit_is_refused_before_it_is_tried():
+    placement = Placement(ExpertMap.linear(6, 2))
+    placement.check(ExpertMap.round_robin(6, 2))
+    with pytest.raises(ConfigError, match="num_experts=6, got 4"):
+        placement.check(ExpertMap.linear(4, 2))
+    assert_tables(placement, ExpertMap.linear(6, 2))

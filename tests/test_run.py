@@ -57,6 +57,16 @@ def single_process(folder, text, window, tokens):
 # --- the demo ----------------------------------------------------------------------------------------------------
 
 
+def test_demo_rebalanced():
+    result = invoke("run", "--eplb", "--redundant", "4", "--no-reference", "--max-tokens", "4096")
+    assert result.exit_code == 0, result.output
+    before, after = re.search(r"balancedness +([\d.]+) before, ([\d.]+) after", result.output).groups()
+    assert float(after) > float(before)
+    first, second = re.findall(r"(?:ep_moe|perplexity) +([\d.]+)\n", result.output)
+    assert first == second
+    assert re.search(r"moved +[\d.]+ MiB between ranks, within \d+ forwards\n", result.output)
+
+
 def test_demo_on_four_ranks():
     result = invoke("run")
     assert result.exit_code == 0, result.output
@@ -107,6 +117,34 @@ def test_report_is_that_of_one_process(options):
     assert report.forwards == math.ceil(math.ceil(windows / dp) / options.get("batch", 8)) * MOE_LAYERS
     assert list(report.stages) == ["route", "place", "dispatch", "experts", "combine", "leave"]
     assert all(ms >= 0 for ms in report.stages.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dp": 4, "tp": 1}, {"etp": 2}, {"dp": 4, "ep": 2}, {"redundant": 0}, {"dp": 1, "tp": 1, "redundant": 0}],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
+)
+def test_rebalanced(options):
+    options = {"window": 128, "max_tokens": 2048, "batch": 2, "redundant": 4, "eplb": True, **options}
+    report = run(RunOptions(**options))
+    found = report.rebalanced
+    assert report.agrees, "before, after and in the untouched model"
+    assert f"{found.perplexity:#.5g}" == f"{report.perplexity:#.5g}"
+    alone = len(report.rank_load[0]) == 1
+    # with redundant experts it reckons with equal shares of their replicas
+    assert found.before == pytest.approx(critical_path(report.rank_load), abs=0.01 if options["redundant"] else 1e-9)
+    # an expert that is alone can be no lighter than it is
+    hottest = [0 if options["redundant"] else max(load) for load in report.expert_load]
+    mean = [sum(load) / len(load) for load in report.rank_load]
+    bound = sum(mean) / sum(map(max, mean, hottest))
+    assert 0.95 * bound < found.after <= bound + 1e-9
+    assert found.after > found.before or alone
+    assert (found.sent_bytes > 0) is not alone
+    assert found.usual_ms > 0
+
+
+def critical_path(loads: list[list[int]]) -> float:
+    return sum(sum(load) / len(load) for load in loads) / sum(map(max, loads))
 
 
 def planted(**kwargs):

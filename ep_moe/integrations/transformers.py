@@ -233,6 +233,12 @@ def read_config(path: str | Path) -> Any:
         raise CheckpointError(f"{path}/config.json is nothing that transformers can read: {error}") from error
 
 
+def read_moe_config(path: str | Path, context: EPContext) -> MoEConfig:
+    """Our configuration of the MoE blocks in a checkpoint folder. Raises on all ranks together."""
+    config = _agreed_config(path, context)
+    return _family_of(config)[1].config(config)
+
+
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The expert-parallel layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]

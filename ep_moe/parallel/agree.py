@@ -60,6 +60,16 @@ class Agreement:
             self._store.set(key, json.dumps(found))
         return json.loads(self._await(key, what, self._deadline))
 
+    def first(self, what: str, value: str) -> str:
+        """The value that was given first for `what` by any rank: the same answer on all ranks, also where some of them
+        have lost the others. `what` is used once."""
+        if len(self._ranks) == 1 or self._store is None:
+            return value
+        try:
+            return bytes(self._store.compare_set(f"first/{what}", "", value)).decode()
+        except RuntimeError as error:
+            raise PeerTimeout(f"{what}: the store is gone, and with it what the ranks decided") from error
+
     def _settle(self, facts: dict[str, Any], problem: Exception | None, deadline: timedelta | None = None) -> None:
         deadline = deadline or self._deadline
         kind = type(problem).__name__ if isinstance(problem, EPMoEError) else ConfigError.__name__

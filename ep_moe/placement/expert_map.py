@@ -41,22 +41,33 @@ class ExpertMap:
                 f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
                 f"{self.num_ranks} ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
             )
+        found = set(self.physical_to_logical)
+        # 0.0 == 0 and True == 1: types are looked at apart from values
+        if set(map(type, self.physical_to_logical)) != {int} or min(found) < EMPTY or max(found) >= self.num_experts:
+            self._refuse_slot()
+        if len(found - {EMPTY}) < self.num_experts:
+            missing = sorted(set(range(self.num_experts)) - found)
+            raise ConfigError(f"ExpertMap has no slot for logical expert {missing[0]} ({len(missing)} missing in all)")
+        flat, cap = self.physical_to_logical, self.cap
+        for rank in range(self.num_ranks if not self.allow_duplicates else 0):
+            if len(set(flat[rank * cap : (rank + 1) * cap])) < cap:
+                self._refuse_twice(rank)
+
+    def _refuse_slot(self) -> None:
         for slot, expert in enumerate(self.physical_to_logical):
             if type(expert) is not int or not EMPTY <= expert < self.num_experts:
                 raise ConfigError(
                     f"ExpertMap.physical_to_logical[{slot}] must be -1 or in [0, {self.num_experts}), got {expert}"
                 )
-        missing = sorted(set(range(self.num_experts)) - set(self.physical_to_logical))
-        if missing:
-            raise ConfigError(f"ExpertMap has no slot for logical expert {missing[0]} ({len(missing)} missing in all)")
-        for rank in range(self.num_ranks if not self.allow_duplicates else 0):
-            held = [expert for expert in self.local(rank) if expert != EMPTY]
-            twice = sorted(expert for expert in set(held) if held.count(expert) > 1)
-            if twice:
-                raise ConfigError(
-                    f"ExpertMap puts logical expert {twice[0]} twice on rank {rank}, which costs memory and "
-                    f"balances nothing; pass allow_duplicates=True if that is wanted"
-                )
+
+    def _refuse_twice(self, rank: int) -> None:
+        held = [expert for expert in self.local(rank) if expert != EMPTY]
+        twice = sorted(expert for expert in set(held) if held.count(expert) > 1)
+        if twice:
+            raise ConfigError(
+                f"ExpertMap puts logical expert {twice[0]} twice on rank {rank}, which costs memory and "
+                f"balances nothing; pass allow_duplicates=True if that is wanted"
+            )
 
     # --- constructors ------------------------------------------------------------------------------------------
 

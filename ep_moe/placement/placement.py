@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +21,40 @@ _EXPERT_FACTOR = 2246822519
 _RANK_FACTOR = 3266489917
 
 
+class Replicas(enum.Enum):
+    """Which of an expert's replicas a rank's tokens go to.
+
+    SPREAD   all of them, evenly
+    NEAREST  the one on the own rank, else evenly those of the own node, else all: fewer rows on the wire, less balance
+    """
+
+    SPREAD = "spread"
+    NEAREST = "nearest"
+
+
 class Placement(nn.Module):
     """Chooses a replica for every (token, expert) and counts load. Buffers only, none of them saved.
 
     The choice depends on row, expert and EP rank alone: where ranks hold the same rows (the members of an etp group,
     which share an EP rank) they choose alike.
 
-    expert_load: int64 [E], routes counted per logical expert since `reset_load`
+    expert_load: int64 [E], routes counted per logical expert since `reset_load`; id -1 (padding rows) is not counted
     slot_load: int64 [P], the same per physical expert since `reset_load` or `update`
+    resets: how often `reset_load` was called
     """
 
-    logical_to_physical: Tensor  # int64 [E, max_replicas], padded with -1
+    logical_to_physical: Tensor  # int64 [E, max_replicas], padded with -1; the replicas that this rank uses
     replica_count: Tensor  # int64 [E]
     expert_load: Tensor
     slot_load: Tensor
+    counting: Tensor  # int64 [], 1, or 0 within `no_stats`; on the device, so that captured graphs heed it
 
     def __init__(self, expert_map: ExpertMap, *, ep_rank: int = 0) -> None:
         super().__init__()
         self.expert_map = expert_map
         self._ep_rank = ep_rank
+        self._replicas, self._ranks_per_node = Replicas.SPREAD, expert_map.num_ranks
+        self.resets = 0
         self._slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
         experts = expert_map.num_experts
         # room for any later plan: no expert needs more replicas than ranks or than spare slots
@@ -49,9 +66,11 @@ class Placement(nn.Module):
             "replica_count": (experts,),
             "expert_load": (experts,),
             "slot_load": (expert_map.num_physical,),
+            "counting": (),
         }.items():
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int64), persistent=False)
         self._write(expert_map)
+        self.counting.fill_(1)
 
     def forward(self, routing: Routing) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
@@ -70,13 +89,35 @@ class Placement(nn.Module):
 
     @torch.no_grad()
     def _count(self, logical: Tensor, physical: Tensor, valid: Tensor) -> None:
-        ones = valid.long().flatten()
+        ones = valid.long().flatten() * self.counting
         self.expert_load.index_add_(0, logical.flatten(), ones)
         self.slot_load.index_add_(0, physical.flatten(), ones)
 
-    def update(self, expert_map: ExpertMap) -> None:
-        """Put another map in force, in place: captured graphs and held references see it. E, R and cap must stay, and
-        no rank may get more slots than it has memory for."""
+    @contextmanager
+    def no_stats(self) -> Iterator[None]:
+        """Within, forwards are not counted, replays of captured graphs neither: for warm-up and idle steps."""
+        before = self.counting.clone()
+        self.counting.zero_()
+        try:
+            yield
+        finally:
+            self.counting.copy_(before)
+
+    def choose(self, replicas: Replicas, *, ranks_per_node: int | None = None) -> None:
+        """Use these replicas from now on, in place, as `update`. Call it on all ranks alike.
+
+        ranks_per_node: for NEAREST; default one node. Consecutive ranks share a node.
+        """
+        ranks = self.expert_map.num_ranks
+        per_node = ranks if ranks_per_node is None else ranks_per_node
+        if per_node < 1 or ranks % per_node:
+            raise ConfigError(f"ranks_per_node must divide the {ranks} ranks of the EP group, got {ranks_per_node}")
+        self._replicas, self._ranks_per_node = replicas, per_node
+        self._write(self.expert_map)
+
+    def check(self, expert_map: ExpertMap) -> None:
+        """Raise ConfigError unless `update` can take this map: E, R and cap must stay, and no rank may get more slots
+        than it has memory for."""
         old = self.expert_map
         for name in ("num_experts", "num_ranks", "cap"):
             if getattr(expert_map, name) != getattr(old, name):
@@ -94,11 +135,16 @@ class Placement(nn.Module):
                 f"Placement.update has room for {self._max_replicas} replicas of an expert, got "
                 f"{max(expert_map.replica_count)}"
             )
+
+    def update(self, expert_map: ExpertMap) -> None:
+        """Put another map in force, in place: captured graphs and held references see it."""
+        self.check(expert_map)
         self.expert_map = expert_map
         self._write(expert_map)
         self.slot_load.zero_()
 
     def reset_load(self) -> None:
+        self.resets += 1
         self.expert_load.zero_()
         self.slot_load.zero_()
 
@@ -109,9 +155,18 @@ class Placement(nn.Module):
     def _write(self, expert_map: ExpertMap) -> None:
         if self.replica_count.is_meta:
             return
-        table = [list(ids) + [EMPTY] * (self._max_replicas - len(ids)) for ids in expert_map.logical_to_physical]
-        self.logical_to_physical.copy_(torch.tensor(table))
-        self.replica_count.copy_(torch.tensor(expert_map.replica_count))
+        used = [self._used(ids, expert_map.cap) for ids in expert_map.logical_to_physical]
+        table = [[*ids, *[EMPTY] * (self._max_replicas - len(ids))] for ids in used]
+        _fill(self.logical_to_physical, table)
+        _fill(self.replica_count, list(map(len, used)))
+
+    def _used(self, ids: tuple[int, ...], cap: int) -> tuple[int, ...]:
+        """Those of an expert's physical ids that this rank's tokens go to."""
+        if self._replicas is Replicas.SPREAD:
+            return ids
+        node = self._ep_rank // self._ranks_per_node
+        own = tuple(slot for slot in ids if slot // cap == self._ep_rank)
+        return own or tuple(slot for slot in ids if slot // cap // self._ranks_per_node == node) or ids
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placement:
         """After `to_empty` the buffers hold noise, and nothing tells that from a move: the tables are written again
@@ -120,7 +175,13 @@ class Placement(nn.Module):
         if not self.replica_count.is_meta:
             self._write(self.expert_map)
             self.reset_load()
+            self.counting.fill_(1)
         return self
 
     def extra_repr(self) -> str:
         return repr(self.expert_map)
+
+
+def _fill(table: Tensor, values: list[int] | list[list[int]]) -> None:
+    """Without a wait for the device: a map is put in force between two forwards."""
+    table.copy_(torch.tensor(values, dtype=table.dtype, pin_memory=table.is_cuda), non_blocking=True)

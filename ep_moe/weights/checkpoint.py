@@ -222,6 +222,7 @@ def _checked(
 def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
     """Copy this rank's experts, cut over etp, into their slots. An expert is read once, whatever its replicas."""
     weights, config = layer.expert_weights, layer.config
+    weights.updates += 1
     inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
     by_expert: dict[int, list[int]] = {}
     for slot, expert in enumerate(weights.local_experts):

@@ -100,6 +100,7 @@ class ExpertWeights(nn.Module):
         if problem is not None:
             raise ConfigError(problem)
         self.num_slots = expert_map.num_slots(ep_rank)
+        self.updates = 0  # calls that may have written weights, alike on all ranks
         self._dtype = dtype or torch.get_default_dtype()
         self.preparation = preparation(config, scheme, self._dtype, self.etp.size)
         self.names = tuple(self.preparation.canonical)
@@ -132,6 +133,14 @@ class ExpertWeights(nn.Module):
             rows, columns = PLAIN.expert(self.config, self.dtype, self.etp.size)[name].shape
             return torch.empty(0, rows, columns, dtype=self.dtype, device=self.get_parameter("w13").device)
         return self.scheme.dequantize(whole, name).to(self.dtype)
+
+    def slot_tensors(self) -> dict[str, Tensor]:
+        """Everything that belongs to slots, [L, ...] each, in the kernel's layout: what moves when an expert moves. All
+        that is registered, so that no scale can be forgotten; a tensor that is not per slot has no place here."""
+        found = dict([*self.named_parameters(), *self.named_buffers()])
+        odd = [name for name, tensor in found.items() if tensor.dim() == 0 or len(tensor) != self.num_slots]
+        assert not odd, f"{odd} of ExpertWeights are not [{self.num_slots} slots, ...]"
+        return {name: found[name].detach() for name in sorted(found)}
 
     def slot(self, slot: int) -> dict[str, Tensor]:
         """One slot's canonical tensors."""
@@ -170,6 +179,7 @@ class ExpertWeights(nn.Module):
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan in), as `nn.Linear`, in the canonical as in any kernel's order of rows; biases zero.
         Replicas differ until weights are loaded. Quantised numbers become zero: they are loaded, not trained."""
+        self.updates += 1
         for parameter in self.parameters():
             parameter.zero_()
         if not self.scheme.plain:
@@ -187,6 +197,7 @@ class ExpertWeights(nn.Module):
         if not 0 <= logical_id < self.config.num_experts:
             raise InputError(f"logical_id must be in [0, {self.config.num_experts}), got {logical_id}")
         self._check_expert(logical_id, tensors)
+        self.updates += 1
         slots = [slot for slot, expert in enumerate(self.local_experts) if expert == logical_id]
         if slots:
             size, rank = self.etp.size, self.etp.rank
@@ -232,7 +243,7 @@ class ExpertWeights(nn.Module):
             return piece
         wire = piece.contiguous().view(torch.uint8) if piece.dtype.itemsize == 1 else piece.contiguous()
         pieces = [torch.empty_like(wire) for _ in range(self.etp.size)]
-        with self.etp.ledger.step("gather an expert over etp"):
+        with self.etp.ledger.step("gather an expert over etp", counted=False):  # ranks differ in how many they hold
             dist.all_gather(pieces, wire, group=self.etp.group)
         return join(self.config, name, [part.view(piece.dtype) for part in pieces])
 
@@ -260,6 +271,7 @@ class ExpertWeights(nn.Module):
                 f"{prefix.rstrip('.')} is on the meta device; call to_empty(device=...) before load_state_dict"
             )
             return
+        self.updates += 1  # also where this rank has no experts
         known = {f"{prefix}{e}.{name}" for e in range(self.config.num_experts) for name in self.names}
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         for expert in sorted(set(self.local_experts) - {EMPTY}):

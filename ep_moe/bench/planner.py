@@ -1,0 +1,141 @@
+"""The EPLB planner's time and what its plans are worth, beside DeepSeek's own `eplb.py` where there is a copy.
+
+    python -m ep_moe.bench.planner [--deepseek eplb.py] [--large] [--repeat N]
+
+Load is rand**4 * 1000, the current map the linear one with its copies behind. In lines marked drift the current map is
+the planner's own for the load before each expert's changed by up to a quarter, up or down. DeepSeek's planner knows no
+current map: its ranks are named as they come.
+
+ms          median of calls that take turns. Ours: `plan`, checks, arrays and ExpertMaps included, also comparing with
+            the current map; theirs: `rebalance_experts`, the three tensors it returns
+balance     mean over layers of mean rank / fullest rank; start: of the current map
+worse       layers whose fullest rank is fuller than under DeepSeek's plan
+moved       experts that some rank has to fetch
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
+from ep_moe.eplb.packing import Floats
+from ep_moe.placement.expert_map import ExpertMap
+
+
+@dataclass(frozen=True)
+class Case:
+    layers: int
+    experts: int
+    slots: int
+    ranks: int
+    groups: int = 1
+    nodes: int = 1
+
+    def __str__(self) -> str:
+        where = f", {self.groups} groups, {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.layers} x {self.experts} -> {self.slots} on {self.ranks}{where}"
+
+
+CASES = (
+    Case(58, 256, 288, 32, 8, 4),
+    Case(58, 256, 288, 32),
+    Case(94, 128, 160, 32),
+    Case(48, 128, 128, 4),
+    Case(58, 256, 320, 64, 8, 8),
+)
+ENOUGH = 0.95
+LARGE = (Case(58, 256, 1024, 512), Case(58, 256, 1024, 512, 8, 8))
+
+Planner = Callable[[Floats, Case], list[ExpertMap]]
+
+
+def deepseek(path: Path) -> Callable[[Floats, Case], Any]:
+    """`rebalance_experts` of the user's own copy."""
+    spec = importlib.util.spec_from_file_location("deepseek_eplb", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return lambda load, case: module.rebalance_experts(
+        torch.from_numpy(load), case.slots, case.groups, case.nodes, case.ranks
+    )
+
+
+def as_maps(found: Any, case: Case) -> list[ExpertMap]:
+    physical = found[0].reshape(len(found[0]), case.ranks, -1).tolist()
+    return [ExpertMap.from_ranks(ranks, case.experts, allow_duplicates=True) for ranks in physical]
+
+
+def compare(case: Case, theirs: Callable[[Floats, Case], Any] | None, repeat: int) -> list[list[str]]:
+    """A line from the linear map, one after drift, and one after drift where less balance is enough."""
+    rng = np.random.default_rng(0)
+    load = rng.random((case.layers, case.experts)) ** 4 * 1000
+    current = [ExpertMap.redundant(case.experts, case.ranks, case.slots - case.experts)] * case.layers
+    first, planned = measure(case, load, current, theirs, repeat)
+    drifted = load * rng.uniform(0.75, 1.25, load.shape)
+    second, _ = measure(case, drifted, planned, theirs, repeat)
+    third, _ = measure(case, drifted, planned, None, repeat, ENOUGH)
+    return [[str(case), *first], ["    drift", *second], [f"    drift, {ENOUGH} is enough", *third]]
+
+
+def measure(
+    case: Case,
+    load: Floats,
+    current: Sequence[ExpertMap],
+    theirs: Callable[[Floats, Case], Any] | None,
+    repeat: int,
+    enough: float = 1.0,
+) -> tuple[list[str], list[ExpertMap]]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        planned = plan(load, current, groups=case.groups, nodes=case.nodes, enough=enough)
+        middle = time.perf_counter()
+        found = None if theirs is None else theirs(load, case)
+        times[0].append(middle - start)
+        times[1].append(time.perf_counter() - middle)
+    ms, other_ms = (statistics.median(own[1:]) * 1e3 for own in times)
+    before, after = loads_by_rank(load, current), loads_by_rank(load, planned)
+    cells = [f"{ms:.1f}", "", "", f"{balancedness(before).mean():.4f}", f"{balancedness(after).mean():.4f}", "", ""]
+    cells += [str(traffic(current, planned, expert_bytes=1).moved), ""]
+    if found is not None:
+        maps = as_maps(found, case)
+        ranks = loads_by_rank(load, maps)
+        cells[1], cells[2] = f"{other_ms:.0f}", f"{other_ms / ms:.1f}"
+        cells[5] = f"{balancedness(ranks).mean():.4f}"
+        cells[6] = str(int((after.max(1) > ranks.max(1) * (1 + 1e-6)).sum()))  # theirs computes in float32
+        cells[8] = str(traffic(current, maps, expert_bytes=1).moved)
+    return cells, planned
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepseek", type=Path, help="DeepSeek's eplb.py")
+    parser.add_argument("--large", action="store_true", help="512 ranks too: minutes with --deepseek")
+    parser.add_argument("--repeat", type=int, default=9)
+    asked = parser.parse_args()
+    theirs = None if asked.deepseek is None else deepseek(asked.deepseek)
+    found = Table(title=f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}")
+    for name in ("case", "ms", "DS ms", "ratio", "start", "balance", "DS", "worse", "moved", "DS moved"):
+        found.add_column(name, no_wrap=True, justify="left" if name == "case" else "right")
+    for case in CASES + (LARGE if asked.large else ()):
+        for row in compare(case, theirs, asked.repeat if case in CASES else 1):
+            found.add_row(*row)
+    Console(width=130).print(found)
+
+
+if __name__ == "__main__":
+    main()

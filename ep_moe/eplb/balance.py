@@ -1,0 +1,131 @@
+"""What a map is worth: load per rank, and bytes to get from one map to another, by the link they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ep_moe.eplb.packing import Bools, Floats, Ints, holders, rank_loads
+from ep_moe.errors import ConfigError
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+
+
+def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
+    """float64 [layers, R]: load of each rank, each copy of an expert carrying an equal share. load: [layers, E]."""
+    loads = np.asarray(load, np.float64)
+    if not len(maps) or loads.shape != (len(maps), maps[0].num_experts):
+        raise ConfigError(f"load must be [layers, E] for {len(maps)} maps, got shape {list(loads.shape)}")
+    return np.stack([rank_loads(one[None], table_of(held)[None])[0] for one, held in zip(loads, maps, strict=True)])
+
+
+def balancedness(ranks: Any, *, dead_ranks: Collection[int] = ()) -> Floats:
+    """float64 [layers]: mean / fullest rank, 1 where there is no load. ranks: [layers, R]; the dead do not count."""
+    mean, full = _mean_and_fullest(ranks, dead_ranks)
+    return np.divide(mean, full, out=np.ones_like(mean), where=full > 0)
+
+
+def critical_path(ranks: Any, *, dead_ranks: Collection[int] = ()) -> float:
+    """Sum over layers of the mean rank / sum of the fullest: balancedness, each layer by the time it takes."""
+    mean, full = _mean_and_fullest(ranks, dead_ranks)
+    return float(mean.sum() / full.sum()) if full.sum() > 0 else 1.0
+
+
+def _mean_and_fullest(ranks: Any, dead_ranks: Collection[int]) -> tuple[Floats, Floats]:
+    alive = np.delete(np.asarray(ranks, np.float64), sorted(set(dead_ranks)), axis=1)
+    return alive.mean(1), alive.max(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Experts that ranks receive on the way from one map to another, int64 [layers, R] each.
+
+    local: change their slot on a rank that has them already
+    same_node: come from a rank of the same node
+    other_node: come from another node, no rank of the own one having them
+    lost: no living rank has them; they come from a checkpoint
+    expert_bytes: of one expert's weights and scales
+    """
+
+    local: Ints
+    same_node: Ints
+    other_node: Ints
+    lost: Ints
+    expert_bytes: int
+
+    @property
+    def local_bytes(self) -> int:
+        return int(self.local.sum()) * self.expert_bytes
+
+    @property
+    def same_node_bytes(self) -> int:
+        return int(self.same_node.sum()) * self.expert_bytes
+
+    @property
+    def other_node_bytes(self) -> int:
+        return int(self.other_node.sum()) * self.expert_bytes
+
+    @property
+    def lost_bytes(self) -> int:
+        return int(self.lost.sum()) * self.expert_bytes
+
+    @property
+    def moved(self) -> int:
+        """Experts that change their rank."""
+        return int((self.same_node + self.other_node + self.lost).sum())
+
+
+def traffic(
+    old: Sequence[ExpertMap],
+    new: Sequence[ExpertMap],
+    *,
+    expert_bytes: int,
+    ranks_per_node: int | None = None,
+    dead_ranks: Collection[int] = (),
+) -> Traffic:
+    """What has to travel from `old` to `new`; a rank receives an expert once. ranks_per_node: default one node.
+
+    dead_ranks: nothing can be fetched from them
+    """
+    if len(old) != len(new) or not old:
+        raise ConfigError(f"traffic needs as many old maps as new ones, at least one, got {len(old)} and {len(new)}")
+    ranks = old[0].num_ranks
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    if per_node < 1 or ranks % per_node:
+        raise ConfigError(f"ranks_per_node must divide the {ranks} ranks of the maps, got {ranks_per_node}")
+    found = np.stack([_received(a, b, per_node, dead_ranks) for a, b in zip(old, new, strict=True)], axis=1)
+    local, same_node, other_node, lost = found
+    return Traffic(local, same_node, other_node, lost, expert_bytes)
+
+
+def _received(old: ExpertMap, new: ExpertMap, per_node: int, dead_ranks: Collection[int]) -> Ints:
+    """int64 [4, R]: local, same_node, other_node, lost of one layer."""
+    if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):
+        raise ConfigError(f"traffic needs maps alike in E and R, got {old} and {new}")
+    has, wants = _held(old), _held(new)
+    has[sorted(set(dead_ranks))] = False
+    near = has.reshape(-1, per_node, old.num_experts).any(1).repeat(per_node, 0)
+    come = wants & ~has
+    within, without, gone = come & near, come & ~near & has.any(0), come & ~has.any(0)
+    return np.stack([_shifted(old, new), within.sum(1), without.sum(1), gone.sum(1)])
+
+
+def _held(held: ExpertMap) -> Bools:
+    return np.asarray(holders(table_of(held)[None], held.num_experts)[0])
+
+
+def _shifted(old: ExpertMap, new: ExpertMap) -> Ints:
+    """int64 [R]: experts that stay on a rank in another slot."""
+    slots = max(old.cap, new.cap)
+    before, after = table_of(old, slots), table_of(new, slots)
+    stays = np.take_along_axis(_held(old), np.maximum(after, 0), 1) & (after != EMPTY)
+    return np.asarray((stays & (before != after)).sum(1))
+
+
+def table_of(held: ExpertMap, slots: int = 0) -> Ints:
+    """int64 [R, S], the expert in each slot, S = the map's cap or `slots` if that is more."""
+    table = np.full((held.num_ranks, max(slots, held.cap)), EMPTY)
+    table[:, : held.cap] = np.reshape(held.physical_to_logical, (held.num_ranks, held.cap))
+    return table

@@ -1,0 +1,400 @@
+"""ExpertBalancer: count, plan, move, commit. All ranks do the same at the same step, or nothing.
+
+    forward  step()  forward  step()  forward  step() ...
+
+Between two forwards a rank looks at what has come, sets the next batch going and, at agreed steps, at what the others
+say. What is decided is a function of that alone (`pact.judge`). Whether a layer's new map comes into force is decided
+by the first word in the store: also a rank that has lost the others then learns what they did.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from ep_moe.eplb.config import EPLBConfig
+from ep_moe.eplb.connect import Connections, Context, connect, layers_of
+from ep_moe.eplb.decide import Background, Decision, Planner, decide, default_planner, given, loads
+from ep_moe.eplb.load import LoadWindow
+from ep_moe.eplb.migrate import BalancedLayer, Migration, room_for
+from ep_moe.eplb.pact import Call, Facts, State, Trouble, Verdict, judge
+from ep_moe.eplb.schedule import moves
+from ep_moe.eplb.stats import BalancerStats
+from ep_moe.eplb.store import SlotStore
+from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.stats import LayerStats
+
+_GO, _BACK = "go", "back"  # what can be said of a commit
+_PAUSE_S = 5e-4
+
+
+class ExpertBalancer:
+    """Keeps the load of a model's ranks even by moving experts between them.
+
+    layers: a model, or its MoE layers in the order of their making; alike in E. Their expert weights must not require
+        gradients: experts move, an optimiser's state would stay behind
+    context: the layers' EPContext; `close` the balancer before it
+    planner: (load int64 [layers, E], maps in force) -> a map per layer; a function of its arguments alone, run in a
+        thread on every rank. Default `ep_moe.eplb.planner.plan`
+
+    Made by all ranks of the world, as the context. Every rank calls `step` after each forward, on the stream that the
+    layers run on. `update_expert` may be called at any time, on all ranks alike.
+
+    Where a rebalance comes to nothing the maps that were in force stay, and `step` raises: RebalanceError where the
+    balancer goes on with the next window; PeerTimeout (or what else the layers would raise) where a rank was lost. The
+    balancer is then OFF, and each further `step` says so.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Module | Sequence[BalancedLayer],
+        context: Context,
+        config: EPLBConfig | None = None,
+        *,
+        planner: Planner | None = None,
+    ) -> None:
+        self.config = config or EPLBConfig()
+        self.layers = layers_of(layers)
+        self._context = context
+        self._link: Connections = connect(self.layers, context, self.config)
+        self._mover, self._pact = self._link.mover, self._link.pact
+        self._planner = planner or default_planner(self.config)
+        self._load = LoadWindow(self.layers, self.config.interval, self.config.window)
+        self._state, self._since = State.IDLE, 0.0
+        self._steps = self._number = 0  # calls of `step`; turns, those of `settle` too
+        self._due = 0  # the turn of the next exchange
+        self._background: Background | None = None
+        self._decision: Decision | None = None
+        self._queue: list[tuple[BalancedLayer, ExpertMap]] = []
+        self._migration: Migration | None = None
+        self._problem, self._trouble = "", Trouble.NONE
+        self._end: EPMoEError | None = None
+        self._epoch = 0
+        self._counts = dict.fromkeys(("rebalances", "commits", "rollbacks", "skipped", "restarts", "received_bytes"), 0)
+        self._window: tuple[LayerStats, ...] = ()
+        self._price = self._error = ""
+        for layer in self.layers:
+            layer.placement.choose(self.config.replicas, ranks_per_node=self._per_node)
+
+    # --- what a user calls -------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def step(self) -> None:
+        """After each forward, on all ranks. Does not wait for the device; for peers where a transfer on the CPU or an
+        exchange begun `sync_every` steps ago has not come yet."""
+        self._steps += self._end is None
+        try:
+            self._turn()
+        finally:
+            self._watch_window()
+
+    def move_to(self, maps: Sequence[ExpertMap]) -> None:
+        """Move the experts to these maps, one per layer, in the steps to come. On all ranks, after the same step."""
+        if self._state is not State.IDLE:
+            raise InputError(f"move_to: a rebalance is under way ({self._state.name}); settle() first")
+        self._plan(partial(given, maps, len(self.layers)))
+        self._tell()
+
+    def settle(self) -> None:
+        """Bring what is under way to its end, without forwards. On all ranks, after the same step."""
+        while self._state is not State.IDLE:
+            time.sleep(_PAUSE_S)
+            self._turn()
+
+    @contextmanager
+    def no_stats(self) -> Iterator[None]:
+        """Within, no layer counts load: for warm-up and idle steps."""
+        with ExitStack() as stack:
+            for layer in self.layers:
+                stack.enter_context(layer.placement.no_stats())
+            yield
+
+    def stats(self) -> BalancerStats:
+        return BalancerStats(
+            state=self._state,
+            steps=self._steps,
+            staging_bytes=self._mover.staging_bytes,
+            layers=self._window,
+            price=self._price,
+            error=self._error,
+            **self._counts,
+        )
+
+    def close(self) -> None:
+        """Bring what is under way to its end and give back the process groups. Collective, idempotent."""
+        if self._end is None and not self._link.closed:
+            self.settle()
+            self._link.close()
+
+    def __enter__(self) -> ExpertBalancer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+
+    # --- this rank's part --------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        if self._end is not None:
+            raise type(self._end)(str(self._end)) from self._end
+        self._number += 1
+        if self._state is not State.IDLE:
+            self._work()
+            if self._number == self._due:
+                self._agree()
+
+    def _watch_window(self) -> None:
+        if self._end is not None:
+            return
+        if self._load.ends(self._steps):
+            if self._state is State.IDLE:
+                self._load.close()
+                self._enter(State.GATHERING)
+                self._tell()
+            else:
+                self._counts["skipped"] += 1
+        self._load.opens(self._steps)
+
+    def _enter(self, state: State) -> None:
+        self._state, self._since = state, time.monotonic()
+
+    def _work(self) -> None:
+        """Whatever goes wrong here is told to the others at the next exchange, and raised on all ranks after it."""
+        if self._trouble is Trouble.LOST:
+            return
+        try:
+            if self._state is State.MOVING:
+                assert self._migration is not None
+                self._migration.advance()
+                if self._migration.done and not self._problem:
+                    self._trouble_here(self._migration.damaged)
+            elif self._state is State.PLANNING and self._decision is None and not self._problem:
+                self._look_at_plan()
+            if not self._done and time.monotonic() - self._since > self._link.deadline_s:
+                self._overdue()
+        except Exception as error:
+            moving = self._state is State.MOVING  # peers may wait for bytes that will not come
+            self._problem = str(error) if isinstance(error, EPMoEError) else f"{type(error).__name__}: {error}"
+            self._trouble = Trouble.LOST if moving else Trouble.HERE
+
+    def _trouble_here(self, problem: str) -> None:
+        if problem:
+            self._problem, self._trouble = problem, Trouble.HERE
+
+    def _overdue(self) -> None:
+        """Batches have a deadline of their own."""
+        if self._state is not State.MOVING:
+            self._trouble_here(f"{self._state.name} took longer than {self._link.deadline_s:g} s")
+
+    @property
+    def _done(self) -> bool:
+        if self._trouble is Trouble.HERE and self._state is not State.MOVING:
+            return True
+        if self._state is State.GATHERING:
+            return self._load.copied
+        if self._state is State.PLANNING:
+            return self._decision is not None
+        return self._migration is None or self._migration.done
+
+    def _plan(self, call: Any) -> None:
+        self._decision, self._background = None, Background(call)
+        self._enter(State.PLANNING)
+
+    def _look_at_plan(self) -> None:
+        assert self._background is not None
+        if not self._background.done:
+            return
+        decision: Decision = self._background.result()
+        staging = outbox = 0
+        for layer, placed in self._changes(decision):
+            layer.placement.check(placed)
+            planned = moves(layer.placement.expert_map, placed, ranks_per_node=self._per_node)
+            row_bytes = SlotStore(layer.expert_weights, self._mover.checksum).row_bytes
+            rows, sent = room_for(planned, self._mover.link.rank, row_bytes, self.config.bytes_per_step)
+            staging, outbox = max(staging, rows), max(outbox, sent)
+        self._mover.reserve(staging, outbox)
+        self._decision = decision
+
+    def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, ExpertMap]]:
+        pairs = zip(self.layers, decision.maps, strict=True)
+        return [(layer, placed) for layer, placed in pairs if placed != layer.placement.expert_map]
+
+    @property
+    def _per_node(self) -> int:
+        return self._mover.link.size // self.config.nodes
+
+    # --- all ranks together ------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        digest = 0 if self._decision is None or self._state is not State.PLANNING else self._decision.digest
+        forward = self._context.ledger.number
+        self._pact.tell(Facts(self._number, forward, self._state, self._epoch, self._done, self._trouble, digest))
+        self._due = self._number + self.config.sync_every
+
+    def _agree(self) -> None:
+        try:
+            verdict = judge(self._pact.hear(), self._pact.link.ranks)
+            words = self._words(verdict)
+            sums = self._pact.sums() if verdict.call is Call.GO and self._state is State.SUMMING else None
+        except EPMoEError as error:
+            self._lose(error)
+        if verdict.call is Call.OUT:
+            self._lose((PeerTimeout if verdict.told is not None else RebalanceError)(words))
+        if verdict.call is Call.BACK:
+            self._go_back(words)
+        if verdict.call is Call.GO:
+            self._go(sums)
+        if self._state is not State.IDLE:
+            self._tell()
+
+    def _words(self, verdict: Verdict) -> str:
+        if verdict.told is None:
+            return verdict.text
+        ranks = self._pact.link.ranks
+        owner = ranks[verdict.told]
+        return f"rank {owner}: {self._context.ledger.share(self._problem, owner=owner, group=ranks)}"
+
+    def _go(self, sums: Tensor | None) -> None:
+        if self._state is State.GATHERING:
+            self._pact.add(self._load.take())
+            self._enter(State.SUMMING)
+        elif self._state is State.SUMMING:
+            assert sums is not None
+            self._sums_are_in(sums)
+        elif self._state is State.PLANNING:
+            assert self._decision is not None
+            self._price = str(self._decision.price or "")
+            self._queue = self._changes(self._decision)
+            self._counts["rebalances"] += bool(self._queue)
+            self._next_layer()
+        else:
+            self._commit()
+
+    def _sums_are_in(self, sums: Tensor) -> None:
+        etp = self.layers[0].expert_weights.etp.size  # whose members count the same rows
+        load = (sums // etp).numpy()
+        current = [layer.placement.expert_map for layer in self.layers]
+        self._window = loads([layer.name for layer in self.layers], load, current)
+        weights = self.layers[0].expert_weights
+        size = SlotStore(weights, self._mover.checksum).row_bytes * etp
+        self._plan(partial(decide, load, current, self._planner, self.config, weights.config, size))
+
+    def _next_layer(self) -> None:
+        if not self._queue:
+            self._finish()
+            return
+        layer, placed = self._queue.pop(0)
+        self._begin(layer, placed)
+
+    def _begin(self, layer: BalancedLayer, placed: ExpertMap) -> None:
+        self._epoch += 1
+        self._enter(State.MOVING)
+        budget = self.config.bytes_per_step
+        self._migration = Migration(layer, placed, self._mover, budget=budget, ranks_per_node=self._per_node)
+        self._work()
+
+    def _commit(self) -> None:
+        """All ranks have all bytes of a layer. What was done to it in the steps since then is the same on all ranks, if
+        they were told alike; the store says what is done if not."""
+        migration = self._migration
+        assert migration is not None
+        outdated, name = migration.outdated(), migration.layer.name
+        forward = self._context.ledger.number
+        try:
+            word, theirs = self._vote(_BACK if outdated else _GO, forward)
+        except PeerTimeout as error:
+            self._lose(error, "is undecided")
+        fate = "was rolled back"
+        if word == _GO:
+            self._put_in_force(migration)
+            fate = "was put in force"
+        if (word == _GO) == bool(outdated):
+            self._lose(
+                RebalanceError(
+                    f"some ranks, and not all, had their {outdated or 'weights or map'} changed, or lost the others; "
+                    f"call update_expert on all ranks alike"
+                ),
+                fate,
+            )
+        if word == _GO and forward != theirs:
+            self._lose(
+                RebalanceError(
+                    f"the ranks are not in step: forward is {forward} here and {theirs} elsewhere, and outputs since "
+                    f"then may be wrong; call ExpertBalancer.step() after every forward, on all ranks alike"
+                ),
+                fate,
+            )
+        if word == _GO:
+            self._next_layer()
+        elif outdated == "weights":
+            self._counts["restarts"] += 1
+            self._begin(migration.layer, migration.new)
+        else:
+            self._go_back(f"layer {name}: another map was put in force while its experts were moved")
+
+    def _vote(self, word: str, forward: int) -> tuple[str, int]:
+        """The first word of any rank about the layer under way, and the ledger's number at which it was said."""
+        what = f"eplb {self._link.number} epoch {self._epoch}"
+        word, number = self._context.agreement.first(what, f"{word} {forward}").split()
+        return word, int(number)
+
+    def _put_in_force(self, migration: Migration) -> None:
+        migration.commit()
+        self._counts["commits"] += 1
+        self._counts["received_bytes"] += migration.received_bytes
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._enter(State.IDLE)
+        self._decision = self._background = self._migration = None
+        self._problem, self._trouble = "", Trouble.NONE
+        self._queue = []
+        self._mover.release()
+
+    def _go_back(self, words: str) -> NoReturn:
+        """On all ranks alike, nothing under way between any of them."""
+        where = self._place()
+        self._finish()
+        self._counts["rollbacks"] += 1
+        self._error = f"{where} was rolled back: {words}. The balancer goes on"
+        raise RebalanceError(self._error)
+
+    def _lose(self, error: EPMoEError, fate: str = "") -> NoReturn:
+        """The balancer's end: here, and on the other ranks as soon as they miss this one. fate: of the layer under way,
+        if that is known."""
+        where = self._place()
+        fate = fate or self._fate()
+        self._counts["rollbacks"] += 1
+        self._enter(State.OFF)  # what is under way keeps its memory
+        self._mover.abort()
+        self._error = f"{where} {fate}, and the balancer is off: {error}"
+        self._end = type(error)(self._error)
+        raise self._end from error
+
+    def _fate(self) -> str:
+        """Of the layer under way: the others may have put it in force just before they were lost."""
+        word = _BACK
+        if self._state is State.MOVING:
+            assert self._migration is not None
+            try:
+                word, _ = self._vote(_BACK, 0)
+            except PeerTimeout:
+                return "is undecided"
+            if word == _GO:
+                self._put_in_force(self._migration)
+        return "was put in force" if word == _GO else "was rolled back"
+
+    def _place(self) -> str:
+        layer = "" if self._migration is None else f" of {self._migration.layer.name}"
+        return f"rebalance in {self._state.name}{layer} (step {self._number})"

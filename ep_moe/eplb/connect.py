@@ -1,0 +1,156 @@
+"""What a balancer has of its own: process groups, made when all ranks agree that it can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, ProcessGroup
+
+from ep_moe.config import flat_facts
+from ep_moe.eplb.config import EPLBConfig
+from ep_moe.eplb.migrate import BalancedLayer, Mover
+from ep_moe.eplb.pact import Pact
+from ep_moe.eplb.store import Checksum, SlotStore
+from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.groups import Links, default_store
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.link import Link
+
+
+class Context(Protocol):
+    """What the balancer asks of an EPContext."""
+
+    layout: RankLayout
+    device: torch.device
+    ledger: Ledger
+    links: Links
+    agreement: Agreement
+
+
+@dataclass
+class Connections:
+    """number: of the balancer, among all that this job has made; deadline_s: for the other ranks"""
+
+    mover: Mover
+    pact: Pact
+    number: int
+    deadline_s: float
+    agreement: Agreement
+    groups: list[ProcessGroup] = field(default_factory=list)
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.agreement.healthy("ExpertBalancer.close", None)  # nobody closes connections that a peer still uses
+        for group in self.groups:
+            dist.destroy_process_group(group)
+
+
+def connect(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
+    """Agree, then make the groups. Raises ConfigError on all ranks of the world alike."""
+    deadline = _deadline(config, context)
+    problem: EPMoEError | None = None
+    try:
+        # first among the ranks that run these layers; what they find is told to the others below
+        context.agreement.same("ExpertBalancer", _facts(layers, context.device), _problem(layers, context, config))
+    except EPMoEError as error:
+        problem = error
+    layout, number = context.layout, 0
+    if layout.world > 1:
+        base = default_store()
+        # counted per rank in the store and not in a global: all ranks make their balancers in the same order
+        number = base.add(f"ep_moe/balancers/{layout.rank}", 1)
+        every = Agreement(
+            PrefixStore(f"ep_moe/balancer{number}", base), range(layout.world), layout.rank, context.ledger.deadline_s
+        )
+        every.same("ExpertBalancer", flat_facts(config, "EPLBConfig"), problem)
+    elif problem is not None:
+        raise problem
+    groups: list[ProcessGroup] = []
+    pact = Pact(_own(context, "lockstep", "gloo", deadline, groups))
+    # NCCL's own timeout would end the process: the balancer's must come first
+    kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
+    mover = Mover(_own(context, "ep", kind, seconds, groups), context.device, deadline / 2)
+    context.agreement.healthy("ExpertBalancer", None)  # all are connected before any goes on
+    return Connections(mover, pact, number, deadline, context.agreement, groups)
+
+
+def _own(context: Context, kind: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> Link:
+    """A link of the context's, over a process group of its own. Every rank makes every group of a kind."""
+    link = context.links[kind]
+    if link.size == 1:
+        return link
+    timeout = timedelta(seconds=timeout_s)
+    groups = {
+        tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in context.layout.groups[kind]
+    }
+    own: ProcessGroup = groups[link.ranks]
+    made.append(own)
+    return Link(own, link.ranks, link.rank, link.ledger)
+
+
+def _deadline(config: EPLBConfig, context: Context) -> float:
+    return context.ledger.deadline_s / 2 if config.deadline_s is None else config.deadline_s
+
+
+def _facts(layers: Sequence[BalancedLayer], device: torch.device) -> dict[str, Any]:
+    checksum = Checksum(torch.device("cpu"))
+    return {
+        "layers": [layer.name for layer in layers],
+        "bytes of a slot": [SlotStore(layer.expert_weights, checksum).row_bytes for layer in layers],
+        "expert_map": [layer.placement.expert_map.to_json() for layer in layers],
+        "device type": device.type,
+    }
+
+
+def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> ConfigError | None:
+    """What is wrong on this rank, without raising: all ranks must raise together."""
+    if _deadline(config, context) > context.ledger.deadline_s:
+        return ConfigError(
+            f"EPLBConfig.deadline_s must be at most the context's, {context.ledger.deadline_s:g}, got "
+            f"{config.deadline_s:g}"
+        )
+    first = layers[0].placement.expert_map
+    if first.num_ranks % config.nodes:
+        return ConfigError(f"EPLBConfig.nodes must divide the {first.num_ranks} EP ranks, got {config.nodes}")
+    if first.num_experts % config.groups:
+        return ConfigError(f"EPLBConfig.groups must divide the {first.num_experts} experts, got {config.groups}")
+    for layer in layers:
+        placed, weights = layer.placement.expert_map, layer.expert_weights
+        if getattr(layer, "context", context) is not context:
+            return ConfigError(f"layer {layer.name} belongs to another EPContext; make a balancer per context")
+        if placed.num_experts != first.num_experts:
+            return ConfigError(
+                f"layer {layer.name} has {placed.num_experts} experts and {layers[0].name} {first.num_experts}; make a "
+                f"balancer for those that are alike"
+            )
+        if config.machine is not None and weights.config != layers[0].expert_weights.config:
+            return ConfigError(
+                f"layer {layer.name} differs from {layers[0].name}, and one price is for layers that are alike; make a "
+                f"balancer for each kind, or leave EPLBConfig.machine None"
+            )
+        if any(parameter.requires_grad for parameter in weights.parameters()):
+            return ConfigError(
+                f"expert weights of layer {layer.name} require gradients, and an optimiser's state does not move with "
+                f"them; call layer.expert_weights.requires_grad_(False)"
+            )
+        if weights.device.type == "meta":
+            return ConfigError(f"layer {layer.name} is on the meta device; call to_empty(device=...) and load weights")
+    return None
+
+
+def layers_of(layers: nn.Module | Sequence[BalancedLayer]) -> list[BalancedLayer]:
+    """A model's MoE layers in the order of its modules, or those given."""
+    found = list(layers.modules()) if isinstance(layers, nn.Module) else list(layers)
+    balanced = [layer for layer in found if isinstance(layer, BalancedLayer)]
+    if not balanced or (not isinstance(layers, nn.Module) and len(balanced) < len(found)):
+        raise ConfigError("ExpertBalancer needs a model with MoELayers in it, or a list of MoELayers, at least one")
+    return balanced

@@ -1,0 +1,111 @@
+"""From a window's load to the maps that are to be put in force: plan, price, digest. Off the critical path."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from ep_moe.config import MoEConfig
+from ep_moe.eplb.balance import loads_by_rank, traffic
+from ep_moe.eplb.config import EPLBConfig
+from ep_moe.eplb.packing import Ints
+from ep_moe.eplb.planner import plan
+from ep_moe.eplb.price import LayerTime, Price, verdict
+from ep_moe.errors import ConfigError
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.stats import LayerStats
+
+Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """maps: one per layer, the one in force where nothing moves; price: None where none was asked for."""
+
+    maps: tuple[ExpertMap, ...]
+    price: Price | None = None
+
+    @property
+    def digest(self) -> int:
+        """64 bits of a hash of the maps, as a signed integer."""
+        text = "\n".join(placed.to_json() for placed in self.maps)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def default_planner(config: EPLBConfig) -> Planner:
+    def by_load(load: Ints, current: Sequence[ExpertMap]) -> Sequence[ExpertMap]:
+        c = config
+        return plan(load, current, groups=c.groups, nodes=c.nodes, tolerance=c.tolerance, enough=c.enough)
+
+    return by_load
+
+
+def decide(
+    load: Ints, current: Sequence[ExpertMap], planner: Planner, config: EPLBConfig, moe: MoEConfig, expert_bytes: int
+) -> Decision:
+    """load: int64 [layers, E], a window's routes of all ranks. expert_bytes: of one expert on all its etp ranks."""
+    if not load.any():
+        return Decision(tuple(current))
+    planned = tuple(planner(load, current))
+    if len(planned) != len(current):
+        raise ConfigError(f"the planner must return a map per layer, {len(current)}, got {len(planned)}")
+    if config.machine is None:
+        return Decision(planned)
+    ranks = current[0].num_ranks
+    per_node = ranks // config.nodes
+    price = verdict(
+        load / config.window,
+        current,
+        planned,
+        moved=traffic(current, planned, expert_bytes=expert_bytes, ranks_per_node=per_node),
+        time=replace(LayerTime.of(moe, config.machine), expert_bytes=expert_bytes),
+        within_steps=config.interval,
+        ranks_per_node=per_node,
+    )
+    return Decision(planned if price.accepted else tuple(current), price)
+
+
+def given(maps: Sequence[ExpertMap], layers: int) -> Decision:
+    """A user's own maps, checked where all ranks hear of what is wrong."""
+    if len(maps) != layers or not all(isinstance(placed, ExpertMap) for placed in maps):
+        raise ConfigError(f"move_to needs an ExpertMap per layer, {layers}, got {len(maps)}: {list(maps)}")
+    return Decision(tuple(maps))
+
+
+def loads(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[LayerStats, ...]:
+    """A window's load per layer, each replica of an expert carrying an equal share."""
+    ranks = loads_by_rank(load, maps)
+    return tuple(
+        LayerStats(name, tuple(map(int, experts)), tuple(map(float, held)))
+        for name, experts, held in zip(names, load, ranks, strict=True)
+    )
+
+
+class Background:
+    """A call in a thread of its own, which must not touch a device. Its error is raised by `result`."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="ep_moe eplb plan")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        assert self.done, "wait until it is done"
+        if self._error is not None:
+            raise self._error
+        return self._value

@@ -1,0 +1,40 @@
+"""BalancerStats for those who watch: Prometheus' text format, and any TensorBoard writer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ep_moe.eplb.stats import BalancerStats
+
+_COUNTERS = ("steps", "rebalances", "commits", "rollbacks", "skipped", "restarts", "received_bytes")
+
+
+def prometheus_text(stats: BalancerStats, *, prefix: str = "ep_moe_eplb") -> str:
+    """One page of metrics: counters, the state, and per layer the balancedness and the fullest rank's load. Load per
+    expert is left out: a model has tens of thousands of those."""
+    lines = []
+    for name in _COUNTERS:
+        lines += [f"# TYPE {prefix}_{name}_total counter", f"{prefix}_{name}_total {getattr(stats, name)}"]
+    gauges = {"state": int(stats.state), "staging_bytes": stats.staging_bytes, "balancedness": stats.balancedness}
+    for name, value in gauges.items():
+        lines += [f"# TYPE {prefix}_{name} gauge", f"{prefix}_{name} {value}"]
+    for name, values in {
+        "layer_balancedness": [layer.balancedness for layer in stats.layers],
+        "layer_fullest_rank_routes": [max(layer.rank_load) for layer in stats.layers],
+    }.items():
+        lines.append(f"# TYPE {prefix}_{name} gauge")
+        for layer, value in zip(stats.layers, values, strict=True):
+            lines.append(f'{prefix}_{name}{{layer="{_escaped(layer.name)}"}} {value}')
+    return "\n".join(lines) + "\n"
+
+
+def to_tensorboard(writer: Any, stats: BalancerStats, *, prefix: str = "eplb") -> None:
+    """writer: a `torch.utils.tensorboard.SummaryWriter`, or whatever has its `add_scalar(name, value, step)`."""
+    for name in (*_COUNTERS[1:], "staging_bytes", "balancedness"):
+        writer.add_scalar(f"{prefix}/{name}", getattr(stats, name), stats.steps)
+    for layer in stats.layers:
+        writer.add_scalar(f"{prefix}/balancedness/{layer.name}", layer.balancedness, stats.steps)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,120 @@
+"""Load as the placements count it on the device: of a window of steps, or step by step as a LoadTrace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.eplb.migrate import BalancedLayer
+from ep_moe.eplb.trace import LoadTrace
+from ep_moe.errors import ConfigError
+from ep_moe.parallel.link import Link
+
+
+class LoadWindow:
+    """The counts of all layers over the last `window` of every `interval` steps, int64 [layers, E]: taken on the
+    device, copied to the host without a wait. What others count or reset meanwhile is theirs."""
+
+    def __init__(self, layers: Sequence[BalancedLayer], interval: int, window: int) -> None:
+        self._placements = [layer.placement for layer in layers]
+        self._interval, self._window = interval, window
+        self._before: Tensor | None = None
+        self._resets: list[int] = []
+        self._counts: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self.opens(0)
+
+    def ends(self, steps: int) -> bool:
+        """Whether the last of `steps` steps is the last of a window too: then `close` it, or let it be."""
+        return self._interval > 0 and steps % self._interval == 0
+
+    def opens(self, steps: int) -> None:
+        """After each step: begin a window where one begins."""
+        if self._interval > 0 and (steps + self._window) % self._interval == 0:
+            self._open()
+
+    def _open(self) -> None:
+        self._before, self._resets = self._now(), self._reset_counts()
+
+    def close(self) -> None:
+        assert self._before is not None, "a window ends that has not begun"
+        kept = [mine == before for mine, before in zip(self._reset_counts(), self._resets, strict=True)]
+        # a layer that was reset began anew
+        before = torch.stack(
+            [row if keeps else torch.zeros_like(row) for row, keeps in zip(self._before, kept, strict=True)]
+        )
+        counts, self._before = self._now() - before, None
+        self._counts = torch.empty(counts.shape, dtype=torch.int64, pin_memory=counts.is_cuda)
+        self._counts.copy_(counts, non_blocking=True)
+        self._event = None
+        if counts.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the counts are on the host; asks the device and does not wait."""
+        return self._event is None or self._event.query()
+
+    def take(self) -> Tensor:
+        """The last window's counts of this rank, on the host, once `copied`."""
+        assert self._counts is not None, "no window has ended"
+        counts, self._counts = self._counts, None
+        return counts
+
+    def _now(self) -> Tensor:
+        return torch.stack([placement.expert_load for placement in self._placements])
+
+    def _reset_counts(self) -> list[int]:
+        return [placement.resets for placement in self._placements]
+
+
+class LoadRecorder:
+    """Records a LoadTrace: one copy of the counters per step, on the device.
+
+    layers: alike in E; lockstep: link of the ranks that run them together; steps: the most that are recorded
+    """
+
+    def __init__(self, layers: Sequence[BalancedLayer], lockstep: Link, *, steps: int) -> None:
+        if steps < 1:
+            raise ConfigError(f"LoadRecorder.steps must be at least 1, got {steps}")
+        self._layers, self._link = list(layers), lockstep
+        self._placements = [layer.placement for layer in layers]
+        start = torch.stack([placement.expert_load for placement in self._placements])
+        self._rows = start.new_zeros(steps + 1, *start.shape)
+        self._rows[0] = start
+        self._resets = [self._reset_counts()]
+
+    def step(self) -> None:
+        """After each forward, on all ranks. Beyond the last step nothing is recorded."""
+        number = len(self._resets)
+        if number < len(self._rows):
+            torch.stack([placement.expert_load for placement in self._placements], out=self._rows[number])
+            self._resets.append(self._reset_counts())
+
+    def finish(self, model: str = "") -> LoadTrace:
+        """What was recorded, summed over all ranks. Collective over the link; waits for the device.
+
+        A step's tokens are its routes / top_k, of the layer with the most, rounded up.
+        """
+        rows = self._rows[: len(self._resets)]
+        if len(rows) == 1:
+            raise ConfigError("LoadRecorder has recorded no step; call step() after each forward")
+        resets = torch.tensor(self._resets)
+        same = (resets[1:] == resets[:-1]).to(rows.device).unsqueeze(2)
+        counts = rows[1:] - rows[:-1] * same
+        if self._link.size > 1:
+            with self._link.ledger.step("record load"):
+                dist.all_reduce(counts, group=self._link.group)
+        # the members of an etp group count the same rows
+        counts = counts.cpu() // self._layers[0].expert_weights.etp.size
+        top_k = torch.tensor([layer.expert_weights.config.top_k for layer in self._layers])
+        tokens = (-(-counts.sum(2) // top_k)).max(1).values
+        names = tuple(layer.name for layer in self._layers)
+        return LoadTrace(counts.numpy(), tokens.numpy(), model, names)
+
+    def _reset_counts(self) -> list[int]:
+        return [placement.resets for placement in self._placements]

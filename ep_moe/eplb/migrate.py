@@ -1,0 +1,254 @@
+"""One layer on its way from one map to another: into staging memory, a batch a step, while the old slots serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.eplb.schedule import Batch, Moves, Piece, batches, changed_slots, moves
+from ep_moe.eplb.store import Checksum, SlotStore
+from ep_moe.errors import PeerTimeout
+from ep_moe.parallel.link import Link
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.placement import Placement
+from ep_moe.weights.expert_weights import ExpertWeights
+
+
+@runtime_checkable
+class BalancedLayer(Protocol):
+    """What the balancer asks of a layer: `MoELayer` has it."""
+
+    name: str
+    placement: Placement
+    expert_weights: ExpertWeights
+
+
+class Mover:
+    """Bytes between the ranks of an EP group, beside the model: communicator, stream and staging memory of its own.
+
+    link: of the EP group, over a process group that nobody else uses
+    deadline_s: how long a batch may take
+    """
+
+    def __init__(self, link: Link, device: torch.device, deadline_s: float) -> None:
+        self.link, self.device, self.deadline_s = link, device, deadline_s
+        self.checksum = Checksum(device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging = self._outbox = torch.empty(0, dtype=torch.uint8, device=device)
+        self._tag = 0
+        if link.size > 1:
+            # NCCL connects all ranks at a group's first call, which two ranks alone could not make
+            dist.all_reduce(torch.zeros(1, device=device), group=link.group)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.numel() + self._outbox.numel()
+
+    def reserve(self, staging: int, outbox: int) -> None:
+        """Make room before anything travels, so that a rank without memory says so while no peer waits for it."""
+        if self._staging.numel() < staging:
+            self._staging = torch.empty(staging, dtype=torch.uint8, device=self.device)
+        if self._outbox.numel() < outbox:
+            self._outbox = torch.empty(outbox, dtype=torch.uint8, device=self.device)
+
+    def release(self) -> None:
+        self._staging = self._outbox = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def rows(self, count: int, row_bytes: int) -> Tensor:
+        """uint8 [count, row_bytes] of the reserved memory."""
+        return self._staging[: count * row_bytes].view(count, row_bytes)
+
+    def outbox(self, start: int, size: int) -> Tensor:
+        return self._outbox[start : start + size]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """On the own stream, behind what the caller's has been given so far (commits, above all)."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+    def swap(self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None) -> list[tuple[dist.Work, str]]:
+        """Start one round: (bytes, peer) each way. Returns the works and what each of them waits for."""
+        operations, texts = [], []
+        for call, text, part in ((dist.isend, "to", sent), (dist.irecv, "from", received)):
+            if part is not None:
+                peer = self.link.ranks[part[1]]
+                operations.append(dist.P2POp(call, part[0], peer, group=self.link.group, tag=self._tag))
+                texts.append(f"{text} rank {peer}")
+        self._tag += 1
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return list(zip(works, texts if len(works) == len(texts) else [" and ".join(texts)], strict=True))
+
+    def abort(self) -> None:
+        """Free a device that waits for a lost peer."""
+        if self.stream is not None and self.link.group is not None:
+            self.link.group.abort()
+
+
+class Migration:
+    """A layer's experts from the map in force to `new`. Every rank makes it in the same step and calls `advance` in
+    every step; nothing that serves is written before `commit`.
+
+    done: all that this rank sends and receives has been
+    damaged: what arrived otherwise than it was sent, as a sentence; "" for nothing
+    """
+
+    def __init__(
+        self, layer: BalancedLayer, new: ExpertMap, mover: Mover, *, budget: int, ranks_per_node: int | None = None
+    ) -> None:
+        self.layer, self.old, self.new, self._mover = layer, layer.placement.expert_map, new, mover
+        self._rank = mover.link.rank
+        self._updates = layer.expert_weights.updates
+        self._store = SlotStore(layer.expert_weights, mover.checksum)
+        self._moves = moves(self.old, new, ranks_per_node=ranks_per_node)
+        self._batches = batches(self._moves, self._rank, self._store.row_bytes, budget)
+        self._staged = self._moves.staged(self._rank)
+        self._rows = mover.rows(len(self._staged), self._store.row_bytes)
+        self._damage = torch.zeros(len(self._staged), dtype=torch.int64, device=mover.device)
+        self._seen = torch.zeros(len(self._staged), dtype=torch.int64, pin_memory=mover.stream is not None)
+        self._next = 0
+        self._flight: _Flight | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._flight is None and self._next == len(self._batches)
+
+    @property
+    def damaged(self) -> str:
+        """Once `done`."""
+        bad = [self._staged[index] for index in self._seen.nonzero().flatten().tolist()]
+        if not bad:
+            return ""
+        origin = {t.expert: t.source for t in self._moves.transfers if t.target == self._rank}
+        source = self._mover.link.ranks[origin.get(bad[0], self._rank)]
+        return (
+            f"layer {self.layer.name}: expert {bad[0]} from rank {source} is not what its checksum says "
+            f"({len(bad)} of {len(self._staged)} experts)"
+        )
+
+    @property
+    def received_bytes(self) -> int:
+        """That come from other ranks."""
+        return (len(self._staged) - len(self._moves.local[self._rank])) * self._store.row_bytes
+
+    def outdated(self) -> str:
+        """Why what was staged is not to be used: "weights" or "map" changed since; "" if they did not."""
+        if self.layer.placement.expert_map is not self.old:
+            return "map"
+        return "weights" if self.layer.expert_weights.updates != self._updates else ""
+
+    def advance(self) -> None:
+        """Look after the batch under way, and start the next. PeerTimeout where a peer does not answer in time."""
+        if self._flight is not None:
+            if not self._flight.landed(self.layer.name):
+                return
+            if self._mover.stream is None:
+                self._examine(self._batches[self._next - 1])
+            self._flight = None
+        if self._next < len(self._batches):
+            batch, self._next = self._batches[self._next], self._next + 1
+            with self._mover.beside():
+                works = self._start(batch)
+                if self._mover.stream is not None:
+                    for work, _ in works:
+                        work.wait()  # the stream, not the host
+                    self._examine(batch)
+            self._flight = _Flight(self._mover, works)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Write the slots in place and put the new map in force, between two forwards."""
+        if self._mover.stream is not None:
+            torch.cuda.current_stream(self._mover.device).wait_stream(self._mover.stream)
+        for slot, expert in changed_slots(self.old, self.new, self._rank):
+            self._store.write(slot, self._row(expert))
+        self.layer.expert_weights.expert_map = self.new
+        self.layer.placement.update(self.new)
+
+    # --- a batch -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _start(self, batch: Batch) -> list[tuple[dist.Work, str]]:
+        for expert in batch.copies:
+            self._store.read(self._slot(expert), 0, self._store.row_bytes, self._row(expert))
+        works: list[tuple[dist.Work, str]] = []
+        used = 0
+        for sent, received in batch.rounds:
+            there = here = None
+            if sent is not None:
+                packed = self._mover.outbox(used, sent.stop - sent.start)
+                self._store.read(self._slot(sent.expert), sent.start, sent.stop, packed)
+                there, used = (packed, sent.peer), used + len(packed)
+            if received is not None:
+                here = (self._landing(received), received.peer)
+            works += self._mover.swap(there, here)
+        return works
+
+    @torch.no_grad()
+    def _examine(self, batch: Batch) -> None:
+        """Compare the rows that this batch has completed with their checksums, on the device."""
+        complete = [part.expert for _, part in batch.rounds if part and part.stop == self._store.row_bytes]
+        for expert in (*batch.copies, *complete):
+            self._damage[self._staged.index(expert)] = self._store.damage(self._row(expert))
+        if self._next == len(self._batches):
+            self._seen.copy_(self._damage, non_blocking=True)
+
+    def _slot(self, expert: int) -> int:
+        return self.old.local(self._rank).index(expert)
+
+    def _row(self, expert: int) -> Tensor:
+        return self._rows[self._staged.index(expert)]
+
+    def _landing(self, piece: Piece) -> Tensor:
+        return self._row(piece.expert)[piece.start : piece.stop]
+
+
+class _Flight:
+    """A batch under way. On a GPU it has landed when the stream has come there, which is asked and not waited for; on
+    a CPU the transfer goes on beside the forward, and what is left of it is waited for."""
+
+    def __init__(self, mover: Mover, works: list[tuple[dist.Work, str]]) -> None:
+        self._mover, self._works = mover, works
+        self._started = time.monotonic()
+        self._event: torch.cuda.Event | None = None
+        if mover.stream is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(mover.stream)
+
+    def landed(self, layer: str) -> bool:
+        if self._event is None:
+            for work, text in self._works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise PeerTimeout(self._late(layer, text, str(error).splitlines()[0])) from error
+            return True
+        if self._event.query():
+            return True
+        if time.monotonic() - self._started > self._mover.deadline_s:
+            raise PeerTimeout(self._late(layer, ", ".join(text for _, text in self._works), "no progress"))
+        return False
+
+    def _late(self, layer: str, text: str, cause: str) -> str:
+        return (
+            f"layer {layer}: bytes {text} did not arrive within {self._mover.deadline_s:g} s ({cause}); raise "
+            f"EPLBConfig.deadline_s if that rank was only slow"
+        )
+
+
+def room_for(plan: Moves, rank: int, row_bytes: int, budget: int) -> tuple[int, int]:
+    """Bytes of staging memory and of the outbox that a layer needs on a rank."""
+    largest = max([size for batch in batches(plan, rank, row_bytes, budget) if (size := _sent(batch))], default=0)
+    return len(plan.staged(rank)) * row_bytes, largest
+
+
+def _sent(batch: Batch) -> int:
+    return sum(sent.stop - sent.start for sent, _ in batch.rounds if sent)

@@ -1,0 +1,231 @@
+"""How many copies each expert gets, and which rank takes them: greedy steps, vectorised over rows.
+
+A row is one balancing problem: a layer, or one node's share of a layer. Arrays have these shapes and letters:
+
+    X  rows      E  experts of a row      R  ranks of a row      S  slots of a rank (the largest)
+
+    load    float64 [X, E]     load of an expert
+    counts  int64 [X, E]       its copies; each carries load / counts
+    table   int64 [X, R, S]    the expert in each slot, EMPTY, or ABSENT where the rank has no such slot
+    held    bool [X, R, E]     the rank has a copy
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ep_moe.placement.expert_map import EMPTY
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+ABSENT = -2
+
+
+def greedy_counts(load: Floats, slots: Ints, most: Ints | None = None) -> Ints:
+    """One copy of each expert, and each slot that is left to the expert whose copies are heaviest by then.
+
+    slots: int64 [X], of all ranks together, at least E
+    most: int64 [X], copies that an expert can have (the ranks, where copies must be on different ones); None: any
+    """
+    counts = np.ones(load.shape, np.int64)
+    heaviest = load.copy()
+    if most is not None:
+        heaviest[most <= 1] = -1.0
+    extra = slots - load.shape[1]
+    for step in range(int(extra.max(initial=0))):
+        rows = np.flatnonzero(extra > step)
+        expert = heaviest[rows].argmax(1)
+        if most is not None:
+            able = heaviest[rows, expert] >= 0
+            rows, expert = rows[able], expert[able]
+        counts[rows, expert] += 1
+        heaviest[rows, expert] = load[rows, expert] / counts[rows, expert]
+        if most is not None:
+            full = counts[rows, expert] == most[rows]
+            heaviest[rows[full], expert[full]] = -1.0
+    return counts
+
+
+def adapted_counts(load: Floats, counts: Ints, slots: Ints, most: Ints, limit: Floats) -> Ints:
+    """`counts` with as few changes as make every copy at most `limit` heavy, or as light as changes can make it.
+
+    counts: those in force, 0 for an expert that was lost; slots, most: as for `greedy_counts`
+    limit: float64 [X]
+    """
+    counts = np.maximum(counts, 1)
+    rows = np.flatnonzero(counts.sum(1) > slots)
+    while rows.size:
+        _take(load, counts, rows)
+        rows = rows[counts[rows].sum(1) > slots[rows]]
+    rows = np.arange(len(load))
+    for _ in range(int(slots.max(initial=0))):
+        copy = np.where(counts[rows] < most[rows, None], load[rows] / counts[rows], -1.0)
+        expert = copy.argmax(1)
+        weight = copy[np.arange(len(rows)), expert]
+        free = counts[rows].sum(1) < slots[rows]
+        wanted = (weight > limit[rows]) & (free | (_cheapest(load, counts, rows)[1] < weight * (1 - 1e-9)))
+        rows, expert, free = rows[wanted], expert[wanted], free[wanted]
+        if not rows.size:
+            break
+        _take(load, counts, rows[~free])
+        counts[rows, expert] += 1
+    return counts
+
+
+def _cheapest(load: Floats, counts: Ints, rows: Ints) -> tuple[Ints, Floats]:
+    """Whose copy can be given up, and how heavy its other copies are then; infinite where no expert has two."""
+    without = np.where(counts[rows] > 1, load[rows] / np.maximum(counts[rows] - 1, 1), np.inf)
+    expert = without.argmin(1)
+    return expert, without[np.arange(len(rows)), expert]
+
+
+def _take(load: Floats, counts: Ints, rows: Ints) -> None:
+    counts[rows, _cheapest(load, counts, rows)[0]] -= 1
+
+
+def holders(table: Ints, experts: int) -> Bools:
+    """`held` of a table."""
+    rows, ranks = table.shape[:2]
+    held = np.zeros((rows * ranks, experts + 2), bool)  # ABSENT and EMPTY in front
+    held[np.arange(rows * ranks)[:, None], table.reshape(rows * ranks, table.shape[2]) + 2] = True
+    return np.ascontiguousarray(held[:, 2:]).reshape(rows, ranks, experts)
+
+
+def rank_loads(load: Floats, table: Ints) -> Floats:
+    """float64 [X, R]; an expert twice on a rank counts twice."""
+    return np.asarray(copy_loads(load, count_copies(table, load.shape[1]), table).sum(2))
+
+
+def copy_loads(load: Floats, counts: Ints, table: Ints) -> Floats:
+    """float64, the shape of `table`: the load of the copy in each slot, 0 in one without."""
+    copy = load / np.maximum(counts, 1)
+    flat = np.take_along_axis(copy, np.maximum(table, 0).reshape(len(table), math.prod(table.shape[1:])), 1)
+    return np.where(table >= 0, flat.reshape(table.shape), 0.0)
+
+
+def count_copies(table: Ints, experts: int) -> Ints:
+    """`counts` of a table."""
+    wide = experts + 2  # ABSENT and EMPTY in front
+    place = table + (2 + np.arange(len(table)) * wide)[:, None, None]
+    return np.bincount(place.ravel(), minlength=len(table) * wide).reshape(len(table), wide)[:, 2:]
+
+
+def has_twice(table: Ints) -> Bools:
+    """bool [X]: some rank holds an expert twice."""
+    ordered = np.sort(table, axis=2)
+    return np.asarray(((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)).any((1, 2)))
+
+
+def part_twins(load: Floats, table: Ints) -> Ints:
+    """The table with no expert twice on a rank. A second copy is dropped where the rank has all copies of the expert:
+    that changes no load. Else it is swapped for what leaves the fuller of the two ranks emptiest, or dropped where no
+    swap is legal."""
+    table = table.copy()
+    rows = np.flatnonzero(has_twice(table))
+    while rows.size:
+        local, part = np.arange(len(rows)), table[rows]
+        rank, slot = np.divmod(second_copies(part).reshape(len(rows), -1).argmax(1), table.shape[2])
+        expert = part[local, rank, slot]
+        counts = count_copies(part, load.shape[1])
+        copies, ranks, held = (
+            copy_loads(load[rows], counts, part),
+            rank_loads(load[rows], part),
+            holders(part, load.shape[1]),
+        )
+        taken = np.take_along_axis(held[local, rank], np.maximum(part, 0).reshape(len(rows), -1), 1).reshape(part.shape)
+        barred = (part == ABSENT) | (part >= 0) & taken | held[local, :, expert][..., None]
+        less = copies[local, rank, slot][:, None, None] - copies
+        worst = np.maximum(ranks[local, rank][:, None, None] - less, ranks[..., None] + less)
+        worst = np.where(barred, np.inf, worst).reshape(len(rows), -1)
+        best = worst.argmin(1)
+        alone = (part[local, rank] == expert[:, None]).sum(1) == counts[local, expert]
+        able = (worst[local, best] < np.inf) & ~alone
+        other, place = np.divmod(best, table.shape[2])
+        table[rows, rank, slot] = np.where(able, part[local, other, place], EMPTY)
+        table[rows[able], other[able], place[able]] = expert[able]
+        rows = rows[has_twice(table[rows])]
+    return table
+
+
+def second_copies(table: Ints) -> Bools:
+    """bool, the shape of `table`: the slot has an expert that an earlier slot of its rank has too."""
+    order = np.argsort(table, axis=2, kind="stable")
+    ordered = np.take_along_axis(table, order, 2)
+    again = np.zeros(table.shape, bool)
+    again[:, :, 1:] = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)
+    second = np.empty_like(again)
+    np.put_along_axis(second, order, again, 2)
+    return second
+
+
+def empty_table(slots: Ints) -> Ints:
+    """A table of EMPTY slots. slots: int64 [X, R]."""
+    place = np.arange(int(slots.max(initial=1)))
+    return np.where(place < slots[:, :, None], EMPTY, ABSENT)
+
+
+def drop_surplus(load: Floats, counts: Ints, table: Ints) -> Ints:
+    """The table without copies above `counts`: of each expert those on the fullest ranks go."""
+    table = table.copy()
+    surplus = count_copies(table, load.shape[1]) - counts
+    rows = np.flatnonzero((surplus > 0).any(1))
+    while rows.size:
+        expert = (surplus[rows] > 0).argmax(1)
+        full = rank_loads(load[rows], table[rows])
+        here = table[rows] == expert[:, None, None]
+        rank = np.where(here.any(2), full, -1.0).argmax(1)
+        row = np.arange(len(rows))
+        table[rows, rank, here[row, rank].argmax(1)] = EMPTY
+        surplus[rows, expert] -= 1
+        rows = rows[(surplus[rows] > 0).any(1)]
+    return table
+
+
+def fill(load: Floats, counts: Ints, table: Ints, *, distinct: bool = True) -> Ints:
+    """Put the copies that `table` lacks into its EMPTY slots, heaviest first, each on the emptiest rank with a slot.
+
+    distinct: never two copies on one rank; a copy that then finds no rank is left out (never an expert's only one, if
+        the slots suffice for `counts`). False is the published algorithm.
+    """
+    table = -np.sort(-table, axis=2)  # experts, EMPTY, ABSENT
+    items, lengths = _missing(load / counts, counts - count_copies(table, load.shape[1]))
+    weights = np.take_along_axis(load / counts, np.maximum(items, 0).T, 1).T
+    ranks, slots = table.shape[1:]
+    key = copy_loads(load, counts, table).sum(2)
+    left, place = (table == EMPTY).sum(2).ravel(), (table >= 0).sum(2).ravel() + np.arange(key.size) * slots
+    key.ravel()[left == 0] = np.inf
+    held = np.ascontiguousarray(holders(table, load.shape[1]).transpose(0, 2, 1)) if distinct else None
+    flat_key, flat_table = key.ravel(), table.ravel()
+    shortest, every = int(lengths.min(initial=0)), np.arange(len(load))
+    for step in range(len(items)):
+        rows = every if step < shortest else np.flatnonzero(lengths > step)
+        expert, weight = items[step, rows], weights[step, rows]
+        open_to = key[rows] if held is None else np.where(held[rows, expert], np.inf, key[rows])
+        rank = open_to.argmin(1)
+        if held is not None:
+            able = open_to[np.arange(len(rows)), rank] < np.inf
+            rows, rank, expert, weight = rows[able], rank[able], expert[able], weight[able]
+            held[rows, expert, rank] = True
+        at = rows * ranks + rank
+        flat_table[place[at]] = expert
+        place[at] += 1
+        left[at] -= 1
+        flat_key[at] += weight
+        flat_key[at[left[at] == 0]] = np.inf
+    return table
+
+
+def _missing(copy: Floats, missing: Ints) -> tuple[Ints, Ints]:
+    """Copies to place as expert ids, int64 [most, X], heaviest first, EMPTY behind a row's last; their number [X]."""
+    missing = np.maximum(missing, 0)
+    order = np.argsort(-copy, axis=1, kind="stable")
+    lengths = missing.sum(1)
+    items = np.full((len(copy), int(lengths.max(initial=0))), EMPTY, np.int64)
+    times = np.take_along_axis(missing, order, 1)
+    items[np.arange(items.shape[1]) < lengths[:, None]] = np.repeat(order.ravel(), times.ravel())
+    return np.ascontiguousarray(items.T), lengths

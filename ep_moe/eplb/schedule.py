@@ -1,0 +1,158 @@
+"""From two maps to the transfers between them, in bounded rounds. Pure: every rank computes the same schedule.
+
+Ranks are EP ranks, experts logical. A row is all bytes of one expert's slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+
+MAX_ROUNDS = 16  # in one batch: two operations each, so that few are in flight however small the experts are
+UNIT = 8  # bytes; pieces begin at multiples
+
+
+@dataclass(frozen=True, order=True)
+class Transfer:
+    """One expert from a rank that has it to one that has not."""
+
+    expert: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What changes from one map to another. A rank gets an expert once, however many of its slots want it.
+
+    local: for each rank the experts that it copies from one of its slots to others
+    transfers: what travels
+    """
+
+    local: tuple[tuple[int, ...], ...]
+    transfers: tuple[Transfer, ...]
+
+    def staged(self, rank: int) -> tuple[int, ...]:
+        """The experts that a rank needs room for until the commit."""
+        return (*self.local[rank], *(t.expert for t in self.transfers if t.target == rank))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of an expert's row, to or from `peer`."""
+
+    expert: int
+    peer: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank does in one step.
+
+    copies: experts to copy within the rank
+    rounds: (sent, received), each None where the rank has no part in it; all ranks go through rounds in this order
+    """
+
+    copies: tuple[int, ...]
+    rounds: tuple[tuple[Piece | None, Piece | None], ...]
+
+
+def changed_slots(old: ExpertMap, new: ExpertMap, rank: int) -> list[tuple[int, int]]:
+    """(slot, expert) of a rank's slots whose content differs under `new`; what an empty slot holds is no matter."""
+    before, after = old.local(rank), new.local(rank)
+    return [(slot, expert) for slot, expert in enumerate(after) if expert not in (EMPTY, before[slot])]
+
+
+def moves(old: ExpertMap, new: ExpertMap, *, ranks_per_node: int | None = None) -> Moves:
+    """Sources are ranks of the target's node where any has the expert, and send evenly many."""
+    per_node = ranks_per_node or old.num_ranks
+    holders = [sorted({slot // old.cap for slot in slots}) for slots in old.logical_to_physical]
+    local: list[tuple[int, ...]] = []
+    choices = []
+    for target in range(old.num_ranks):
+        wanted = sorted({expert for _, expert in changed_slots(old, new, target)})
+        local.append(tuple(expert for expert in wanted if target in holders[expert]))
+        for expert in wanted:
+            if target not in holders[expert]:
+                near = [rank for rank in holders[expert] if rank // per_node == target // per_node]
+                choices.append((near or holders[expert], expert, target))
+    sent = [0] * old.num_ranks
+    transfers = []
+    # who has no choice goes first
+    for sources, expert, target in sorted(choices, key=lambda choice: (len(choice[0]), choice[1], choice[2])):
+        source = min(sources, key=lambda rank: (sent[rank], rank))
+        sent[source] += 1
+        transfers.append(Transfer(expert, source, target))
+    return Moves(tuple(local), tuple(sorted(transfers)))
+
+
+def rounds(transfers: Sequence[Transfer], num_ranks: int) -> list[list[Transfer]]:
+    """Rounds in which each rank sends to at most one peer and receives from at most one; as few as there can be, which
+    is the most that any rank sends or receives.
+
+    The edges of a bipartite graph (senders, receivers) coloured one by one; where the two ends have no free colour in
+    common, two colours are exchanged along a path (Konig)."""
+    sends: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]  # colour -> transfer
+    receives: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]
+    for transfer in transfers:
+        free_there = _free(sends[transfer.source])
+        free_here = _free(receives[transfer.target])
+        if free_there in receives[transfer.target]:
+            _exchange(sends, receives, transfer.target, free_there, free_here)
+        sends[transfer.source][free_there] = receives[transfer.target][free_there] = transfer
+    count = max([colour + 1 for used in sends for colour in used], default=0)
+    return [[used[colour] for used in sends if colour in used] for colour in range(count)]
+
+
+def _free(used: dict[int, Transfer]) -> int:
+    return next(colour for colour in range(len(used) + 1) if colour not in used)
+
+
+def _exchange(
+    sends: list[dict[int, Transfer]], receives: list[dict[int, Transfer]], target: int, one: int, other: int
+) -> None:
+    """Along the path that begins at `target` with colour `one`: each edge of one colour gets the other."""
+    path: list[tuple[Transfer, int]] = []
+    ends, rank, colour = (receives, sends), target, one
+    while colour in ends[len(path) % 2][rank]:
+        edge = ends[len(path) % 2][rank][colour]
+        rank = edge.source if len(path) % 2 == 0 else edge.target
+        path.append((edge, colour))
+        colour = other if colour == one else one
+    for edge, colour in path:
+        del sends[edge.source][colour], receives[edge.target][colour]
+    for edge, colour in path:
+        changed = other if colour == one else one
+        sends[edge.source][changed] = receives[edge.target][changed] = edge
+
+
+def batches(planned: Moves, rank: int, row_bytes: int, budget: int) -> list[Batch]:
+    """A rank's part, step by step; equally many on all ranks.
+
+    In a batch a rank sends at most `budget` bytes, receives at most as many, and copies as many (or one row). Rows that
+    are larger travel in pieces.
+    """
+    ranks = len(planned.local)
+    whole = max(1, min(budget // row_bytes, MAX_ROUNDS))
+    piece = row_bytes if row_bytes <= budget else max(UNIT, budget // UNIT * UNIT)
+    spans = [(start, min(start + piece, row_bytes)) for start in range(0, row_bytes, piece)]
+    in_order = [(step, span) for step in rounds(planned.transfers, ranks) for span in spans]
+    travel = [in_order[start : start + whole] for start in range(0, len(in_order), whole)]
+    copies = [planned.local[rank][start : start + whole] for start in range(0, max(map(len, planned.local)), whole)]
+    return [
+        Batch(
+            copies=copies[number] if number < len(copies) else (),
+            rounds=tuple(_part(step, rank, *span) for step, span in travel[number]) if number < len(travel) else (),
+        )
+        for number in range(max(len(copies), len(travel)))
+    ]
+
+
+def _part(step: list[Transfer], rank: int, start: int, stop: int) -> tuple[Piece | None, Piece | None]:
+    sent = [Piece(t.expert, t.target, start, stop) for t in step if t.source == rank]
+    received = [Piece(t.expert, t.source, start, stop) for t in step if t.target == rank]
+    return sent[0] if sent else None, received[0] if received else None

@@ -1,0 +1,95 @@
+"""The slots of one layer as rows of bytes, and a checksum of each: what is moved is all of a slot or nothing.
+
+A row is the tensors of `ExpertWeights.slot_tensors` one after the other, each from a multiple of 8 bytes, and at its
+end the checksum of the rest (int64), so that it travels with what it vouches for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.weights.expert_weights import ExpertWeights
+
+_WORDS = 1 << 20  # int64 words that are weighed at a time: 8 MiB of scratch memory
+_TAIL = 8  # bytes of the checksum
+
+
+class Checksum:
+    """Sums of int64 words, each times an odd number that depends on its place, modulo 2**64: a changed word always
+    changes the sum, exchanged ones with all but certainty. Equal bytes give equal sums on every device."""
+
+    def __init__(self, device: torch.device) -> None:
+        place = torch.arange(_WORDS, dtype=torch.int64, device=device) * -7046029254386353131  # 2**64 / golden ratio
+        self._factors = ((place ^ (place >> 29)) * -4658895280553007687) | 1
+        self._step = 6364136223846793005  # odd; between blocks
+
+    def __call__(self, data: Tensor) -> Tensor:
+        """int64 [] on the device, of uint8 [bytes]; the last word is filled up with zeros."""
+        if data.numel() % 8 or data.storage_offset() % 8:
+            padded = data.new_zeros(-(-data.numel() // 8) * 8)
+            padded[: data.numel()] = data
+            data = padded
+        total = torch.ones((), dtype=torch.int64, device=data.device)  # bytes that never came are zeros: not 0 for them
+        for words in data.view(torch.int64).split(_WORDS):
+            total = total * self._step + (words * self._factors[: len(words)]).sum()
+        return total
+
+
+class SlotStore:
+    """All bytes of the slots of one layer on this rank.
+
+    row_bytes: of a row, checksum included; equal on all ranks of a layer
+    """
+
+    def __init__(self, weights: ExpertWeights, checksum: Checksum) -> None:
+        self._weights, self._checksum = weights, checksum
+        specs = {name: (tensor.shape[1:].numel(), tensor.itemsize) for name, tensor in weights.slot_tensors().items()}
+        self._spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (count, itemsize) in specs.items():
+            self._spans[name] = (end, end + count * itemsize)
+            end += -(-count * itemsize // 8) * 8
+        self.row_bytes = end + _TAIL
+
+    def _views(self, slot: int) -> list[tuple[int, int, Tensor]]:
+        """(start, stop, uint8 view) of the slot's tensors; looked up at each use, since `.to(device)` replaces them."""
+        found = []
+        for name, tensor in self._weights.slot_tensors().items():
+            assert tensor.is_contiguous(), f"{name} of ExpertWeights is not contiguous"
+            if self._spans[name][0] < self._spans[name][1]:
+                found.append((*self._spans[name], tensor[slot].view(-1).view(torch.uint8)))
+        return found
+
+    def read(self, slot: int, start: int, stop: int, out: Tensor) -> None:
+        """Bytes [start, stop) of the slot's row into uint8 [stop - start]. What lies between tensors is undefined."""
+        for first, last, view in self._views(slot):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                out[low - start : high - start].copy_(view[low - first : high - first])
+        tail = self.row_bytes - _TAIL
+        if stop > tail:
+            low = max(tail, start)
+            out[low - start :].copy_(_bytes(self.checksum(slot))[low - tail : stop - tail])
+
+    def write(self, slot: int, row: Tensor) -> None:
+        """A row into the slot, in place."""
+        for first, last, view in self._views(slot):
+            view.copy_(row[first:last])
+
+    def checksum(self, slot: int) -> Tensor:
+        """int64 [] of what the slot holds now."""
+        return self._combined([view for _, _, view in self._views(slot)])
+
+    def damage(self, row: Tensor) -> Tensor:
+        """int64 [], 0 where the row is what its checksum says."""
+        found = self._combined([row[first:last] for first, last in self._spans.values() if first < last])
+        return found - row[-_TAIL:].view(torch.int64)[0]
+
+    def _combined(self, parts: list[Tensor]) -> Tensor:
+        sums = torch.stack([self._checksum(part) for part in parts])
+        return self._checksum(_bytes(sums))
+
+
+def _bytes(words: Tensor) -> Tensor:
+    return words.reshape(-1).view(torch.uint8)

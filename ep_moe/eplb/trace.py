@@ -1,0 +1,101 @@
+"""LoadTrace: routes per step, layer and expert, recorded once and replayed by any planner."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ep_moe.eplb.packing import Ints
+from ep_moe.errors import ConfigError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class LoadTrace:
+    """What a model's routers chose, step by step, all ranks together.
+
+    counts: int64 [steps, layers, E], routes to each logical expert
+    tokens: int64 [steps], tokens of the step
+    model: name of a bundled model config, or a free one
+    layers: names of the layers, in the order of `counts`; default their numbers
+    """
+
+    counts: Ints
+    tokens: Ints
+    model: str = ""
+    layers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, dims in (("counts", 3), ("tokens", 1)):
+            value = np.asarray(getattr(self, name))
+            if value.dtype.kind not in "iu" or value.ndim != dims or not value.size or (value < 0).any():
+                raise ConfigError(
+                    f"LoadTrace.{name} must be integers of at least 0 in {dims} dimensions, not empty, got "
+                    f"{value.dtype} {list(value.shape)}"
+                )
+            object.__setattr__(self, name, value.astype(np.int64))
+        if len(self.tokens) != len(self.counts):
+            raise ConfigError(f"LoadTrace has {len(self.counts)} steps in counts and {len(self.tokens)} in tokens")
+        if not self.layers:
+            object.__setattr__(self, "layers", tuple(map(str, range(self.counts.shape[1]))))
+        if len(self.layers) != self.counts.shape[1]:
+            raise ConfigError(f"LoadTrace.layers has {len(self.layers)} names for {self.counts.shape[1]} layers")
+
+    @property
+    def steps(self) -> int:
+        return len(self.counts)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.counts.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.counts.shape[2])
+
+    def window(self, start: int = 0, stop: int | None = None) -> Ints:
+        """int64 [layers, E]: sum over steps [start, stop), counted from the end where negative, as a slice does."""
+        chosen = self.counts[start:stop]
+        if not len(chosen):
+            raise ConfigError(f"LoadTrace.window({start}, {stop}) has none of the {self.steps} steps")
+        return np.asarray(chosen.sum(0))
+
+    def save(self, path: str | Path) -> None:
+        """Write an .npz file; a name without that ending gets it."""
+        np.savez_compressed(
+            path,
+            format=np.int64(_FORMAT),
+            counts=self.counts,
+            tokens=self.tokens,
+            model=np.str_(self.model),
+            layers=np.array(self.layers, np.str_),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> LoadTrace:
+        if not Path(path).is_file():
+            raise ConfigError(f"load trace {path} does not exist")
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                fields = {name: file[name] for name in file.files}
+        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{path} is not a load trace: {error}; write one with LoadTrace.save") from error
+        return cls._of(fields, path)
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any], path: str | Path) -> LoadTrace:
+        missing = [name for name in ("format", "counts", "tokens", "model", "layers") if name not in fields]
+        if missing:
+            raise ConfigError(f"{path} is not a load trace: it has no {missing[0]}; write one with LoadTrace.save")
+        if fields["format"].shape != () or fields["format"] != _FORMAT:
+            raise ConfigError(f"{path} has load trace format {fields['format']}, this version reads {_FORMAT}")
+        try:
+            names = tuple(map(str, fields["layers"].ravel()))
+            return cls(fields["counts"], fields["tokens"], str(fields["model"]), names)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,359 @@
+"""Experts that move while their layers serve: every forward is right, before, meanwhile and after."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import ConfigError, EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig
+from ep_moe.eplb.load import LoadRecorder
+from ep_moe.eplb.pact import State
+from ep_moe.eplb.price import H200
+from ep_moe.placement.placement import Replicas
+from ep_moe.testing import distributed, rank_device
+from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.types import LogicalIds, Routing
+from ep_moe.weights.schemes import SCHEMES
+from tests.distributed.cases import batch_of, check_call, everywhere, same_error
+from tests.distributed.eplb_cases import (
+    CONFIG,
+    ROW,
+    all_alike,
+    assert_slots,
+    context_of,
+    drive,
+    make_layers,
+    on_request,
+    random_map,
+)
+from tests.helpers import assert_same, integer_expert, moved
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("budget", [ROW // 3, 2 * ROW + 5, 1 << 30], ids=["pieces", "two rows", "all at once"])
+def test_random_plans_one_after_the_other(budget, world_size):
+    with context_of() as context:
+        layers = make_layers(context, 2)
+        cap = layers[0].placement.expert_map.cap
+        with ExpertBalancer(layers, context, on_request(bytes_per_step=budget)) as balancer:
+            for turn in range(4):
+                maps = [random_map(world_size, cap, 10 * turn + index) for index in range(2)]
+                addresses = [p.data_ptr() for layer in layers for p in layer.parameters()]
+                balancer.move_to(maps)
+                all_alike(drive(balancer, layers, context))
+                assert [layer.placement.expert_map for layer in layers] == maps
+                assert addresses == [p.data_ptr() for layer in layers for p in layer.parameters()]
+                for layer in layers:
+                    assert_slots(layer)
+                    check_call(layer, context, what=f"after plan {turn}")
+            stats = balancer.stats()
+            assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (8, 4, 0, "")
+            assert stats.staging_bytes == 0, "memory is given back"
+            assert sum(everywhere(stats.received_bytes)) > 0
+
+
+@distributed(2)
+def test_slots_that_are_empty_or_hold_an_expert_twice(world_size):
+    """Experts that share a rank with themselves travel once and are written twice; empty slots hold what they like."""
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        with ExpertBalancer([layer], context, on_request(bytes_per_step=ROW)) as balancer:
+            for ranks in (
+                [[9, 8, 9, 1, 0, -1, 2, 2], [3, -1, 4, 5, 6, 7, 3, 1]],
+                [[-1, -1, 3, 1, 3, 4, 5, 0], [0, 2, 9, 8, 7, 6, -1, 6]],
+                [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 0, 1, 2, 3, 4, 5]],
+            ):
+                placed = ExpertMap.from_ranks(ranks, 10, allow_duplicates=True)
+                balancer.move_to([placed])
+                drive(balancer, [layer], context)
+                assert layer.placement.expert_map == placed
+                assert_slots(layer)
+                check_call(layer, context, tokens=9)
+
+
+LAYOUTS = {
+    "dp 2 tp 2 etp 2": {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+    "dp 4 etp 2": {"dp": 4, "ep": 2, "etp": 2},
+    "tp 4": {"tp": 4},
+    "tp 4 ep 2, two EP groups in step": {"tp": 4, "ep": 2},
+    "dp 4 ep 2, two EP groups out of step": {"dp": 4, "ep": 2},
+    "etp 4, nothing to move": {"dp": 4, "ep": 1, "etp": 4},
+    "pp 2": {"pp": 2, "dp": 2},
+}
+
+
+@distributed(4)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout(name, world_size):
+    """By load, of which each layout has its own way to count: in the end all ranks of a group have one map."""
+    with context_of(**LAYOUTS[name]) as context:
+        ep = context.layout.ep
+        layers = make_layers(context, 2, redundant=6 if ep > 1 else 0)
+        seen = []
+
+        def planner(load, current):
+            seen.append(load.tolist())
+            seed = int(load[0] @ range(10)) + 100 * len(seen)  # another plan on ranks that have counted another load
+            return [random_map(ep, placed.cap, seed + index) for index, placed in enumerate(current)]
+
+        config = EPLBConfig(interval=6, window=4, sync_every=2, bytes_per_step=ROW)
+        with ExpertBalancer(layers, context, config, planner=planner) as balancer:
+            for step in range(40):
+                for layer in layers:
+                    check_call(layer, context, tokens=5, what=f"step {step}")
+                balancer.step()
+            balancer.settle()
+            stats = balancer.stats()
+            assert stats.rebalances >= 2 or ep == 1
+            for layer in layers:
+                assert_slots(layer)
+                check_call(layer, context)
+            block = context.layout.group("lockstep")
+            mine = (seen, [layer.placement.expert_map.to_json() for layer in layers])
+            found = everywhere(mine)
+            assert all(found[rank] == mine for rank in block), "all ranks that run together plan alike"
+            # two layers, 4 steps of 5 tokens with 3 picks, a fifth of them none: as many as the block passes
+            passed = len({batch_of(context.layout, rank) for rank in block})
+            (first, *_) = seen
+            assert 0.5 < sum(first[0]) / (4 * 5 * 3 * passed) < 1
+            assert first[0] == first[1]
+
+
+@distributed(2)
+def test_a_window_counts_its_steps_and_nothing_else(world_size):
+    """Routes of the last 3 of 8 steps; neither what was before, nor padding (-1), nor what `no_stats` covers, nor a
+    reset of the counters by somebody else."""
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        rank, windows = dist.get_rank(), []
+
+        def planner(load, current):
+            windows.append(load[0].tolist())
+            return current
+
+        def forward(expert):
+            ids = torch.tensor([[expert, -1, -1], [expert, 9, -1], [-1, -1, -1]], device=context.device)
+            x = torch.zeros(3, 16, device=context.device)
+            layer.forward_routed(x, Routing(LogicalIds(ids), torch.ones(3, 3, device=context.device)))
+
+        config = EPLBConfig(interval=8, window=3, sync_every=1)
+        with ExpertBalancer([layer], context, config, planner=planner) as balancer:
+            for number in range(1, 14):
+                forward(rank if number > 5 else 5)
+                with balancer.no_stats():
+                    forward(7)
+                if number == 6:
+                    layer.placement.reset_load()
+                balancer.step()
+            balancer.settle()
+            # of steps 7 and 8, for the counters of step 6 were reset
+            assert windows == [[4, 4, 0, 0, 0, 0, 0, 0, 0, 4]]
+            (stats,) = balancer.stats().layers
+            assert stats.expert_load == (4, 4, 0, 0, 0, 0, 0, 0, 0, 4)
+            assert sum(stats.rank_load) == 12
+            layer.placement.reset_load()
+            forward(1)
+            stats = layer.stats()
+            assert stats.expert_load == (0, 4, 0, 0, 0, 0, 0, 0, 0, 2)
+            assert sum(stats.rank_load) == 6
+            assert stats.balancedness == 3 / max(stats.rank_load)
+
+
+@distributed(2, 4)
+def test_by_itself_with_the_planner_and_a_price(world_size):
+    """One hot expert: the planner gives it replicas, the ranks' load gets even. An absurdly slow machine refuses."""
+    with context_of() as context:
+        (layer,) = make_layers(context, redundant=2 * world_size - 10 % world_size)
+
+        def forward():
+            for _ in range(2):
+                ids = torch.tensor([[0, 1, 2], [0, 3, 4], [0, 5, 6]], device=context.device)
+                layer.forward_routed(
+                    torch.zeros(3, 16, device=context.device),
+                    Routing(LogicalIds(ids), torch.ones(3, 3, device=context.device)),
+                )
+
+        slow = dataclasses.replace(H200, link_bytes_per_s=1e-3, node_link_bytes_per_s=1e-3)
+        for machine in (slow, H200, None):
+            before = layer.placement.expert_map
+            config = EPLBConfig(interval=5, window=5, sync_every=1, machine=machine)
+            with ExpertBalancer([layer], context, config) as balancer:
+                for _ in range(3):  # each window to its end, so that the last one is counted under the last map
+                    for _ in range(5):
+                        forward()
+                        balancer.step()
+                    balancer.settle()
+                stats = balancer.stats()
+            if machine is None:
+                assert stats.price == ""
+            elif machine is slow:
+                assert stats.price.startswith("refused"), stats.price
+                assert layer.placement.expert_map == before
+                assert stats.commits == 0
+            check_call(layer, context)
+            assert_slots(layer)
+        even = stats.layers[0].rank_load
+        assert max(even) / (sum(even) / len(even)) < 1.35, even
+        assert layer.placement.expert_map.replica_count[0] > 1
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme(scheme, world_size):
+    """Slots are the checkpoint's byte for byte, and so is each output that of one process: a row at a time, one expert
+    a row, so that nothing is added in another order."""
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=10, top_k=1)
+    device = rank_device()
+    tensors = [random_expert(config, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
+
+    def make(_config, expert, _seed):
+        return tensors[expert]
+
+    options = {"config": config, "quantization": scheme, "dtype": torch.bfloat16, "experts": "reference"}
+    alone = make_layers(EPContext.local(device), redundant=0, make=make, **options)[0]
+    with context_of() as context:
+        (layer,) = make_layers(context, redundant=2 * world_size - 10 % world_size, make=make, **options)
+        cap = layer.placement.expert_map.cap
+        with ExpertBalancer([layer], context, on_request(bytes_per_step=60_000)) as balancer:
+            for turn in range(2):
+                balancer.move_to([random_map(world_size, cap, turn + 3)])
+                while balancer.state is State.PLANNING:
+                    balancer.step()
+                same_rows(layer, alone, f"{scheme} meanwhile")
+                balancer.settle()
+                assert_slots(layer, make)
+                same_rows(layer, alone, f"{scheme} after plan {turn}")
+
+
+def same_rows(layer, alone, what):
+    rank = dist.get_rank()
+    for first in range(0, 10, dist.get_world_size()):
+        expert = (first + rank) % 10
+        x = torch.randn(1, 128, generator=torch.Generator().manual_seed(expert)).bfloat16().to(layer.device)
+        routing = moved(Routing(LogicalIds(torch.tensor([[expert]])), torch.ones(1, 1)), layer.device)
+        with torch.no_grad():
+            assert_same(layer.forward_routed(x, routing), alone.forward_routed(x, routing), what)
+
+
+@distributed(2)
+def test_weights_written_on_the_way_are_not_lost(world_size):
+    """Whenever it comes, an update of an expert is in every replica in the end."""
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        restarts = 0
+        for turn in range(12):
+            with ExpertBalancer([layer], context, on_request(bytes_per_step=ROW, sync_every=2)) as balancer:
+                balancer.move_to([random_map(2, 8, turn)])
+                number = 0
+                while balancer.state is not State.IDLE:
+                    if number == turn:
+                        for expert in range(10):
+                            layer.update_expert(expert, **integer_expert(CONFIG, expert, turn))
+                    seed = turn if number >= turn else turn - 1
+                    if turn or number:
+                        check_call(layer, context, tokens=3, seed=max(seed, 0), what=f"turn {turn}, step {number}")
+                    balancer.step()
+                    number += 1
+                if number <= turn:
+                    for expert in range(10):
+                        layer.update_expert(expert, **integer_expert(CONFIG, expert, turn))
+                assert_slots(layer, seed=turn)
+                restarts += balancer.stats().restarts
+        assert restarts > 2
+
+
+@distributed(2)
+def test_a_state_dict_does_not_depend_on_the_moves(world_size):
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        before = everywhere({name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()})
+        with ExpertBalancer([layer], context, on_request()) as balancer:
+            balancer.move_to([random_map(2, 8, 5)])
+            balancer.settle()
+        after = everywhere({name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()})
+        before, after = ({k: v for part in parts for k, v in part.items()} for parts in (before, after))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@distributed(2)
+def test_a_model_and_a_second_balancer(world_size):
+    """Layers are found in a model; a balancer that was closed leaves nothing behind for the next."""
+    with context_of() as context:
+        layers = make_layers(context, 2)
+        model = torch.nn.Sequential(torch.nn.Identity(), *layers)
+        for turn in range(3):
+            with ExpertBalancer(model, context, on_request()) as balancer:
+                assert balancer.layers == layers
+                balancer.move_to([random_map(2, 8, turn), random_map(2, 8, turn + 9)])
+                drive(balancer, layers, context)
+        for layer in layers:
+            assert_slots(layer)
+
+
+@distributed(2)
+def test_a_trace_is_recorded(world_size):
+    with context_of() as context:
+        layers = make_layers(context, 2)
+        recorder = LoadRecorder(layers, context.links["lockstep"], steps=3)
+        for number in range(4):
+            for layer in layers:
+                ids = torch.tensor([[number, 9, -1]] * (1 + dist.get_rank()), device=context.device)
+                weights = torch.ones(ids.shape, device=context.device)
+                layer.forward_routed(
+                    torch.zeros(len(ids), 16, device=context.device), Routing(LogicalIds(ids), weights)
+                )
+            if number == 1:
+                layers[0].placement.reset_load()
+            recorder.step()
+        trace = recorder.finish("tiny")
+        expected = [[[3 * (e == step) + 3 * (e == 9) for e in range(10)]] * 2 for step in range(3)]
+        expected[1][0] = [0] * 10  # reset after its step
+        assert trace.counts.tolist() == expected
+        assert trace.tokens.tolist() == [2, 2, 2]  # 6 routes, 3 a row
+        assert trace.layers == ("moe0", "moe1")
+
+
+@distributed(4)
+def test_nearest_replicas_first(world_size):
+    """Two nodes of two ranks: a rank's own replica, else one of its node, else any; outputs stay the same."""
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        maps = [ExpertMap.from_ranks([[0, 1, 2, 9], [0, 3, 4, 8], [0, 5, 6, 1], [7, 2, 9, 8]], 10)]
+        config = on_request(nodes=2, replicas=Replicas.NEAREST)
+        with ExpertBalancer([layer], context, config) as balancer:
+            balancer.move_to(maps)
+            drive(balancer, [layer], context)
+            layer.placement.reset_load()
+            for _ in range(3):
+                check_call(layer, context, tokens=20)
+            held = layer.placement.slot_load.view(4, 4).cpu().tolist()
+            rank = dist.get_rank()
+            assert held[2][0] == 0 or rank > 1, "expert 0 of the other node"
+            if rank == 0:
+                assert held[0][0] > 0 == held[1][0] == held[2][0]
+                assert held[0][3] > 0 == held[3][2]
+            if rank == 3:  # expert 0 on rank 2 of its node
+                assert held[2][0] > 0 == held[0][0] == held[1][0]
+                assert held[0][3] == 0
+
+
+@distributed(2)
+def test_what_cannot_be_balanced_is_said_on_all_ranks(world_size):
+    rank = dist.get_rank()
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        for config, sentence in (
+            (on_request(nodes=3), "EPLBConfig.nodes must divide the 2 EP ranks, got 3"),
+            (on_request(groups=3), "EPLBConfig.groups must divide the 10 experts, got 3"),
+            (on_request(deadline_s=21.0), "EPLBConfig.deadline_s must be at most the context's, 20, got 21"),
+            (on_request(bytes_per_step=100 + rank), "EPLBConfig.bytes_per_step: 100 on rank 0, 101 on rank 1"),
+        ):
+            found = same_error(ConfigError, lambda config=config: ExpertBalancer([layer], context, config))
+            assert sentence in found, found
+        layer.expert_weights.requires_grad_(rank == 1)
+        found = same_error(ConfigError, lambda: ExpertBalancer([layer], context, on_request()))
+        assert "rank 1: expert weights of layer moe0 require gradients" in found
+        with pytest.raises(ConfigError, match="needs a model with MoELayers in it"):
+            ExpertBalancer(torch.nn.Linear(2, 2), context)

@@ -1,0 +1,140 @@
+"""Layers captured in CUDA graphs, on GPUs: replays are right while experts move and after they have moved, and counters
+run in the replays too. Run under torchrun."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig
+from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.eplb.pact import State
+from ep_moe.testing import distributed, rank_device
+from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.weights.schemes import SCHEMES
+from tests.distributed.eplb_cases import all_alike, assert_slots, make_layers, on_request, random_map
+from tests.distributed.test_layer_static import TOKENS, WIDE, Captured
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+BUDGETS = {"in pieces": 200_000, "all at once": 1 << 30}  # bytes per step; a row has 400,000 to 800,000
+
+
+def settled(balancer, check, most=3000):
+    """One replay and one step after the other until nothing is under way; every replay must be right."""
+    for number in range(most):
+        if balancer.state is State.IDLE:
+            return number
+        check(number)
+        balancer.step()
+    raise AssertionError(f"still in {balancer.state.name} after {most} steps")
+
+
+@pytest.mark.skipif(bool(FlashInferNVLinkDispatcher.available()), reason="needs FlashInfer")
+@distributed(2, 4)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    ("scheme", "experts"),
+    [
+        ("none", "flashinfer_cutlass"),
+        ("fp8_block", "fp8_block_triton"),
+        ("fp8_dynamic", "flashinfer_cutlass"),
+        ("mxfp4", "flashinfer_cutlass"),
+    ],
+)
+def test_replays_while_experts_move(scheme, experts, budget, world_size):
+    rank, device = dist.get_rank(), rank_device()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
+        tensors = [random_expert(WIDE, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
+        names = {"quantization": scheme, "experts": experts, "dtype": torch.bfloat16}
+        layers = [MoELayer(WIDE, context, expert_map=ExpertMap.redundant(10, world_size, 6), **names) for _ in range(2)]
+        for layer in layers:
+            layer.requires_grad_(False)
+            for expert in range(10):
+                layer.update_expert(expert, **tensors[expert])
+        with context.at_most(TOKENS):
+            captured = [Captured(layer, tensors, scheme) for layer in layers]
+        cap = layers[0].placement.expert_map.cap
+        with ExpertBalancer(layers, context, on_request(bytes_per_step=BUDGETS[budget], sync_every=2)) as balancer:
+            for turn in range(4):
+                maps = [random_map(world_size, cap, 10 * turn + index) for index in range(2)]
+
+                def check(number, turn=turn):
+                    for index, graph in enumerate(captured):
+                        found = graph.replay(TOKENS, 1000 * turn + 10 * number + index + 7 * rank)
+                        assert found <= 1, (balancer.state.name, number, index, found)
+
+                balancer.move_to(maps)
+                all_alike(settled(balancer, check))
+                assert [layer.placement.expert_map for layer in layers] == maps
+                check(-1)
+                for layer in layers:
+                    assert_slots(layer, lambda _config, expert, _seed: tensors[expert])
+            assert balancer.stats().commits == 8
+            before = layers[0].stats().expert_load
+            with balancer.no_stats():
+                captured[0].replay(TOKENS, 5)
+            assert layers[0].stats().expert_load == before, "a replay within no_stats was counted"
+            captured[0].replay(TOKENS, 5)
+            assert sum(layers[0].stats().expert_load) > sum(before), "a replay was not counted"
+
+
+@distributed(2, 4)
+def test_a_step_does_not_wait_for_the_device(world_size):
+    """Neither while nothing is under way, nor while bytes travel, nor at a commit: torch raises where it would wait.
+    Counts from a layer over NCCL, one window after the other, by load."""
+    device = rank_device()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=device) as context:
+        layers = make_layers(context, 2, all2all="allgather", experts="reference")
+        x = torch.randn(64, 16, device=device)
+
+        def planner(load, current):
+            return [random_map(world_size, placed.cap, int(load.sum()) + i) for i, placed in enumerate(current)]
+
+        config = EPLBConfig(interval=20, window=10, sync_every=2, bytes_per_step=4096)
+        with ExpertBalancer(layers, context, config, planner=planner) as balancer:
+            for _ in range(200):
+                for layer in layers:
+                    layer(x)
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    balancer.step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            balancer.settle()
+            assert balancer.stats().commits > 0
+            for layer in layers:
+                assert_slots(layer)
+
+
+@distributed(2)
+def test_a_rank_that_does_not_step_is_given_up(world_size):
+    """The communicator that waits for it is aborted; layers go on, with the old map."""
+    rank, device = dist.get_rank(), rank_device()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=device, deadline_s=30.0) as context:
+        config = MoEConfig(hidden_size=1024, intermediate_size=1024, num_experts=10, top_k=3)
+        layers = make_layers(context, 1, config=config, make=_random, all2all="allgather", experts="reference")
+        before = layers[0].placement.expert_map
+        balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 20, deadline_s=4.0))
+        balancer.move_to([random_map(2, before.cap, 3)])
+        for _ in range(200):
+            states = [None, None]
+            dist.all_gather_object(states, balancer.state)
+            if states == [State.MOVING, State.MOVING]:
+                break
+            balancer.step()
+        if rank == 0:
+            with pytest.raises(Exception, match="was rolled back, and the balancer is off"):
+                balancer.settle()
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(Exception, match="was rolled back, and the balancer is off"):
+                balancer.settle()
+        assert layers[0].placement.expert_map == before
+        assert_slots(layers[0], _random)
+        layers[0](torch.randn(8, 1024, device=device))
+        torch.cuda.synchronize()
+
+
+def _random(config: MoEConfig, expert: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + expert)
+    shapes = {"w13": (2 * config.intermediate_size, config.hidden_size), "w2": (config.hidden_size, 1024)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -1,0 +1,90 @@
+"""`ep-moe plan`: a row for each combination, from the code that plans online."""
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from ep_moe import ConfigError, ExpertMap
+from ep_moe.cli import app
+from ep_moe.eplb import LoadTrace, balancedness, loads_by_rank, plan
+from ep_moe.eplb import report as plan_report
+
+RANDOM = np.random.default_rng(0)
+SHARE = RANDOM.random((3, 8)) ** 4
+TRACE = LoadTrace(RANDOM.poisson(SHARE * 4000, (6, 3, 8)), np.full(6, 4000), "mixtral-8x7b")
+
+
+def ask(*args: str, code: int = 0) -> str:
+    found = CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "200"})
+    assert found.exit_code == code, found.output
+    return found.output
+
+
+@pytest.fixture
+def file(tmp_path):
+    TRACE.save(tmp_path / "trace.npz")
+    return str(tmp_path / "trace.npz")
+
+
+def test_a_row_for_each_combination(file):
+    output = ask(file, "--ranks", "2", "4", "--redundant", "0", "4", "8", "--steps-to-pay", "500")
+    rows = [line.split() for line in output.splitlines() if line[:1].isdigit()]
+    assert [(row[0], row[1]) for row in rows] == [(r, n) for r in ("2", "4") for n in ("0", "4", "8")]
+    assert output.count("limit 500") + output.count("no gain") == 6
+
+
+def test_the_numbers_are_those_of_the_planner(file):
+    row = next(line.split() for line in ask("--ranks", "4", "--redundant", "4", file).splitlines() if line[:1] == "4")
+    old = [ExpertMap.redundant(8, 4, 4)] * 3
+    load = TRACE.window() / 6
+    assert row[2] == f"{balancedness(loads_by_rank(load, old)).mean():.3f}"
+    assert row[3] == f"{balancedness(loads_by_rank(load, plan(load, old))).mean():.3f}"
+    later = plan(TRACE.counts[:3].sum(0), old)
+    assert row[5] == f"{balancedness(loads_by_rank(TRACE.counts[3:].sum(0), later)).mean():.3f}"
+
+
+def test_impossible_combinations_are_refused_in_their_row(file):
+    output = ask(file, "--ranks", "2", "16", "--redundant", "0", "4", "8", "100", "--nodes", "2")
+    assert "ranks 16, redundant 0: impossible: 16 ranks for 8 + 0 slots; at least 8 redundant" in output
+    assert "ranks 16, redundant 4: impossible" in output
+    assert "ranks 16, redundant 8: impossible" not in output
+    assert "ranks 2, redundant 100: impossible: num_redundant=100 gives a rank 54 slots" in output
+    assert "ranks 2, redundant 8: " in output
+
+
+def test_a_plan_that_does_not_pay_is_refused(file):
+    assert "redundant 0: refused: " in ask(file, "--ranks", "4", "--steps-to-pay", "1")
+    assert "redundant 0: accepted: " in ask(file, "--ranks", "4", "--steps-to-pay", "100000")
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_named(file):
+    assert "nodes=4 for 2 ranks" in ask(file, "--ranks", "2", "--nodes", "4")
+
+
+def test_bad_files_and_models_are_one_sentence(file, tmp_path):
+    assert "nowhere.npz does not exist" in ask("nowhere.npz", "--ranks", "2", code=2)
+    assert "deepseek-v3 has 256 experts, the trace 8" in ask(file, "--ranks", "2", "--model", "deepseek-v3", code=2)
+    LoadTrace(TRACE.counts, TRACE.tokens).save(tmp_path / "nameless.npz")
+    assert "names no model" in ask(str(tmp_path / "nameless.npz"), "--ranks", "2", code=2)
+
+
+def test_a_trace_of_one_step_has_nothing_to_hold_out():
+    one = LoadTrace(TRACE.counts[:1], TRACE.tokens[:1], TRACE.model)
+    (row,) = plan_report.what_if(one, [4], [0], plan_report.Question())
+    assert row.held_out is None
+
+
+def test_plot_needs_something_to_show(tmp_path):
+    rows = plan_report.what_if(TRACE, [4, 16], [0, 4], plan_report.Question())
+    plan_report.plot(rows, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ConfigError) as error:
+        plan_report.plot(rows[2:3], tmp_path / "none.png")
+    assert "nothing to plot" in str(error.value)
+
+
+def test_plot_without_matplotlib_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError) as error:
+        plan_report.plot(plan_report.what_if(TRACE, [4], [0], plan_report.Question()), tmp_path / "plan.png")
+    assert "pip install ep-moe[plot]" in str(error.value)

@@ -1,0 +1,52 @@
+"""What follows from all ranks' facts."""
+
+import dataclasses
+
+import pytest
+
+from ep_moe.eplb.pact import Call, Facts, State, Trouble, Verdict, judge
+
+FACTS = Facts(7, 31, State.MOVING, 2, True, Trouble.NONE, 0)
+RANKS = (4, 5, 6)
+
+
+def rows(**odd):
+    """All alike but for rank 5."""
+    return [FACTS, dataclasses.replace(FACTS, **odd), FACTS]
+
+
+@pytest.mark.parametrize(
+    ("odd", "verdict"),
+    [
+        ({}, Verdict(Call.GO)),
+        ({"done": False}, Verdict(Call.WAIT)),
+        ({"trouble": Trouble.HERE}, Verdict(Call.BACK, told=1)),
+        ({"trouble": Trouble.HERE, "done": False}, Verdict(Call.WAIT)),
+        ({"trouble": Trouble.LOST}, Verdict(Call.OUT, told=1)),
+        ({"trouble": Trouble.LOST, "done": False}, Verdict(Call.OUT, told=1)),
+    ],
+)
+def test_verdicts(odd, verdict):
+    assert judge(rows(**odd), RANKS) == verdict
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"step": 8}, "step is 7 on rank 4, 8 on rank 5"),
+        ({"forward": 33}, "forward is 31 on rank 4, 33 on rank 5"),
+        ({"state": State.PLANNING}, "state is 4 on rank 4, 3 on rank 5"),
+        ({"epoch": 3}, "epoch is 2 on rank 4, 3 on rank 5"),
+    ],
+)
+@pytest.mark.parametrize("trouble", Trouble)
+def test_ranks_out_of_step_are_out_whatever_else_they_say(odd, words, trouble):
+    found = judge(rows(**odd, trouble=trouble), RANKS)
+    assert found.call is Call.OUT
+    assert words in found.text
+
+
+def test_plans_that_differ():
+    found = judge(rows(digest=99), RANKS)
+    assert (found.call, found.told) == (Call.BACK, None)
+    assert "different plans: their digest is 0 on rank 4, 99 on rank 5" in found.text

@@ -1,0 +1,100 @@
+"""From two maps to rounds of transfers: simulated, without ranks."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_moe import ExpertMap
+from ep_moe.eplb.schedule import MAX_ROUNDS, Transfer, batches, changed_slots, moves, rounds
+
+unhurried = settings(deadline=None)
+
+
+@st.composite
+def two_maps(draw):
+    """Maps alike in E, R and slots per rank, with empty slots and replicas."""
+    ranks, cap = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    experts = draw(st.integers(1, ranks * cap))
+    found = []
+    for _ in range(2):
+        slots = draw(st.permutations([*range(experts), *[-1] * (ranks * cap - experts)]))
+        table = [list(slots[rank * cap : (rank + 1) * cap]) for rank in range(ranks)]
+        for held in table:
+            for slot in range(cap):
+                if held[slot] == -1:
+                    held[slot] = draw(st.sampled_from([-1, *[e for e in range(experts) if e not in held]]))
+        found.append(ExpertMap(experts, ranks, tuple(expert for held in table for expert in held)))
+    return found
+
+
+@unhurried
+@given(two_maps(), st.integers(1, 3), st.integers(1, 40), st.integers(1, 200))
+def test_batches_bring_every_rank_what_it_lacks(maps, nodes, row_bytes, budget):
+    """A simulation with one mark per byte: at the end each rank has every byte of what it needs, from a holder."""
+    old, new = maps
+    per_node = old.num_ranks // nodes if old.num_ranks % nodes == 0 else old.num_ranks
+    planned = moves(old, new, ranks_per_node=per_node)
+    steps = [batches(planned, rank, row_bytes, budget) for rank in range(old.num_ranks)]
+    assert len({len(mine) for mine in steps}) == 1
+    arrived = [Counter() for _ in steps]
+    for parts in zip(*steps, strict=True):
+        for rank, batch in enumerate(parts):
+            assert len(batch.rounds) <= MAX_ROUNDS
+            assert set(batch.copies) <= set(old.local(rank))
+            arrived[rank].update((expert, byte) for expert in batch.copies for byte in range(row_bytes))
+            for number, (sent, received) in enumerate(batch.rounds):
+                if sent is not None:
+                    assert sent.expert in old.local(rank)
+                    there = parts[sent.peer].rounds[number][1]
+                    assert (there.expert, there.peer, there.start, there.stop) == (
+                        sent.expert, rank, sent.start, sent.stop,
+                    )  # fmt: skip
+                if received is not None:
+                    assert parts[received.peer].rounds[number][0].peer == rank
+                    arrived[rank].update((received.expert, byte) for byte in range(received.start, received.stop))
+            for side in (0, 1):
+                size = sum(part[side].stop - part[side].start for part in batch.rounds if part[side])
+                assert size <= max(budget, 8)
+    for rank, found in enumerate(arrived):
+        needed = {expert for _, expert in changed_slots(old, new, rank)}
+        assert found == Counter((expert, byte) for expert in needed for byte in range(row_bytes)), "once each"
+        assert sorted(planned.staged(rank)) == sorted(needed)
+
+
+@unhurried
+@given(st.integers(1, 7), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=60))
+def test_rounds_are_matchings_and_as_few_as_can_be(ranks, pairs):
+    transfers = [Transfer(e, a % ranks, b % ranks) for e, (a, b) in enumerate(pairs)]
+    found = rounds(transfers, ranks)
+    assert sorted(t for step in found for t in step) == sorted(transfers)
+    for step in found:
+        assert len({t.source for t in step}) == len({t.target for t in step}) == len(step)
+    degrees = Counter(("to", t.target) for t in transfers) + Counter(("from", t.source) for t in transfers)
+    assert len(found) == max(degrees.values(), default=0)
+
+
+@pytest.mark.parametrize(("per_node", "expected"), [(2, [Transfer(0, 2, 3)]), (4, [Transfer(0, 0, 3)])])
+def test_sources_of_the_same_node_come_first(per_node, expected):
+    old = ExpertMap.from_ranks([[0], [1], [0], [2]], 3)
+    new = ExpertMap.from_ranks([[2], [1], [0], [0]], 3)
+    found = moves(old, new, ranks_per_node=per_node).transfers
+    assert [t for t in found if t.expert == 0] == expected
+
+
+def test_holders_send_evenly():
+    """Expert 0 goes to four ranks: both of its holders send two. Who alone has an expert is spared of it."""
+    old = ExpertMap.from_ranks([[0, 1], [0, 2], [3, 4], [5, 6], [7, 8], [9, 10]], 11)
+    new = ExpertMap.from_ranks([[0, 1], [0, 2], [3, 4, 0], [5, 6, 0], [7, 8, 0], [9, 10, 0]], 11)
+    wide = ExpertMap.from_ranks([[*old.local(rank), -1] for rank in range(6)], 11)
+    found = moves(wide, new).transfers
+    assert Counter(t.source for t in found) == {0: 2, 1: 2}
+    new = ExpertMap.from_ranks([[0, 1], [0, 2], [3, 4, 0], [5, 6, 1], [7, 8, 1], [9, 10, 0]], 11)
+    assert Counter(t.source for t in moves(wide, new).transfers) == {0: 2, 1: 2}
+
+
+def test_an_expert_that_stays_does_not_move():
+    held = ExpertMap.redundant(6, 3, 3)
+    assert moves(held, held).transfers == ()
+    assert batches(moves(held, held), 0, 100, 10) == []
