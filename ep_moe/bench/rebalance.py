@@ -1,0 +1,183 @@
+"""What a rebalance costs the forwards that go on meanwhile: every expert moves to the next rank, layer after layer.
+
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.rebalance [--layers 8] [--tokens 128] [--bytes-per-step N] ...
+
+A forward is one pass through all layers: a CUDA-graph replay on GPUs, an eager call on a CPU. Its time is the slowest
+rank's, with the `ExpertBalancer.step` behind it.
+
+usual       median before anything moves; slowest: of those
+moving      median and slowest forward while experts move, and how many there were
+ratio       slowest forward while moving / usual
+seconds     from `move_to` to the last commit; GB: between ranks, all of them together
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ep_moe.bench.overlap import batch, build
+from ep_moe.config import MoEConfig, load_model_config
+from ep_moe.context import EPContext
+from ep_moe.eplb.balancer import ExpertBalancer
+from ep_moe.eplb.config import EPLBConfig
+from ep_moe.eplb.pact import State
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.groups import local_device
+from ep_moe.placement.expert_map import ExpertMap
+
+WARM, USUAL = 20, 200  # forwards that are thrown away, and that are timed before anything moves
+_MOST = 20_000  # forwards while moving, after which something is wrong
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times in milliseconds."""
+
+    usual: float
+    usual_slowest: float
+    moving: float
+    moving_slowest: float
+    forwards: int
+    seconds: float
+    sent_bytes: int
+    commits: int
+
+    @property
+    def ratio(self) -> float:
+        return self.moving_slowest / self.usual
+
+
+def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_per_step: int) -> Result:
+    forward = passed(context, layers, tokens)
+    for layer in layers:
+        layer.requires_grad_(False)
+    config = EPLBConfig(interval=0, window=1, bytes_per_step=bytes_per_step)
+    with ExpertBalancer(list(layers), context, config) as balancer:
+        timed(context, forward, balancer, lambda number: number < WARM)
+        usual = timed(context, forward, balancer, lambda number: number < USUAL)
+        dist.barrier()
+        start = time.perf_counter()
+        balancer.move_to([rotated(layer.placement.expert_map) for layer in layers])
+        moving = timed(context, forward, balancer, lambda number: balancer.state is not State.IDLE and number < _MOST)
+        seconds, found = time.perf_counter() - start, balancer.stats()
+    sent = torch.tensor([found.received_bytes], dtype=torch.int64, device=context.device)
+    dist.all_reduce(sent)
+    return Result(
+        float(usual.median()), float(usual.max()), float(moving.median()), float(moving.max()), len(moving), seconds,
+        int(sent), found.commits,
+    )  # fmt: skip
+
+
+def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Callable[[], Any]:
+    """One pass through the layers with routes of their own."""
+    x, _ = batch(context, layers[0].config, tokens)
+    routes = [batch(context, layer.config, tokens)[1] for layer in layers]
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        out = x
+        for layer, routing in zip(layers, routes, strict=True):
+            out = layer.forward_routed(out, routing)
+        return out
+
+    if context.device.type != "cuda":
+        return forward
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    return graph.replay
+
+
+def timed(
+    context: EPContext, forward: Callable[[], Any], balancer: ExpertBalancer, more: Callable[[int], bool]
+) -> Tensor:
+    """float64 [forwards], milliseconds, the slowest rank's. Nothing waits for the device in between."""
+    on_gpu, marks, number = context.device.type == "cuda", [_now(context)], 0
+    while more(number):
+        forward()
+        balancer.step()
+        marks.append(_now(context))
+        number += 1
+    if on_gpu:
+        torch.cuda.synchronize()
+        own = [one.elapsed_time(two) for one, two in zip(marks, marks[1:], strict=False)]
+    else:
+        own = [1e3 * (two - one) for one, two in zip(marks, marks[1:], strict=False)]
+    times = torch.tensor(own, dtype=torch.float64, device=context.device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.cpu()
+
+
+def _now(context: EPContext) -> Any:
+    if context.device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def rotated(placed: ExpertMap) -> ExpertMap:
+    """Each rank's experts on the next rank."""
+    slots = placed.physical_to_logical
+    return dataclasses.replace(placed, physical_to_logical=slots[-placed.cap :] + slots[: -placed.cap])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 128, 1024])
+    parser.add_argument("--bytes-per-step", nargs="+", type=int, default=[4 << 20, 16 << 20, 64 << 20])
+    parser.add_argument("--experts", default="flashinfer_cutlass")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--all2all", default="auto")
+    asked = parser.parse_args()
+    torch.cuda.set_device(local_device())
+    config: MoEConfig = load_model_config(asked.model).moe
+    config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
+    table = Table(title=f"{asked.layers} layers of {asked.model}, every expert moves")
+    for name in (
+        "tokens",
+        "MB per step",
+        "usual ms",
+        "slowest",
+        "moving ms",
+        "slowest",
+        "ratio",
+        "forwards",
+        "s",
+        "GB",
+    ):
+        table.add_column(name, justify="right")
+    with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
+        variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
+        layers = [build(context, config, variant) for _ in range(asked.layers)]
+        context.tune()
+        for tokens in asked.tokens:
+            for size in asked.bytes_per_step:
+                with context.at_most(tokens):
+                    found = measure(context, layers, tokens, size)
+                table.add_row(
+                    str(tokens), f"{size / 2**20:.0f}", f"{found.usual:.3f}", f"{found.usual_slowest:.3f}",
+                    f"{found.moving:.3f}", f"{found.moving_slowest:.3f}", f"{found.ratio:.2f}", str(found.forwards),
+                    f"{found.seconds:.2f}", f"{found.sent_bytes / 1e9:.2f}",
+                )  # fmt: skip
+        if context.layout.rank == 0:
+            Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
