@@ -1,6 +1,6 @@
 """What a rebalance costs the forwards that go on meanwhile: every expert moves to the next rank, layer after layer.
 
-    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.rebalance [--layers 8] [--tokens 128] [--bytes-per-step N] ...
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.rebalance [--layers 8] [--tokens 128 ...] ...
 
 A forward is one pass through all layers: a CUDA-graph replay on GPUs, an eager call on a CPU. Its time is the slowest
 rank's, with the `ExpertBalancer.step` behind it.
@@ -18,6 +18,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,9 +114,9 @@ def timed(
         number += 1
     if on_gpu:
         torch.cuda.synchronize()
-        own = [one.elapsed_time(two) for one, two in zip(marks, marks[1:], strict=False)]
+        own = [one.elapsed_time(two) for one, two in pairwise(marks)]
     else:
-        own = [1e3 * (two - one) for one, two in zip(marks, marks[1:], strict=False)]
+        own = [1e3 * (two - one) for one, two in pairwise(marks)]
     times = torch.tensor(own, dtype=torch.float64, device=context.device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.cpu()
@@ -149,18 +150,8 @@ def main() -> None:
     config: MoEConfig = load_model_config(asked.model).moe
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
     table = Table(title=f"{asked.layers} layers of {asked.model}, every expert moves")
-    for name in (
-        "tokens",
-        "MB per step",
-        "usual ms",
-        "slowest",
-        "moving ms",
-        "slowest",
-        "ratio",
-        "forwards",
-        "s",
-        "GB",
-    ):
+    times = ("usual ms", "slowest", "moving ms", "slowest", "ratio")
+    for name in ("tokens", "MB per step", *times, "forwards", "s", "GB"):
         table.add_column(name, justify="right")
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
