@@ -26,6 +26,7 @@ from ep_moe.select import explain_model
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _console = Console(soft_wrap=True)
 _WIDE = 8  # layers that fit side by side
+_LINE = 120  # characters of a table's line
 
 
 @app.callback()
@@ -234,4 +235,5 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     _console.print()
-    _console.print(table)
+    # a line that is too long for the terminal is better than numbers without their ends
+    Console(width=max(_console.width, _LINE), soft_wrap=True).print(table)

@@ -15,7 +15,7 @@ TRACE = LoadTrace(RANDOM.poisson(SHARE * 4000, (6, 3, 8)), np.full(6, 4000), "mi
 
 
 def ask(*args: str, code: int = 0) -> str:
-    found = CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "200"})
+    found = CliRunner().invoke(app, ["plan", *args], env={"COLUMNS": "80"})
     assert found.exit_code == code, found.output
     return found.output
 
