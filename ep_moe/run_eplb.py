@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.context import EPContext
+from ep_moe.eplb.balance import critical_path
 from ep_moe.eplb.balancer import ExpertBalancer
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.pact import State
 from ep_moe.layer import MoELayer
-from ep_moe.placement.stats import LayerStats, critical_path
+from ep_moe.placement.stats import LayerStats
 
 BYTES_PER_STEP = 1 << 20  # small, so that the demo's move takes more than one step
 _PASSES = 40  # over the text, at most, until all that is to move has
@@ -71,8 +72,8 @@ def rebalance(
     facts = _reduced(facts, context, dist.ReduceOp.SUM)
     slowest = _reduced(torch.tensor([*usual, *moving], dtype=torch.float64), context, dist.ReduceOp.MAX)
     return Rebalanced(
-        before=critical_path(before),
-        after=critical_path(after),
+        before=critical_path([layer.rank_load for layer in before]),
+        after=critical_path([layer.rank_load for layer in after]),
         perplexity=math.exp(float(facts[0] / facts[1])),
         sent_bytes=int(facts[2]),
         forwards=len(moving),

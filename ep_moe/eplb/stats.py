@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ep_moe.eplb.balance import critical_path
 from ep_moe.eplb.pact import State
-from ep_moe.placement.stats import LayerStats, critical_path
+from ep_moe.placement.stats import LayerStats
 
 
 @dataclass(frozen=True)
@@ -38,4 +39,4 @@ class BalancerStats:
     @property
     def balancedness(self) -> float:
         """Of all layers: sum of the mean rank / sum of the fullest."""
-        return critical_path(self.layers)
+        return critical_path([layer.rank_load for layer in self.layers]) if self.layers else 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +39,3 @@ def layer_stats(name: str, placement: Placement, ep: Link) -> LayerStats:
     sums = [sum(column) for column in zip(*rows, strict=True)]
     experts = placement.expert_map.num_experts
     return LayerStats(name, tuple(sums[:experts]), tuple(map(float, sums[experts:])))
-
-
-def critical_path(layers: Sequence[LayerStats]) -> float:
-    """Sum over layers of the mean rank / sum of the fullest: balancedness, each layer by the time it takes."""
-    mean = sum(sum(layer.rank_load) / len(layer.rank_load) for layer in layers)
-    fullest = sum(max(layer.rank_load) for layer in layers)
-    return mean / fullest if fullest else 1.0
