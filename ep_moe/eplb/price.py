@@ -36,9 +36,10 @@ class Machine:
                 raise ConfigError(f"Machine.{name} must be a positive number, got {getattr(self, name)!r}")
 
 
-H200 = Machine(hbm_bytes_per_s=4.3e12, flops=800e12, link_bytes_per_s=389e9, node_link_bytes_per_s=50e9)
-"""One H200 of a host with NVLink: copy, bf16 matmul and peer-to-peer rates as measured. Between nodes nothing was
-measured: 50 GB/s is the nominal rate of one 400 Gbit/s card per GPU."""
+H200 = Machine(hbm_bytes_per_s=4.24e12, flops=798e12, link_bytes_per_s=366e9, node_link_bytes_per_s=50e9)
+"""One H200 of a host with NVLink: copy and bf16 matmul rates as `bench.experts` measured them, peer to peer as
+`bench.all2all` did (docs/results.md). Between nodes nothing was measured: 50 GB/s is the nominal rate of one 400 Gbit/s
+card per GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
