@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -150,7 +150,12 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
 def layers_of(layers: nn.Module | Sequence[BalancedLayer]) -> list[BalancedLayer]:
     """A model's MoE layers in the order of its modules, or those given."""
     found = list(layers.modules()) if isinstance(layers, nn.Module) else list(layers)
-    balanced = [layer for layer in found if isinstance(layer, BalancedLayer)]
+    balanced = [layer for layer in found if _balanced(layer)]
     if not balanced or (not isinstance(layers, nn.Module) and len(balanced) < len(found)):
         raise ConfigError("ExpertBalancer needs a model with MoELayers in it, or a list of MoELayers, at least one")
     return balanced
+
+
+def _balanced(layer: object) -> TypeGuard[BalancedLayer]:
+    # isinstance of a Protocol looks at static attributes alone from Python 3.12 on; a module's submodules are none
+    return all(hasattr(layer, name) for name in BalancedLayer.__annotations__)

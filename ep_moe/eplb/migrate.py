@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
 
-@runtime_checkable
 class BalancedLayer(Protocol):
     """What the balancer asks of a layer: `MoELayer` has it."""
 
