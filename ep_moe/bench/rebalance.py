@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.rebalance [--layers 8] [--tokens 128 ...] ...
 
 A forward is one pass through all layers: a CUDA-graph replay on GPUs, an eager call on a CPU. Its time is the slowest
-rank's, with the `ExpertBalancer.step` behind it.
+rank's, with the `ExpertBalancer.step` behind it. The host is at most two forwards ahead of the device, as in serving.
 
 usual       median before anything moves; slowest: of those
 moving      median and slowest forward while experts move, and how many there were
@@ -38,6 +38,7 @@ from ep_moe.parallel.groups import local_device
 from ep_moe.placement.expert_map import ExpertMap
 
 WARM, USUAL = 20, 200  # forwards that are thrown away, and that are timed before anything moves
+AHEAD = 2  # forwards
 _MOST = 20_000  # forwards while moving, after which something is wrong
 
 
@@ -105,13 +106,15 @@ def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Calla
 def timed(
     context: EPContext, forward: Callable[[], Any], balancer: ExpertBalancer, more: Callable[[int], bool]
 ) -> Tensor:
-    """float64 [forwards], milliseconds, the slowest rank's. Nothing waits for the device in between."""
+    """float64 [forwards], milliseconds, the slowest rank's."""
     on_gpu, marks, number = context.device.type == "cuda", [_now(context)], 0
     while more(number):
         forward()
         balancer.step()
         marks.append(_now(context))
         number += 1
+        if on_gpu and number > AHEAD:
+            marks[number - AHEAD].synchronize()
     if on_gpu:
         torch.cuda.synchronize()
         own = [one.elapsed_time(two) for one, two in pairwise(marks)]
@@ -149,25 +152,31 @@ def main() -> None:
     torch.cuda.set_device(local_device())
     config: MoEConfig = load_model_config(asked.model).moe
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
-    table = Table(title=f"{asked.layers} layers of {asked.model}, every expert moves")
-    times = ("usual ms", "slowest", "moving ms", "slowest", "ratio")
-    for name in ("tokens", "MB per step", *times, "forwards", "s", "GB"):
-        table.add_column(name, justify="right")
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
         layers = [build(context, config, variant) for _ in range(asked.layers)]
         context.tune()
         for tokens in asked.tokens:
-            for size in asked.bytes_per_step:
-                with context.at_most(tokens):
-                    found = measure(context, layers, tokens, size)
-                table.add_row(
-                    str(tokens), f"{size / 2**20:.0f}", f"{found.usual:.3f}", f"{found.usual_slowest:.3f}",
-                    f"{found.moving:.3f}", f"{found.moving_slowest:.3f}", f"{found.ratio:.2f}", str(found.forwards),
-                    f"{found.seconds:.2f}", f"{found.sent_bytes / 1e9:.2f}",
-                )  # fmt: skip
-        if context.layout.rank == 0:
-            Console(width=130).print(table)
+            with context.at_most(tokens):
+                results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]
+            if context.layout.rank == 0:
+                title = f"{asked.layers} layers of {asked.model}, every expert moves, {tokens} tokens per rank"
+                Console(width=130).print(shown(title, dict(zip(asked.bytes_per_step, results, strict=True))))
+
+
+def shown(title: str, results: dict[int, Result]) -> Table:
+    """results: by bytes per step"""
+    table = Table(title=title)
+    times = ("usual ms", "slowest", "moving ms", "slowest", "ratio")
+    for name in ("MB per step", *times, "forwards", "s", "GB"):
+        table.add_column(name, justify="right")
+    for size, found in results.items():
+        table.add_row(
+            f"{size / 2**20:.0f}", f"{found.usual:.3f}", f"{found.usual_slowest:.3f}", f"{found.moving:.3f}",
+            f"{found.moving_slowest:.3f}", f"{found.ratio:.2f}", str(found.forwards), f"{found.seconds:.2f}",
+            f"{found.sent_bytes / 1e9:.2f}",
+        )  # fmt: skip
+    return table
 
 
 if __name__ == "__main__":

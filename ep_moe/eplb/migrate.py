@@ -66,11 +66,14 @@ class Mover:
     def outbox(self, start: int, size: int) -> Tensor:
         return self._outbox[start : start + size]
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """On the own stream, behind what the caller's has been given so far (commits, above all)."""
+    def follow(self) -> None:
+        """Nothing on the own stream before what the caller's has been given so far (commits, above all)."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """On the own stream."""
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             yield
 
@@ -115,6 +118,9 @@ class Migration:
         self._seen = torch.zeros(len(self._staged), dtype=torch.int64, pin_memory=mover.stream is not None)
         self._next = 0
         self._flight: _Flight | None = None
+        # once and not for each batch, which a caller far ahead of the device would hold up; weights that are written
+        # meanwhile make the migration outdated
+        mover.follow()
 
     @property
     def done(self) -> bool:
