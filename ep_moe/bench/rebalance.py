@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ep_moe.bench.overlap import batch, build
+from ep_moe.bench.overlap import batch, build, tune
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.eplb.balancer import ExpertBalancer
@@ -155,7 +155,7 @@ def main() -> None:
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
         layers = [build(context, config, variant) for _ in range(asked.layers)]
-        context.tune()
+        tune(context, asked.tokens)
         for tokens in asked.tokens:
             with context.at_most(tokens):
                 results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]
