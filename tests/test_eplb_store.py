@@ -48,7 +48,7 @@ def test_a_row_holds_all_of_a_slot(scheme, preparation):
         stop = min(start + 5000, store.row_bytes)
         store.read(0, start, stop, row[start:stop])
     assert store.damage(row) == 0
-    store.write(2, row)
+    store.write({2: row})
     assert same(raw(weights, 2), before)
     assert same(raw(weights, 0), before)
     assert same(raw(weights, 1), bystander)
@@ -92,7 +92,7 @@ def test_a_scale_per_slot_that_somebody_adds_moves_too():
     assert store.row_bytes == plain + 8
     row = torch.zeros(store.row_bytes, dtype=torch.uint8)
     store.read(2, 0, store.row_bytes, row)
-    store.write(0, row)
+    store.write({0: row})
     assert weights.w13_extra_scale.tolist() == [3.0, 2.0, 3.0]
 
 

@@ -7,7 +7,7 @@ rank's, with the `ExpertBalancer.step` behind it. The host is at most two forwar
 
 usual       median before anything moves; slowest: of those
 moving      median and slowest forward while experts move, and how many there were
-ratio       slowest forward while moving / usual
+ratio       slowest forward while moving / usual; over 1.2: forwards that took more than 1.2 times as long as usual
 seconds     from `move_to` to the last commit; GB: between ranks, all of them together
 """
 
@@ -39,6 +39,7 @@ from ep_moe.placement.expert_map import ExpertMap
 
 WARM, USUAL = 20, 200  # forwards that are thrown away, and that are timed before anything moves
 AHEAD = 2  # forwards
+LATE = 1.2
 _MOST = 20_000  # forwards while moving, after which something is wrong
 
 
@@ -50,6 +51,7 @@ class Result:
     usual_slowest: float
     moving: float
     moving_slowest: float
+    late: int
     forwards: int
     seconds: float
     sent_bytes: int
@@ -76,8 +78,8 @@ def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_p
     sent = torch.tensor([found.received_bytes], dtype=torch.int64, device=context.device)
     dist.all_reduce(sent)
     return Result(
-        float(usual.median()), float(usual.max()), float(moving.median()), float(moving.max()), len(moving), seconds,
-        int(sent), found.commits,
+        float(usual.median()), float(usual.max()), float(moving.median()), float(moving.max()),
+        int((moving > LATE * usual.median()).sum()), len(moving), seconds, int(sent), found.commits,
     )  # fmt: skip
 
 
@@ -144,7 +146,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 128, 1024])
-    parser.add_argument("--bytes-per-step", nargs="+", type=int, default=[4 << 20, 16 << 20, 64 << 20])
+    parser.add_argument("--bytes-per-step", nargs="+", type=int, default=[4 << 20, 8 << 20, 16 << 20])
     parser.add_argument("--experts", default="flashinfer_cutlass")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--all2all", default="auto")
@@ -167,14 +169,14 @@ def main() -> None:
 def shown(title: str, results: dict[int, Result]) -> Table:
     """results: by bytes per step"""
     table = Table(title=title)
-    times = ("usual ms", "slowest", "moving ms", "slowest", "ratio")
+    times = ("usual ms", "slowest", "moving ms", "slowest", "ratio", f"over {LATE}")
     for name in ("MB per step", *times, "forwards", "s", "GB"):
         table.add_column(name, justify="right")
     for size, found in results.items():
         table.add_row(
             f"{size / 2**20:.0f}", f"{found.usual:.3f}", f"{found.usual_slowest:.3f}", f"{found.moving:.3f}",
-            f"{found.moving_slowest:.3f}", f"{found.ratio:.2f}", str(found.forwards), f"{found.seconds:.2f}",
-            f"{found.sent_bytes / 1e9:.2f}",
+            f"{found.moving_slowest:.3f}", f"{found.ratio:.2f}", str(found.late), str(found.forwards),
+            f"{found.seconds:.2f}", f"{found.sent_bytes / 1e9:.2f}",
         )  # fmt: skip
     return table
 

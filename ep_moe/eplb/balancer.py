@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.connect import Connections, Context, connect, layers_of
-from ep_moe.eplb.decide import Background, Decision, Planner, decide, default_planner, given, loads
+from ep_moe.eplb.decide import Background, Decision, Planner, decide, default_planner, given, laid_out, loads
 from ep_moe.eplb.load import LoadWindow
-from ep_moe.eplb.migrate import BalancedLayer, Migration, room_for
+from ep_moe.eplb.migrate import BalancedLayer, Migration
 from ep_moe.eplb.pact import Call, Facts, State, Trouble, Verdict, judge
-from ep_moe.eplb.schedule import moves
+from ep_moe.eplb.schedule import Itinerary
 from ep_moe.eplb.stats import BalancerStats
 from ep_moe.eplb.store import SlotStore
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
@@ -71,7 +71,7 @@ class ExpertBalancer:
         self._due = 0  # the turn of the next exchange
         self._background: Background | None = None
         self._decision: Decision | None = None
-        self._queue: list[tuple[BalancedLayer, ExpertMap]] = []
+        self._queue: list[tuple[BalancedLayer, Itinerary]] = []
         self._migration: Migration | None = None
         self._problem, self._trouble = "", Trouble.NONE
         self._end: EPMoEError | None = None
@@ -207,7 +207,9 @@ class ExpertBalancer:
         return self._migration is None or self._migration.done
 
     def _plan(self, call: Any) -> None:
-        self._decision, self._background = None, Background(call)
+        rest = {"rank": self._mover.link.rank, "budget": self.config.bytes_per_step, "ranks_per_node": self._per_node}
+        layers = [(layer.placement, layer.placement.expert_map, self._row_bytes(layer)) for layer in self.layers]
+        self._decision, self._background = None, Background(partial(laid_out, call, layers, **rest))
         self._enter(State.PLANNING)
 
     def _look_at_plan(self) -> None:
@@ -216,18 +218,18 @@ class ExpertBalancer:
             return
         decision: Decision = self._background.result()
         staging = outbox = 0
-        for layer, placed in self._changes(decision):
-            layer.placement.check(placed)
-            planned = moves(layer.placement.expert_map, placed, ranks_per_node=self._per_node)
-            row_bytes = SlotStore(layer.expert_weights, self._mover.checksum).row_bytes
-            rows, sent = room_for(planned, self._mover.link.rank, row_bytes, self.config.bytes_per_step)
-            staging, outbox = max(staging, rows), max(outbox, sent)
+        for layer, part in self._changes(decision):
+            staging = max(staging, len(part.staged) * self._row_bytes(layer))
+            outbox = max(outbox, part.outbox_bytes)
         self._mover.reserve(staging, outbox)
         self._decision = decision
 
-    def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, ExpertMap]]:
-        pairs = zip(self.layers, decision.maps, strict=True)
-        return [(layer, placed) for layer, placed in pairs if placed != layer.placement.expert_map]
+    def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, Itinerary]]:
+        pairs = zip(self.layers, decision.itineraries, strict=True)
+        return [(layer, part) for layer, part in pairs if part is not None]
+
+    def _row_bytes(self, layer: BalancedLayer) -> int:
+        return SlotStore(layer.expert_weights, self._mover.checksum).row_bytes
 
     @property
     def _per_node(self) -> int:
@@ -285,22 +287,19 @@ class ExpertBalancer:
         load = (sums // etp).numpy()
         current = [layer.placement.expert_map for layer in self.layers]
         self._window = loads([layer.name for layer in self.layers], load, current)
-        weights = self.layers[0].expert_weights
-        size = SlotStore(weights, self._mover.checksum).row_bytes * etp
-        self._plan(partial(decide, load, current, self._planner, self.config, weights.config, size))
+        moe, size = self.layers[0].expert_weights.config, self._row_bytes(self.layers[0]) * etp
+        self._plan(partial(decide, load, current, self._planner, self.config, moe, size))
 
     def _next_layer(self) -> None:
         if not self._queue:
             self._finish()
             return
-        layer, placed = self._queue.pop(0)
-        self._begin(layer, placed)
+        self._begin(*self._queue.pop(0))
 
-    def _begin(self, layer: BalancedLayer, placed: ExpertMap) -> None:
+    def _begin(self, layer: BalancedLayer, part: Itinerary) -> None:
         self._epoch += 1
         self._enter(State.MOVING)
-        budget = self.config.bytes_per_step
-        self._migration = Migration(layer, placed, self._mover, budget=budget, ranks_per_node=self._per_node)
+        self._migration = Migration(layer, part, self._mover)
         self._work()
 
     def _commit(self) -> None:
@@ -338,7 +337,7 @@ class ExpertBalancer:
             self._next_layer()
         elif outdated == "weights":
             self._counts["restarts"] += 1
-            self._begin(migration.layer, migration.new)
+            self._begin(migration.layer, migration.itinerary)
         else:
             self._go_back(f"layer {name}: another map was put in force while its experts were moved")
 

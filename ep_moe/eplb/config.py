@@ -28,7 +28,7 @@ class EPLBConfig:
 
     interval: int = 3000
     window: int = 1000
-    bytes_per_step: int = 64 << 20
+    bytes_per_step: int = 16 << 20
     sync_every: int = 2
     deadline_s: float | None = None
     nodes: int = 1

@@ -79,6 +79,8 @@ def connect(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfi
     # NCCL's own timeout would end the process: the balancer's must come first
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
     mover = Mover(_own(context, "ep", kind, seconds, groups), context.device, deadline / 2)
+    if layers[0].expert_weights.num_slots:
+        mover.rehearse(SlotStore(layers[0].expert_weights, mover.checksum))
     context.agreement.healthy("ExpertBalancer", None)  # all are connected before any goes on
     return Connections(mover, pact, number, deadline, context.agreement, groups)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from ep_moe.config import MoEConfig
@@ -14,21 +16,28 @@ from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.packing import Ints
 from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import LayerTime, Price, verdict
+from ep_moe.eplb.schedule import Itinerary, itinerary
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats
+
+_BREATH_S = 1e-3  # between layers: Python runs one thread at a time, and the other one has forwards to launch
 
 Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """maps: one per layer, the one in force where nothing moves; price: None where none was asked for."""
+    """maps: one per layer, the one in force where nothing moves; price: None where none was asked for
+    itineraries: this rank's part per layer, None where nothing moves
+    """
 
     maps: tuple[ExpertMap, ...]
     price: Price | None = None
+    itineraries: tuple[Itinerary | None, ...] = ()
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """64 bits of a hash of the maps, as a signed integer."""
         text = "\n".join(placed.to_json() for placed in self.maps)
@@ -73,6 +82,29 @@ def given(maps: Sequence[ExpertMap], layers: int) -> Decision:
     if len(maps) != layers or not all(isinstance(placed, ExpertMap) for placed in maps):
         raise ConfigError(f"move_to needs an ExpertMap per layer, {layers}, got {len(maps)}: {list(maps)}")
     return Decision(tuple(maps))
+
+
+def laid_out(
+    call: Callable[[], Decision],
+    layers: Sequence[tuple[Placement, ExpertMap, int]],
+    *,
+    rank: int,
+    budget: int,
+    ranks_per_node: int,
+) -> Decision:
+    """What `call` decides, checked, with all that a step would take long for.
+
+    layers: placement, the map that was in force at the same step on all ranks, a slot's bytes
+    """
+    decision, parts = call(), []
+    for (placement, old, size), new in zip(layers, decision.maps, strict=True):
+        placement.check(new)
+        rest = {"row_bytes": size, "budget": budget, "ranks_per_node": ranks_per_node}
+        parts.append(None if old == new else itinerary(old, new, rank, **rest))
+        time.sleep(_BREATH_S)
+    decision = replace(decision, itineraries=tuple(parts))
+    assert decision.digest is not None  # kept
+    return decision
 
 
 def loads(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[LayerStats, ...]:

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.eplb.schedule import Batch, Moves, Piece, batches, changed_slots, moves
+from ep_moe.eplb.schedule import Batch, Itinerary, Piece
 from ep_moe.eplb.store import Checksum, SlotStore
 from ep_moe.errors import PeerTimeout
 from ep_moe.parallel.link import Link
-from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -41,9 +40,16 @@ class Mover:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging = self._outbox = torch.empty(0, dtype=torch.uint8, device=device)
         self._tag = 0
-        if link.size > 1:
-            # NCCL connects all ranks at a group's first call, which two ranks alone could not make
-            dist.all_reduce(torch.zeros(1, device=device), group=link.group)
+        self._connect()
+
+    @torch.no_grad()
+    def rehearse(self, store: SlotStore) -> None:
+        """Once through what moves experts: CUDA loads a kernel at its first use, and everything on the device waits.
+        Slot 0 is read, and written as it is."""
+        row = torch.empty(store.row_bytes, dtype=torch.uint8, device=self.device)
+        store.read(0, 0, store.row_bytes, row)
+        store.damage(row)
+        store.write({0: row})
 
     @property
     def staging_bytes(self) -> int:
@@ -89,6 +95,18 @@ class Mover:
         works = dist.batch_isend_irecv(operations) if operations else []
         return list(zip(works, texts if len(works) == len(texts) else [" and ".join(texts)], strict=True))
 
+    def _connect(self) -> None:
+        """With every peer: NCCL connects two ranks at their first transfer, for which forwards would wait."""
+        size, rank = self.link.size, self.link.rank
+        if size == 1:
+            return
+        # and all ranks at a group's first call, which two ranks alone could not make
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.link.group)
+        there, here = torch.zeros(2, 8, dtype=torch.uint8, device=self.device)
+        for far in range(1, size):
+            for work, _ in self.swap((there, (rank + far) % size), (here, (rank - far) % size)):
+                work.wait()
+
     def abort(self) -> None:
         """Free a device that waits for a lost peer."""
         if self.stream is not None and self.link.group is not None:
@@ -96,23 +114,20 @@ class Mover:
 
 
 class Migration:
-    """A layer's experts from the map in force to `new`. Every rank makes it in the same step and calls `advance` in
+    """A layer's experts from the map in force to another. Every rank makes it in the same step and calls `advance` in
     every step; nothing that serves is written before `commit`.
 
     done: all that this rank sends and receives has been
     damaged: what arrived otherwise than it was sent, as a sentence; "" for nothing
     """
 
-    def __init__(
-        self, layer: BalancedLayer, new: ExpertMap, mover: Mover, *, budget: int, ranks_per_node: int | None = None
-    ) -> None:
-        self.layer, self.old, self.new, self._mover = layer, layer.placement.expert_map, new, mover
+    def __init__(self, layer: BalancedLayer, itinerary: Itinerary, mover: Mover) -> None:
+        self.layer, self.itinerary, self._mover = layer, itinerary, mover
         self._rank = mover.link.rank
         self._updates = layer.expert_weights.updates
         self._store = SlotStore(layer.expert_weights, mover.checksum)
-        self._moves = moves(self.old, new, ranks_per_node=ranks_per_node)
-        self._batches = batches(self._moves, self._rank, self._store.row_bytes, budget)
-        self._staged = self._moves.staged(self._rank)
+        self._batches, self._staged = itinerary.batches, itinerary.staged
+        self._place = {expert: index for index, expert in enumerate(self._staged)}
         self._rows = mover.rows(len(self._staged), self._store.row_bytes)
         self._damage = torch.zeros(len(self._staged), dtype=torch.int64, device=mover.device)
         self._seen = torch.zeros(len(self._staged), dtype=torch.int64, pin_memory=mover.stream is not None)
@@ -132,7 +147,7 @@ class Migration:
         bad = [self._staged[index] for index in self._seen.nonzero().flatten().tolist()]
         if not bad:
             return ""
-        origin = {t.expert: t.source for t in self._moves.transfers if t.target == self._rank}
+        origin = {t.expert: t.source for t in self.itinerary.moves.transfers if t.target == self._rank}
         source = self._mover.link.ranks[origin.get(bad[0], self._rank)]
         return (
             f"layer {self.layer.name}: expert {bad[0]} from rank {source} is not what its checksum says "
@@ -142,11 +157,11 @@ class Migration:
     @property
     def received_bytes(self) -> int:
         """That come from other ranks."""
-        return (len(self._staged) - len(self._moves.local[self._rank])) * self._store.row_bytes
+        return (len(self._staged) - len(self.itinerary.moves.local[self._rank])) * self._store.row_bytes
 
     def outdated(self) -> str:
         """Why what was staged is not to be used: "weights" or "map" changed since; "" if they did not."""
-        if self.layer.placement.expert_map is not self.old:
+        if self.layer.placement.expert_map is not self.itinerary.old:
             return "map"
         return "weights" if self.layer.expert_weights.updates != self._updates else ""
 
@@ -173,10 +188,9 @@ class Migration:
         """Write the slots in place and put the new map in force, between two forwards."""
         if self._mover.stream is not None:
             torch.cuda.current_stream(self._mover.device).wait_stream(self._mover.stream)
-        for slot, expert in changed_slots(self.old, self.new, self._rank):
-            self._store.write(slot, self._row(expert))
-        self.layer.expert_weights.expert_map = self.new
-        self.layer.placement.update(self.new)
+        self._store.write({slot: self._row(expert) for slot, expert in self.itinerary.slots})
+        self.layer.expert_weights.expert_map = self.itinerary.new
+        self.layer.placement.update(self.itinerary.new)
 
     # --- a batch -----------------------------------------------------------------------------------------------
 
@@ -202,15 +216,15 @@ class Migration:
         """Compare the rows that this batch has completed with their checksums, on the device."""
         complete = [part.expert for _, part in batch.rounds if part and part.stop == self._store.row_bytes]
         for expert in (*batch.copies, *complete):
-            self._damage[self._staged.index(expert)] = self._store.damage(self._row(expert))
+            self._damage[self._place[expert]] = self._store.damage(self._row(expert))
         if self._next == len(self._batches):
             self._seen.copy_(self._damage, non_blocking=True)
 
     def _slot(self, expert: int) -> int:
-        return self.old.local(self._rank).index(expert)
+        return self.itinerary.old.local(self._rank).index(expert)
 
     def _row(self, expert: int) -> Tensor:
-        return self._rows[self._staged.index(expert)]
+        return self._rows[self._place[expert]]
 
     def _landing(self, piece: Piece) -> Tensor:
         return self._row(piece.expert)[piece.start : piece.stop]
@@ -247,13 +261,3 @@ class _Flight:
             f"layer {layer}: bytes {text} did not arrive within {self._mover.deadline_s:g} s ({cause}); raise "
             f"EPLBConfig.deadline_s if that rank was only slow"
         )
-
-
-def room_for(plan: Moves, rank: int, row_bytes: int, budget: int) -> tuple[int, int]:
-    """Bytes of staging memory and of the outbox that a layer needs on a rank."""
-    largest = max([size for batch in batches(plan, rank, row_bytes, budget) if (size := _sent(batch))], default=0)
-    return len(plan.staged(rank)) * row_bytes, largest
-
-
-def _sent(batch: Batch) -> int:
-    return sum(sent.stop - sent.start for sent, _ in batch.rounds if sent)

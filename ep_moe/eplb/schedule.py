@@ -61,6 +61,33 @@ class Batch:
     rounds: tuple[tuple[Piece | None, Piece | None], ...]
 
 
+@dataclass(frozen=True)
+class Itinerary:
+    """One rank's part in going from `old` to `new`.
+
+    slots: (slot, expert) that it writes at the end; staged: the experts that it needs room for until then
+    batches: what it does step by step; outbox_bytes: the most that it sends in one of them
+    """
+
+    old: ExpertMap
+    new: ExpertMap
+    moves: Moves
+    slots: tuple[tuple[int, int], ...]
+    staged: tuple[int, ...]
+    batches: tuple[Batch, ...]
+    outbox_bytes: int
+
+
+def itinerary(
+    old: ExpertMap, new: ExpertMap, rank: int, *, row_bytes: int, budget: int, ranks_per_node: int | None = None
+) -> Itinerary:
+    """budget: as for `batches`."""
+    planned = moves(old, new, ranks_per_node=ranks_per_node)
+    parts = tuple(batches(planned, rank, row_bytes, budget))
+    outbox = max([sum(sent.stop - sent.start for sent, _ in part.rounds if sent) for part in parts], default=0)
+    return Itinerary(old, new, planned, tuple(changed_slots(old, new, rank)), planned.staged(rank), parts, outbox)
+
+
 def changed_slots(old: ExpertMap, new: ExpertMap, rank: int) -> list[tuple[int, int]]:
     """(slot, expert) of a rank's slots whose content differs under `new`; what an empty slot holds is no matter."""
     before, after = old.local(rank), new.local(rank)

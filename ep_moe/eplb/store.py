@@ -6,6 +6,8 @@ end the checksum of the rest (int64), so that it travels with what it vouches fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -72,10 +74,17 @@ class SlotStore:
             low = max(tail, start)
             out[low - start :].copy_(_bytes(self.checksum(slot))[low - tail : stop - tail])
 
-    def write(self, slot: int, row: Tensor) -> None:
-        """A row into the slot, in place."""
-        for first, last, view in self._views(slot):
-            view.copy_(row[first:last])
+    def write(self, rows: Mapping[int, Tensor]) -> None:
+        """Rows into slots, in place; on a GPU in few launches, as forwards wait meanwhile."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for slot, row in rows.items():
+            pairs += [(view, row[first:last]) for first, last, view in self._views(slot)]
+        for group in (  # words where there are whole ones: a thread copies several numbers, of whatever size
+            [(view.view(torch.int64), data.view(torch.int64)) for view, data in pairs if view.numel() % 8 == 0],
+            [pair for pair in pairs if pair[0].numel() % 8],
+        ):
+            if group:
+                torch._foreach_copy_([view for view, _ in group], [data for _, data in group])
 
     def checksum(self, slot: int) -> Tensor:
         """int64 [] of what the slot holds now."""
