@@ -68,13 +68,16 @@ def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_p
         layer.requires_grad_(False)
     config = EPLBConfig(interval=0, window=1, bytes_per_step=bytes_per_step)
     with ExpertBalancer(list(layers), context, config) as balancer:
-        timed(context, forward, balancer, lambda number: number < WARM)
-        usual = timed(context, forward, balancer, lambda number: number < USUAL)
-        dist.barrier()
-        start = time.perf_counter()
-        balancer.move_to([rotated(layer.placement.expert_map) for layer in layers])
-        moving = timed(context, forward, balancer, lambda number: balancer.state is not State.IDLE and number < _MOST)
-        seconds, found = time.perf_counter() - start, balancer.stats()
+        usual, _ = timed(context, forward, balancer, lambda number: number < USUAL)
+        maps = [rotated(layer.placement.expert_map) for layer in layers]
+        moving, seconds = timed(
+            context,
+            forward,
+            balancer,
+            lambda number: not number or (balancer.state is not State.IDLE and number < _MOST),
+            lambda: balancer.move_to(maps),
+        )
+        found = balancer.stats()
     sent = torch.tensor([found.received_bytes], dtype=torch.int64, device=context.device)
     dist.all_reduce(sent)
     return Result(
@@ -106,25 +109,34 @@ def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Calla
 
 
 def timed(
-    context: EPContext, forward: Callable[[], Any], balancer: ExpertBalancer, more: Callable[[int], bool]
-) -> Tensor:
-    """float64 [forwards], milliseconds, the slowest rank's."""
-    on_gpu, marks, number = context.device.type == "cuda", [_now(context)], 0
-    while more(number):
+    context: EPContext,
+    forward: Callable[[], Any],
+    balancer: ExpertBalancer,
+    more: Callable[[int], bool],
+    begin: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, float]:
+    """(float64 [forwards], milliseconds, the slowest rank's; seconds of all of them). begin: called before the first,
+    when WARM others are over, or the first would pay for an idle device."""
+    on_gpu, marks, number = context.device.type == "cuda", [_now(context)], -WARM
+    while number < 0 or more(number):
+        if number == 0:
+            begin()
+            start = time.perf_counter()
         forward()
         balancer.step()
         marks.append(_now(context))
         number += 1
-        if on_gpu and number > AHEAD:
-            marks[number - AHEAD].synchronize()
+        if on_gpu and len(marks) > AHEAD:
+            marks[-1 - AHEAD].synchronize()
+    seconds = time.perf_counter() - start
     if on_gpu:
         torch.cuda.synchronize()
-        own = [one.elapsed_time(two) for one, two in pairwise(marks)]
+        own = [one.elapsed_time(two) for one, two in pairwise(marks[WARM:])]
     else:
-        own = [1e3 * (two - one) for one, two in pairwise(marks)]
+        own = [1e3 * (two - one) for one, two in pairwise(marks[WARM:])]
     times = torch.tensor(own, dtype=torch.float64, device=context.device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.cpu()
+    return times.cpu(), seconds
 
 
 def _now(context: EPContext) -> Any:

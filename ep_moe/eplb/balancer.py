@@ -299,8 +299,7 @@ class ExpertBalancer:
     def _begin(self, layer: BalancedLayer, part: Itinerary) -> None:
         self._epoch += 1
         self._enter(State.MOVING)
-        self._migration = Migration(layer, part, self._mover)
-        self._work()
+        self._migration = Migration(layer, part, self._mover)  # sets out in the next step: this one may have a commit
 
     def _commit(self) -> None:
         """All ranks have all bytes of a layer. What was done to it in the steps since then is the same on all ranks, if

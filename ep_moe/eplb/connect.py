@@ -24,6 +24,8 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 
+_BLOCKS = 4  # of an NCCL kernel beside forwards
+
 
 class Context(Protocol):
     """What the balancer asks of an EPContext."""
@@ -91,12 +93,22 @@ def _own(context: Context, kind: str, backend: str, timeout_s: float, made: list
     if link.size == 1:
         return link
     timeout = timedelta(seconds=timeout_s)
+    options = _few_blocks(timeout) if backend == "nccl" else None
     groups = {
-        tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in context.layout.groups[kind]
+        tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
+        for ranks in context.layout.groups[kind]
     }
     own: ProcessGroup = groups[link.ranks]
     made.append(own)
     return Link(own, link.ranks, link.rank, link.ledger)
+
+
+def _few_blocks(timeout: timedelta) -> Any:
+    """NCCL's kernels may not take the multiprocessors that forwards want."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = _BLOCKS
+    return options
 
 
 def _deadline(config: EPLBConfig, context: Context) -> float:

@@ -22,7 +22,7 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats
 
-_BREATH_S = 1e-3  # between layers: Python runs one thread at a time, and the other one has forwards to launch
+_BREATH_S = 5e-3  # between layers: Python runs one thread at a time, and the other one has forwards to launch
 
 Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
 

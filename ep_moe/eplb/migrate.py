@@ -46,6 +46,7 @@ class Mover:
     def rehearse(self, store: SlotStore) -> None:
         """Once through what moves experts: CUDA loads a kernel at its first use, and everything on the device waits.
         Slot 0 is read, and written as it is."""
+        torch.zeros(store.slots, dtype=torch.int64, pin_memory=self.stream is not None)
         row = torch.empty(store.row_bytes, dtype=torch.uint8, device=self.device)
         store.read(0, 0, store.row_bytes, row)
         store.damage(row)

@@ -42,10 +42,11 @@ class SlotStore:
     """All bytes of the slots of one layer on this rank.
 
     row_bytes: of a row, checksum included; equal on all ranks of a layer
+    slots: of this rank
     """
 
     def __init__(self, weights: ExpertWeights, checksum: Checksum) -> None:
-        self._weights, self._checksum = weights, checksum
+        self._weights, self._checksum, self.slots = weights, checksum, weights.num_slots
         specs = {name: (tensor.shape[1:].numel(), tensor.itemsize) for name, tensor in weights.slot_tensors().items()}
         self._spans: dict[str, tuple[int, int]] = {}
         end = 0
