@@ -133,7 +133,11 @@ def explain_model(
 def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
     """Transports, best first, each with the reason for its place."""
     ranks, top_k = layout.ep, config.top_k
-    order = {"local": "one rank, nothing travels", "flashinfer_nvlink": "straight into peers' memory, no host sync"}
+    order = {
+        "local": "one rank, nothing travels",
+        "nvlink_p2p": "straight into peers' memory by own kernels, no host sync",
+        "flashinfer_nvlink": "straight into peers' memory, no host sync",
+    }
     if top_k >= ranks:
         order["allgather"] = f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
         order["torch_a2a"] = "a row per rank that needs it"
@@ -141,7 +145,6 @@ def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
         order["torch_a2a"] = f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
         order["allgather"] = "every row to every rank"
     order |= {"deepep_static": "a row per rank that needs it, no host sync", "deepep": "a row per rank that needs it"}
-    order["nvlink_p2p"] = "straight into peers' memory by own kernels, no host sync"  # its present form: CPU only
     order["pplx"] = "a row per pick, for few tokens"
     others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
     return list((order | others).items())

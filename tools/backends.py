@@ -20,9 +20,8 @@ RUN = {
     "deepep": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
     "deepep_static": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
     "pplx": "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract",
-    "flashinfer_nvlink": "2 and 4 H200, one host (before FlashInfer was given the group whole); on CPU, gloo, over an "
-    "emulation of its contract",
-    "nvlink_p2p": "on CPU over memory that ranks share; on 2 and 4 H200, one host, before it kept its ids apart",
+    "flashinfer_nvlink": "2 and 4 H200, one host; on CPU, gloo, over an emulation of its contract",
+    "nvlink_p2p": "2 and 4 H200, one host; on CPU over memory that ranks share",
     "reference": "CPU; 1 and 4 H200",
     "flashinfer_cutlass": "1 and 4 H200; on CPU over an emulation of FlashInfer's layouts",
     "fp8_block_triton": "1 and 4 H200",
