@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
@@ -26,6 +29,7 @@ def four_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for kind in (FlashInferNVLinkDispatcher, DeepEPDispatcher, NVLinkP2PDispatcher, PplxDispatcher):
         monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
+    monkeypatch.setitem(sys.modules, "deep_ep", types.SimpleNamespace(Buffer=None))
 
 
 def config(top_k: int = 2, hidden: int = 256) -> MoEConfig:
@@ -51,7 +55,10 @@ def reason(
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 22])
-def test_it_is_the_first_choice_where_it_can_run(top_k):
+def test_the_first_choices_where_they_can_run(top_k, monkeypatch):
+    found = choose(config(top_k), layout(), GPU, BF16, max_tokens=128)
+    assert (found.all2all, found.reason) == ("nvlink_p2p", "straight into peers' memory by own kernels, no host sync")
+    monkeypatch.setattr(NVLinkP2PDispatcher, "available", classmethod(lambda cls: "no Triton"))
     found = choose(config(top_k), layout(), GPU, BF16, max_tokens=128)
     assert (found.all2all, found.reason) == ("flashinfer_nvlink", "straight into peers' memory, no host sync")
     assert choose(config(top_k), layout(1), GPU, BF16, max_tokens=128).all2all == "local"
@@ -131,6 +138,7 @@ def test_refusals_of_nvlink_p2p(fields, sentence):
 
 def test_not_installed(monkeypatch):
     monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert FlashInferNVLinkDispatcher.available() == "FlashInfer is not installed; pip install ep-moe[gpu]"
     with pytest.raises(BackendUnavailable, match="FlashInfer is not installed"):
@@ -157,3 +165,25 @@ def test_buffers_are_counted_from_shapes():
     # 512 places of all, aligned to 256 bytes, and 8 flags
     assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 2 * 4 * 3) + 256
     assert LocalDispatcher.buffer_bytes(shape) == 0
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        (types.SimpleNamespace(Buffer=None, ElasticBuffer=None), None),
+        (
+            types.SimpleNamespace(ElasticBuffer=None),
+            "this deep_ep has the interface of 2.x (ElasticBuffer), which has not",
+        ),
+        (types.SimpleNamespace(EPBuffer=None), "this deep_ep has the interface of 2.x (EPBuffer), which has not"),
+        (
+            types.SimpleNamespace(),
+            "this deep_ep has no interface known here; install one with the V1 interface (Buffer)",
+        ),
+        (None, "deep_ep does not import"),
+    ],
+)
+def test_deepep_is_known_by_what_it_has(library, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", library)
+    found = reason(name="deepep")
+    assert found is None if words is None else found.startswith(words)

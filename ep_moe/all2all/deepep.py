@@ -8,6 +8,7 @@ Both send a row once to each rank that has one of its experts, on DeepEP's own s
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from typing import Any
 
@@ -55,7 +56,7 @@ class DeepEPDispatcher(Dispatcher):
     def platform_problem(cls, layout: RankLayout) -> str | None:
         if layout.ep not in RANKS:
             return f"{cls.name} is compiled for {', '.join(map(str, RANKS))} ranks, ep={layout.ep}"
-        return one_host_problem(cls.name, layout)
+        return one_host_problem(cls.name, layout) or library_problem()
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
@@ -149,6 +150,20 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
         ids = torch.empty(0, g.top_k, dtype=torch.int64, device=device)
         received = self._send(*g.no_rows(device), ids, ids.float(), self.link.size * max_tokens).wait()
         self._combine(torch.full_like(received.x, torch.nan, dtype=g.dtype), received.handle).wait()
+
+
+def library_problem() -> str | None:
+    """DeepEP has had several interfaces, told apart by what the module has: forks number their versions as they like.
+    Release 2.x keeps `Buffer` beside its own."""
+    try:
+        library = importlib.import_module("deep_ep")
+    except (ImportError, OSError) as error:
+        return f"deep_ep does not import: {error}"
+    if hasattr(library, "Buffer"):
+        return None
+    found = [name for name in ("ElasticBuffer", "EPBuffer") if hasattr(library, name)]
+    kind = f"the interface of 2.x ({found[0]}), which has not been run here" if found else "no interface known here"
+    return f"this deep_ep has {kind}; install one with the V1 interface (Buffer), such as DeepEP 1.2"
 
 
 def make_buffer(group: Any, ranks: int, row_bytes: int) -> Any:
