@@ -10,7 +10,8 @@ from torch import Tensor
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
 from ep_moe.errors import CheckpointError
 from ep_moe.weights.checkpoint import load_layers
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.families import names_of
+from ep_moe.weights.schemes import SCHEMES, Mxfp4
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 256, 128, 3
@@ -95,7 +96,14 @@ def test_bytes_are_kept(kind, tmp_path):
             assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), (expert, name)
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8_block", "fp8_dynamic", "mxfp4_fp8"])
+def test_gpt_oss_has_the_bytes_of_all_that_weigh_alike():
+    formats = names_of("gpt_oss").experts
+    alike = [name for name, scheme in SCHEMES.items() if isinstance(scheme.weights, Mxfp4)]
+    assert [name for name in SCHEMES if formats[0].holds(None, BLOCK, name)] == alike
+    assert alike == ["mxfp4", "mxfp4_fp8", "mxfp4_mxfp8"]
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8_block", "fp8_dynamic", "mxfp4_fp8", "mxfp8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_kept_in_another_scheme(kind, quantization, tmp_path):
     save(kind, tmp_path)

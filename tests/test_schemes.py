@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, ConfigError, MoEConfig
-from ep_moe.weights.dequantize import dequantize_mxfp4
-from ep_moe.weights.schemes import FP8_MAX, SCHEMES, Rounding, Scheme, scheme_of
+from ep_moe.weights.expert_weights import cut, join
+from ep_moe.weights.microscale import dequantize_mxfp4
+from ep_moe.weights.schemes import FP8_MAX, SCHEMES, Scheme, scheme_of
 
 ROWS, COLUMNS = 256, 384
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -137,10 +138,21 @@ def representable(scheme: Scheme) -> Tensor:
             weight = fp8(ROWS, COLUMNS)
             weight[::128, ::128] = FP8_MAX
             return weight * spread(torch.tensor([[1.0, 0.375, 2.0**-20], [2.0**12, 3.0, 0.5]]), 128, 128)
-        case "int4_fp8":
+        case "int4_fp8" | "mxint4":
+            group = scheme.weights.unit[1]
             codes = torch.randint(-7, 8, (ROWS, COLUMNS)).float()
-            codes[:, 5::128] = -7
-            return codes * spread((torch.rand(ROWS, COLUMNS // 128) + 0.01).bfloat16().float(), 1, 128)
+            codes[:, 5::group] = -7
+            return codes * spread((torch.rand(ROWS, COLUMNS // group) + 0.01).bfloat16().float(), 1, group)
+        case "mxfp8":
+            weight = fp8(ROWS, COLUMNS)
+            weight[:, 7::32] = -FP8_MAX
+            return weight * spread(torch.exp2(torch.randint(-100, 101, (ROWS, COLUMNS // 32)).float()), 1, 32)
+        case "nvfp4":
+            codes = torch.randint(0, 16, (ROWS, COLUMNS))
+            codes[:, 3::16] = 15  # -6: the block's scale is its own
+            scale = fp8(ROWS, COLUMNS // 16).abs().clamp(min=2.0**-6)
+            scale[0, 0] = FP8_MAX  # and so is the matrix's
+            return torch.cat([E2M1, -E2M1])[codes] * spread(scale, 1, 16) * 0.75
         case _:
             codes = torch.randint(0, 16, (ROWS, COLUMNS))
             exponent = torch.randint(-100, 101, (ROWS, COLUMNS // 32)).float()
@@ -159,7 +171,8 @@ def test_zeros_stay_zeros(scheme):
     assert not bits(parts[""]).any()
     assert torch.equal(scheme.weights.dequantize(parts), torch.zeros(2, 128, 128))
     if "_scale" in parts:
-        assert (parts["_scale"] == (0 if parts["_scale"].dtype == torch.uint8 else 1)).all()
+        of_blocks = parts["_scale"].dtype in (torch.uint8, FP8)  # these have a smallest number, or a zero
+        assert (parts["_scale"].float() == (0 if of_blocks else 1)).all()
 
 
 @each_scheme
@@ -257,7 +270,7 @@ def test_quantize_returns_what_is_specified(scheme, activation, bias, etp):
     kept = {}
     if bias:
         kept |= {"w13_bias": torch.randn(rows).to(BF16), "w2_bias": torch.randn(256).to(BF16)}
-    if scheme.activations is Rounding.FP8_STATIC:
+    if scheme.activations.calibrated:
         kept |= {"w13_input_scale": torch.tensor(0.5), "w2_input_scale": torch.tensor(0.25)}
     found, specs = scheme.quantize(tensors | kept, BF16), scheme.expert(shape, BF16, etp)
     assert found.keys() == specs.keys()
@@ -268,9 +281,31 @@ def test_quantize_returns_what_is_specified(scheme, activation, bias, etp):
         assert torch.equal(scheme.dequantize(found, name), there_and_back(scheme, weight))
 
 
+@pytest.mark.parametrize(("activation", "etp"), [(Activation.SWIGLU, 4), (Activation.RELU2, 2)], ids=str)
+@each_scheme
+def test_a_piece_over_etp_is_the_piece_of_the_numbers(scheme, activation, etp):
+    """Codes are cut with their scales, scalars go to every rank, and the pieces join to the whole."""
+    shape = config(activation, inner=512)
+    whole = scheme.quantize({"w13": torch.randn(shape.w13_rows, 256), "w2": torch.randn(256, 512)}, BF16)
+    pieces = [{name: cut(shape, name, tensor, etp, rank) for name, tensor in whole.items()} for rank in range(etp)]
+    specs = scheme.expert(shape, BF16, etp)
+    for rank, piece in enumerate(pieces):
+        for name, tensor in piece.items():
+            assert (tuple(tensor.shape), tensor.dtype) == (specs[name].shape, specs[name].dtype), name
+        for name in ("w13", "w2"):
+            numbers = cut(shape, name, scheme.dequantize(whole, name), etp, rank)
+            assert torch.equal(scheme.dequantize(piece, name), numbers)
+    for name, tensor in whole.items():
+        joined = join(shape, name, [bits(piece[name]) for piece in pieces])
+        assert torch.equal(joined, bits(tensor)), name
+
+
 def test_one_scheme_is_plain():
     assert [name for name, scheme in SCHEMES.items() if scheme.plain] == ["none"]
     assert all(scheme.name == name for name, scheme in SCHEMES.items())
+    calibrated = [name for name, scheme in SCHEMES.items() if scheme.activations.calibrated]
+    assert calibrated == ["fp8_static", "nvfp4"]
+    assert SCHEMES["nvfp4"].expert(config(), BF16)["w13_input_scale"].shape == ()
 
 
 @pytest.mark.parametrize(
@@ -287,6 +322,11 @@ def test_one_scheme_is_plain():
         ("mxfp4", {"hidden": 96}, 8, None),
         ("fp8_static", {"hidden": 24, "inner": 10}, 2, None),
         ("none", {"hidden": 7, "inner": 3}, 1, None),
+        ("nvfp4", {"hidden": 24}, 1, "quantization nvfp4 needs hidden_size to be a multiple of 16, got 24"),
+        ("nvfp4", {"inner": 80}, 5, None),
+        ("mxfp8", {}, 16, "quantization mxfp8 needs intermediate_size / etp to be a multiple of 32, got 16"),
+        ("mxint4", {"hidden": 48}, 1, "quantization mxint4 needs hidden_size to be a multiple of 32, got 48"),
+        ("mxfp4_mxfp8", {}, 8, None),
     ],
 )  # fmt: skip
 def test_sizes_that_a_scheme_cannot_store_have_a_sentence(name, sizes, etp, sentence):
@@ -298,5 +338,6 @@ def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError) as error:
         scheme_of("fp4")
     assert str(error.value) == (
-        "quantization must be one of none, fp8_static, fp8_dynamic, fp8_block, mxfp4, mxfp4_fp8, int4_fp8, got 'fp4'"
+        "quantization must be one of none, fp8_static, fp8_dynamic, fp8_block, mxfp4, mxfp4_fp8, mxfp4_mxfp8, "
+        "int4_fp8, mxint4, mxfp8, nvfp4, got 'fp4'"
     )

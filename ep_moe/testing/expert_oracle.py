@@ -4,6 +4,10 @@ Errors are those of rounding: of the activations before each matrix product (the
 intermediate result to the layer's dtype, of sums in float32, of each addition of the output. One rounding is off by at
 most half a step c. A sum of n of them with factors f is off by at most z * sqrt(sum (f * c)**2) but for a probability
 of 2 exp(-z*z / 2) (Hoeffding, errors of random data being independent with mean zero); z = 7 leaves 5e-11 an element.
+
+Block-scaled activations (NVFP4, MXFP8): the first product's input is known to the last bit, so its rounding is no error
+but part of the value. Within a step as wide as E2M1's an error is taken as uniform, for which c**2 / 3 stands in the
+place of c**2: a bound of whole half steps would let a wrong scale pass.
 """
 
 from __future__ import annotations
@@ -14,7 +18,17 @@ from torch import Tensor
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.activations import activate
 from ep_moe.weights.cutlass_sm90 import activation_bound
-from ep_moe.weights.schemes import Rounding, Scheme
+from ep_moe.weights.dequantize import FP8_BLOCK
+from ep_moe.weights.microscale import (
+    E2M1_MAX,
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    dequantize_mxfp8,
+    dequantize_nvfp4,
+    quantize_mxfp8,
+    quantize_nvfp4,
+)
+from ep_moe.weights.schemes import Nvfp4, Rounding, Scheme
 
 Z = 7.0
 FP8_MAX = 448.0
@@ -43,14 +57,37 @@ def random_expert(
             "w13_input_scale": torch.tensor(0.014 + 0.0005 * (expert % 3), device=device),
             "w2_input_scale": torch.tensor(0.1 + 0.001 * (expert % 5), device=device),
         }
-    return scheme.quantize(tensors, dtype)
+    if scheme.activations is Rounding.NVFP4:
+        tensors |= {
+            "w13_input_scale": torch.tensor(0.0024 * 2 ** (expert % 3), device=device),
+            "w2_input_scale": torch.tensor(0.017 * 2 ** (expert % 2), device=device),
+        }
+    quantized = scheme.quantize(tensors, dtype)
+    if isinstance(scheme.weights, Nvfp4):
+        # the same numbers under global scales that differ by expert and matrix, so that another's shows
+        for name, factor in (("w13", 2 ** (expert % 2)), ("w2", 2 ** (expert % 3))):
+            quantized[f"{name}_scale"] = (quantized[f"{name}_scale"].float() / factor).to(torch.float8_e4m3fn)
+            quantized[f"{name}_global_scale"] = quantized[f"{name}_global_scale"] * factor
+    return quantized
 
 
 def half_step(values: Tensor, scale: Tensor | float, rounding: Rounding, dtype: torch.dtype) -> Tensor:
-    """Half the distance of neighbouring numbers; E4M3 has 3 bits behind the point, and 2**-9 * scale at least."""
+    """Half the distance of neighbouring numbers: E4M3 has 3 bits behind the point, and 2**-9 * scale at least. E2M1's
+    numbers are 1/2 * scale apart up to 2 * scale, 1 up to 4, and 2 beyond; under a scale that is smaller by 2 / 17 a
+    number beyond 2 or 4 of it is still nearer to that than half this step. scale: see `scale_of_rows`."""
     if rounding is Rounding.NONE:
         return values.abs() * (torch.finfo(dtype).eps / 2)
+    if rounding is Rounding.NVFP4:
+        size, scale = values.abs(), torch.as_tensor(scale, device=values.device)
+        return scale / 4 * (1 + (size > 2 * scale).double()) * (1 + (size > 4 * scale).double())
     return torch.maximum(values.abs() * 2.0**-4, torch.as_tensor(scale, device=values.device) * 2.0**-10)
+
+
+def rounded(values: Tensor, rounding: Rounding, global_scale: float) -> Tensor:
+    """Block-scaled, as `weights.microscale` does it, and back in float64."""
+    if rounding is Rounding.NVFP4:
+        return dequantize_nvfp4(*quantize_nvfp4(values, global_scale), global_scale).double()
+    return dequantize_mxfp8(*quantize_mxfp8(values)).double()
 
 
 def power_of_two(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,12 +95,30 @@ def power_of_two(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (2 * scale).clamp(min=2.0**-15 if dtype == torch.float16 else 0.0)
 
 
-def scale_of_rows(values: Tensor, rounding: Rounding) -> Tensor:
-    """Where a kernel finds the scale in the values themselves: per row, or per row and 128 columns."""
-    if rounding is Rounding.FP8_ROWS:
-        return values.abs().amax(1, keepdim=True) / FP8_MAX
-    groups: Tensor = values.abs().unflatten(1, (-1, 128)).amax(2) / FP8_MAX
-    return groups.repeat_interleave(128, 1)
+def scale_of_rows(values: Tensor, rounding: Rounding, global_scale: float = 1.0) -> Tensor:
+    """The scale of each number, or what it cannot exceed, where a kernel finds it in the values themselves: per row, or
+    per row and block of columns.
+
+    MXFP8: amax / 448 rounded up to a power of two, so less than twice that.
+    NVFP4: the global scale g times the nearest E4M3 number to amax / (6 * g), which is off by 2**-4 of itself; what
+    then saturates lies within half a step of the last number. Below E4M3's normal numbers, amax < 6 * 2**-6 * g, the
+    nearest is off by 2**-10: the scale is at most 17 * 2**-10 * g, which is half its largest step, and what saturates
+    is off by 6 * 2**-10 * g. Four times the former makes `half_step` cover both.
+    """
+    sizes = values.abs()
+    match rounding:
+        case Rounding.FP8_ROWS:
+            return sizes.amax(1, keepdim=True) / FP8_MAX
+        case Rounding.NVFP4:
+            largest = sizes.unflatten(1, (-1, NVFP4_BLOCK)).amax(2)
+            scale = largest / E2M1_MAX * (1 + 2.0**-4)
+            scale = torch.where(largest < E2M1_MAX * 2.0**-6 * global_scale, 68 * 2.0**-10 * global_scale, scale)
+        case Rounding.MXFP8:
+            scale = sizes.unflatten(1, (-1, MX_BLOCK)).amax(2) / FP8_MAX * 2
+        case _:
+            scale = sizes.unflatten(1, (-1, FP8_BLOCK)).amax(2) / FP8_MAX
+    spread: Tensor = scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
+    return spread
 
 
 def expected_and_limit(
@@ -76,8 +131,11 @@ def expected_and_limit(
     dtype: torch.dtype,
     *,
     output_bias: bool = True,
+    rounds: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(value, limit), float64 [N, H]. experts: canonical tensors by slot; ids [N, K] local; weights [N, K] or None."""
+    """(value, limit), float64 [N, H]. experts: canonical tensors by slot; ids [N, K] local; weights [N, K] or None.
+    rounds: whether the kernel rounds activations as the scheme says; False for one that does not, as the reference."""
+    rounding = scheme.activations if rounds else Rounding.NONE
     half = torch.finfo(dtype).eps / 2
     rows = x.double()
     value, variance = torch.zeros_like(rows), torch.zeros_like(rows)
@@ -85,7 +143,7 @@ def expected_and_limit(
     used = (ids >= 0).any(1)
     largest = rows[used].abs().max() if used.any() else torch.zeros((), device=x.device)
     longest = rows[used].square().sum(1).max() if used.any() else torch.zeros((), device=x.device)
-    static = [tensors["w13_input_scale"] for tensors in experts] if scheme.activations is Rounding.FP8_STATIC else []
+    static = [float(tensors["w13_input_scale"]) for tensors in experts] if rounding.calibrated else []
     bounds = dynamic_scales(config, scheme, experts, longest)
     for slot, tensors in enumerate(experts):
         at, column = (ids == slot).nonzero(as_tuple=True)
@@ -96,29 +154,35 @@ def expected_and_limit(
         )
         w13, w2 = (scheme.dequantize(tensors, name).double() for name in ("w13", "w2"))
         inputs = rows[at]
-        match scheme.activations:
+        match rounding:
             case Rounding.NONE:
                 step = torch.zeros_like(inputs)
+            case Rounding.NVFP4 | Rounding.MXFP8:
+                inputs = rounded(inputs, rounding, max(static, default=1.0))
+                step = torch.zeros_like(inputs)
             case Rounding.FP8_STATIC:
-                step = half_step(inputs, max(static), scheme.activations, dtype)
+                step = half_step(inputs, max(static), rounding, dtype)
             case Rounding.FP8_DYNAMIC:
-                step = half_step(inputs, power_of_two(largest / FP8_MAX, dtype), scheme.activations, dtype)
-            case other:
-                step = half_step(inputs, scale_of_rows(inputs, other), other, dtype)
+                step = half_step(inputs, power_of_two(largest / FP8_MAX, dtype), rounding, dtype)
+            case _:
+                step = half_step(inputs, scale_of_rows(inputs, rounding), rounding, dtype)
         h = inputs @ w13.T
         h_variance = step.square() @ w13.square().T + (half * h).square() + summing(inputs, w13)
         if config.expert_bias:
             h = h + tensors["w13_bias"].double()
         a, a_variance = through_activation(config, h, h_variance)
-        match scheme.activations:
+        match rounding:
             case Rounding.NONE:
                 step = half_step(a, 0.0, Rounding.NONE, dtype)
             case Rounding.FP8_STATIC:
-                step = half_step(a, tensors["w2_input_scale"], scheme.activations, dtype)
+                step = half_step(a, tensors["w2_input_scale"], rounding, dtype)
             case Rounding.FP8_DYNAMIC:
-                step = half_step(a, power_of_two(bounds[slot], dtype), scheme.activations, dtype)
-            case other:
-                step = half_step(a, scale_of_rows(a, other), other, dtype)
+                step = half_step(a, power_of_two(bounds[slot], dtype), rounding, dtype)
+            case Rounding.NVFP4:
+                own = scale_of_rows(a, rounding, float(tensors["w2_input_scale"]))
+                step = half_step(a, own, rounding, dtype) / 3**0.5
+            case _:
+                step = half_step(a, scale_of_rows(a, rounding), rounding, dtype)
         # to the dtype once on the way (some schemes), and inside the activation
         a_variance = a_variance + step.square() + 4 * (half * a).square()
         y = a @ w2.T

@@ -21,7 +21,8 @@ from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks
 from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.formats import ExpertFormat, Source, find_format, wrong_shapes
-from ep_moe.weights.schemes import Rounding
+from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
+from ep_moe.weights.schemes import Scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -86,10 +87,13 @@ class CheckpointSource:
         return self._slices[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises CheckpointError for an fp8 tensor that cannot be read for want of its block factors."""
+        """Of the numbers that `read` gives. Raises CheckpointError for fp8 and NVFP4 tensors without their scales."""
         shape = self._shape(name)
         if self._slice(name).get_dtype() == "F8_E4M3":
             self._check_scale(name, shape)
+        if self._is_nvfp4(name):
+            self._check_nvfp4(name, shape)
+            return shape[0], 2 * shape[1]
         return shape
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -104,8 +108,30 @@ class CheckpointSource:
                 f"{blocks}, one factor per {FP8_BLOCK} x {FP8_BLOCK} block, can be read, got {found} there"
             )
 
+    def _is_nvfp4(self, name: str) -> bool:
+        return bool(self._slice(name).get_dtype() == "U8") and self.has(f"{name}_scale_2")
+
+    def _check_nvfp4(self, name: str, shape: tuple[int, ...]) -> None:
+        """NVFP4 as `weights.modelopt` describes it, and nothing else that goes by these names."""
+        scale, blocks = f"{name}_scale", [*shape[:-1], shape[-1] * 2 // NVFP4_BLOCK]
+        found = list(self._shape(scale)) if self.has(scale) else "nothing"
+        if len(shape) != 2 or shape[-1] % (NVFP4_BLOCK // 2) or found != blocks:
+            raise CheckpointError(
+                f"{self.folder}: {name} is NVFP4 of shape {list(shape)}; only matrices with {scale} of shape {blocks}, "
+                f"one factor per {NVFP4_BLOCK} columns, can be read, got {found} there"
+            )
+        smoothing = f"{name.removesuffix('weight')}pre_quant_scale"
+        if self.has(smoothing):
+            raise CheckpointError(
+                f"{self.folder}: {smoothing} is a factor of the layer's input (NVFP4_AWQ), which is not supported; "
+                f"export the model with the algorithm NVFP4"
+            )
+
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`; fp8 comes as float32, multiplied by the `_scale_inv` block factors beside it."""
+        """The part at `index`; fp8 comes as float32, multiplied by the `_scale_inv` block factors beside it, NVFP4 by
+        `_scale` and `_scale_2`."""
+        if self._is_nvfp4(name):
+            return self._read_nvfp4(name, *index)
         part = self.raw(name, *index)
         if part.dtype != torch.float8_e4m3fn:
             return part
@@ -113,6 +139,16 @@ class CheckpointSource:
         spans = [_span(axis, size) for axis, size in zip((rows, columns), self._shape(name), strict=True)]
         blocks = [slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in spans]
         return dequantize_fp8_blocks(part, self.raw(_scale_of(name), *blocks), row=spans[0][0], column=spans[1][0])
+
+    def _read_nvfp4(self, name: str, *index: int | slice) -> Tensor:
+        rows, columns = (list(index) + [slice(None)] * 2)[:2]
+        start, stop = _span(columns, 2 * self._shape(name)[1])
+        # a piece may begin inside a block: read whole ones, then cut
+        first, last, half = start // NVFP4_BLOCK, -(-stop // NVFP4_BLOCK), NVFP4_BLOCK // 2
+        data = self.raw(name, rows, slice(first * half, last * half))
+        scale = self.raw(f"{name}_scale", rows, slice(first, last))
+        whole = dequantize_nvfp4(data, scale, self.raw(f"{name}_scale_2").reshape(()))
+        return whole[:, start - first * NVFP4_BLOCK : stop - first * NVFP4_BLOCK]
 
     def is_fp8_blocks(self, name: str) -> bool:
         return bool(self._slice(name).get_dtype() == "F8_E4M3") and self.has(_scale_of(name))
@@ -208,20 +244,31 @@ def _checked(
         shapes = {f"{names.shared}.{key}": tuple(t.shape) for key, t in layer.shared_experts.state_dict().items()}
         wrong = wrong_shapes(source, block, shapes)
     scheme = layer.expert_weights.scheme
-    if wrong is None and scheme.activations is Rounding.FP8_STATIC:
-        wrong = (
-            f"quantization {scheme.name} needs calibrated input scales, which no checkpoint format known here holds; "
-            f"write them with update_expert, or choose fp8_dynamic"
-        )
+    if wrong is None and found.holds(source, block, scheme.name):
+        wrong = wrong_shapes(source, block, found.stored_shapes(layer.config))
+        if wrong is not None:  # ModelOpt leaves out what its calibration never reached
+            wrong += f"; quantization {scheme.name} needs it: calibrate with more data, or choose another quantization"
+    elif wrong is None and scheme.activations.calibrated:
+        wrong = _not_calibrated(scheme)
     if wrong is not None:
         raise CheckpointError(f"{source.folder}: {wrong}")
     return block, found
+
+
+def _not_calibrated(scheme: Scheme) -> str:
+    other = "fp8_dynamic" if scheme.name == "fp8_static" else "mxfp8"
+    return (
+        f"quantization {scheme.name} needs calibrated input scales, which are not there; "
+        f"write them with update_expert, or choose {other}"
+    )
 
 
 @torch.no_grad()
 def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
     """Copy this rank's experts, cut over etp, into their slots. An expert is read once, whatever its replicas."""
     weights, config = layer.expert_weights, layer.config
+    if weights.scheme.activations.calibrated and not found.holds(source, block, weights.scheme.name):
+        raise CheckpointError(f"{block}: {_not_calibrated(weights.scheme)}")
     weights.updates += 1
     inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
     by_expert: dict[int, list[int]] = {}

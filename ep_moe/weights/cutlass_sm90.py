@@ -18,6 +18,7 @@ from ep_moe.weights.prepare import Preparation, swap_halves
 from ep_moe.weights.schemes import Rounding, Scheme, TensorSpec
 
 BOUND = "w13_bound"
+SM90_SCHEMES = ("none", "fp8_static", "fp8_dynamic", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8")
 
 
 class _Layout(ABC):

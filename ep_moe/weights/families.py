@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ep_moe.errors import ConfigError
 from ep_moe.weights.formats import ExpertFormat, Fused, FusedMxfp4, PackedInt4, PerExpert
+from ep_moe.weights.modelopt import ModelOptNvfp4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +25,19 @@ class CheckpointNames:
 
 
 _QWEN_NAMES = ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight")
-_QWEN_EXPERTS = (PerExpert(*_QWEN_NAMES), Fused(), PackedInt4(*_QWEN_NAMES))
+_QWEN_EXPERTS = (ModelOptNvfp4(*_QWEN_NAMES), PerExpert(*_QWEN_NAMES), Fused(), PackedInt4(*_QWEN_NAMES))
 _MIXTRAL_NAMES = ("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight")
 
 FAMILIES: dict[str, CheckpointNames] = {
     "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=_QWEN_EXPERTS),
     "mixtral": CheckpointNames(
         block="model.layers.{layer}.block_sparse_moe",
-        experts=(PerExpert(*_MIXTRAL_NAMES), Fused(), PackedInt4(*_MIXTRAL_NAMES)),
+        experts=(
+            ModelOptNvfp4(*_MIXTRAL_NAMES),
+            PerExpert(*_MIXTRAL_NAMES),
+            Fused(),
+            PackedInt4(*_MIXTRAL_NAMES),
+        ),
     ),
     "deepseek_v3": CheckpointNames(
         block="model.layers.{layer}.mlp",

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP, MXFP4_BLOCK, dequantize_int4, dequantize_mxfp4
+from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP
+from ep_moe.weights.microscale import MX_BLOCK, dequantize_int4, dequantize_mxfp4
 
 Inner = tuple[int, int]
 ALL = slice(None)
@@ -53,6 +54,10 @@ class ExpertFormat(ABC):
     @abstractmethod
     def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
         """One expert's canonical plain tensors, cut to `inner`."""
+
+    def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+        """What `read_stored` needs besides `shapes`."""
+        return {}
 
     def holds(self, source: Source, block: str, scheme: str) -> bool:
         """Whether the checkpoint's bytes are those of a quantisation scheme, so that `read_stored` can take them."""
@@ -101,7 +106,7 @@ class PerExpert(ExpertFormat):
         gate, up, down = (f"{block}.{name.format(e=expert)}" for name in (self.gate, self.up, self.down))
         span, blocks = slice(*inner), slice(inner[0] // FP8_BLOCK, inner[1] // FP8_BLOCK)
         return {
-            "w13": _cat(source.raw(gate, span, ALL), source.raw(up, span, ALL)),
+            "w13": concatenate(source.raw(gate, span, ALL), source.raw(up, span, ALL)),
             "w13_scale": torch.cat([source.raw(f"{name}_scale_inv", blocks, ALL) for name in (gate, up)]),
             "w2": source.raw(down, ALL, span),
             "w2_scale": source.raw(f"{down}_scale_inv", ALL, blocks),
@@ -234,9 +239,9 @@ class FusedMxfp4(ExpertFormat):
         experts, rows, inner, hidden = config.num_experts, config.w13_rows, config.intermediate_size, config.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         for name, out, contracted in ((self.gate_up, rows, hidden), (self.down, hidden, inner)):
-            blocks = contracted // MXFP4_BLOCK
+            blocks = contracted // MX_BLOCK
             shapes |= {
-                f"{name}_blocks": (experts, out, blocks, MXFP4_BLOCK // 2),
+                f"{name}_blocks": (experts, out, blocks, MX_BLOCK // 2),
                 f"{name}_scales": (experts, out, blocks),
                 f"{name}_bias": (experts, out),
             }
@@ -252,7 +257,7 @@ class FusedMxfp4(ExpertFormat):
             source.read(f"{gate_up}_blocks", expert, rows), source.read(f"{gate_up}_scales", expert, rows)
         )
         # an etp piece may begin inside a block of 32: read whole blocks, then cut
-        first, last = inner[0] // MXFP4_BLOCK, -(-inner[1] // MXFP4_BLOCK)
+        first, last = inner[0] // MX_BLOCK, -(-inner[1] // MX_BLOCK)
         columns = slice(first, last)
         w2 = dequantize_mxfp4(
             source.read(f"{down}_blocks", expert, ALL, columns), source.read(f"{down}_scales", expert, ALL, columns)
@@ -260,19 +265,19 @@ class FusedMxfp4(ExpertFormat):
         bias = source.read(f"{gate_up}_bias", expert, rows)
         return {
             "w13": torch.cat([both[0::2], both[1::2]]),
-            "w2": w2[:, inner[0] - first * MXFP4_BLOCK : inner[1] - first * MXFP4_BLOCK],
+            "w2": w2[:, inner[0] - first * MX_BLOCK : inner[1] - first * MX_BLOCK],
             "w13_bias": torch.cat([bias[0::2], bias[1::2]]),
             "w2_bias": source.read(f"{down}_bias", expert),
         }
 
     def holds(self, source: Source, block: str, scheme: str) -> bool:
-        return scheme in ("mxfp4", "mxfp4_fp8")
+        return scheme in ("mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
 
     def read_stored(
         self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
     ) -> dict[str, Tensor]:
         gate_up, down = f"{block}.{self.gate_up}", f"{block}.{self.down}"
-        rows, columns = slice(2 * inner[0], 2 * inner[1]), slice(inner[0] // MXFP4_BLOCK, inner[1] // MXFP4_BLOCK)
+        rows, columns = slice(2 * inner[0], 2 * inner[1]), slice(inner[0] // MX_BLOCK, inner[1] // MX_BLOCK)
 
         def gate_first(part: str) -> Tensor:
             both = source.raw(f"{gate_up}{part}", expert, rows)
@@ -288,7 +293,7 @@ class FusedMxfp4(ExpertFormat):
         }
 
 
-def _cat(*parts: Tensor) -> Tensor:
+def concatenate(*parts: Tensor) -> Tensor:
     """torch.cat, also of float8, which some versions cannot."""
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
@@ -299,11 +304,11 @@ def find_format(source: Source, block: str, formats: tuple[ExpertFormat, ...]) -
 
 
 def wrong_shapes(source: Source, block: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """None, or the first missing or misshapen tensor by name."""
+    """None, or the first missing or misshapen tensor by name. A scalar may have the shape [1]."""
     for name, shape in expected.items():
         full = f"{block}.{name}"
         if not source.has(full):
             return f"{full} is missing; expected shape {list(shape)}"
-        if source.shape(full) != shape:
+        if source.shape(full) != shape and (shape or source.shape(full) != (1,)):
             return f"{full} must have shape {list(shape)}, got {list(source.shape(full))}"
     return None

@@ -1,7 +1,7 @@
 """Quantisation schemes as data: how an expert's matrices are stored, and how its kernels round the activations.
 
-Values are always `data * scale`. Scales are linear (row-major, no kernel's swizzle). The dequantised weights through
-the reference experts are the oracle of every quantised kernel.
+Values are `data * scale`, in NVFP4 times a global scale. Scales are linear (row-major, no kernel's swizzle). The
+dequantised weights through the reference experts are the oracle of every quantised kernel.
 """
 
 from __future__ import annotations
@@ -16,11 +16,24 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP, MXFP4_BLOCK, dequantize_int4, dequantize_mxfp4
+from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP
+from ep_moe.weights.microscale import (
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    NVFP4_RANGE,
+    dequantize_int4,
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    dequantize_nvfp4,
+    quantize_int4,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    quantize_nvfp4,
+    scale_to,
+)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite E4M3
-_E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,8 @@ class TensorSpec:
 
 
 class WeightFormat(ABC):
-    """How one matrix [rows, columns] is stored: a part "" (the data) and, where it has one, a part "_scale".
+    """How one matrix [rows, columns] is stored: a part "" (the data) and, where it has them, "_scale" and, of the whole
+    matrix, "_global_scale".
 
     unit: (rows, columns) of the smallest piece that has scales of its own
     """
@@ -72,7 +86,7 @@ class Fp8Tensor(WeightFormat):
         return {"": TensorSpec((rows, columns), FP8), "_scale": TensorSpec((), torch.float32)}
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        scale = _scale_to(weight.float().abs().amax((-2, -1)), FP8_MAX)
+        scale = scale_to(weight.float().abs().amax((-2, -1)), FP8_MAX)
         return {"": (weight.float() / scale[..., None, None]).to(FP8), "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -90,7 +104,7 @@ class Fp8Blocks(WeightFormat):
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         tiles = _tiles(weight.float())
-        scale = _scale_to(tiles.abs().amax((-3, -1)), FP8_MAX)
+        scale = scale_to(tiles.abs().amax((-3, -1)), FP8_MAX)
         return {"": (tiles / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2).to(FP8), "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -98,50 +112,92 @@ class Fp8Blocks(WeightFormat):
 
 
 class Mxfp4(WeightFormat):
-    """E2M1, two to a byte (even column in the low nibble), with an E8M0 scale per 32 columns.
+    """E2M1, two to a byte (even column in the low nibble), with an E8M0 scale per 32 columns."""
 
-    OCP Microscaling Formats 1.0, section 6.3: the shared exponent is that of the largest magnitude, less E2M1's own.
-    """
-
-    unit = (1, MXFP4_BLOCK)
+    unit = (1, MX_BLOCK)
 
     def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {
             "": TensorSpec((rows, columns // 2), torch.uint8),
-            "_scale": TensorSpec((rows, columns // MXFP4_BLOCK), torch.uint8),
+            "_scale": TensorSpec((rows, columns // MX_BLOCK), torch.uint8),
         }
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        blocks = weight.float().unflatten(-1, (-1, MXFP4_BLOCK))
-        largest = blocks.abs().amax(-1)
-        exponent = (torch.frexp(largest).exponent - 1 - _E2M1_MAX_EXPONENT).clamp(-127, 127)
-        exponent = torch.where(largest > 0, exponent, -127)
-        values = torch.ldexp(blocks, -exponent.unsqueeze(-1))
-        return {"": _pack_nibbles(_e2m1_codes(values).flatten(-2)), "_scale": (exponent + 127).to(torch.uint8)}
+        data, scale = quantize_mxfp4(weight)
+        return {"": data, "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return dequantize_mxfp4(parts[""].unflatten(-1, (-1, MXFP4_BLOCK // 2)), parts["_scale"])
+        return dequantize_mxfp4(parts[""], parts["_scale"])
+
+
+class Mxfp8(WeightFormat):
+    """E4M3 with an E8M0 scale per 32 columns."""
+
+    unit = (1, MX_BLOCK)
+
+    def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {
+            "": TensorSpec((rows, columns), FP8),
+            "_scale": TensorSpec((rows, columns // MX_BLOCK), torch.uint8),
+        }
+
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        data, scale = quantize_mxfp8(weight)
+        return {"": data, "_scale": scale}
+
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return dequantize_mxfp8(parts[""], parts["_scale"])
+
+
+class Nvfp4(WeightFormat):
+    """E2M1, two to a byte (even column in the low nibble), with an E4M3 scale per 16 columns and a float32 scale per
+    matrix (gate and up share one)."""
+
+    unit = (1, NVFP4_BLOCK)
+
+    def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {
+            "": TensorSpec((rows, columns // 2), torch.uint8),
+            "_scale": TensorSpec((rows, columns // NVFP4_BLOCK), FP8),
+            "_global_scale": TensorSpec((), torch.float32),
+        }
+
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        global_scale = scale_to(weight.float().abs().amax((-2, -1)), NVFP4_RANGE)
+        data, scale = quantize_nvfp4(weight, global_scale[..., None, None])
+        return {"": data, "_scale": scale, "_global_scale": global_scale}
+
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return dequantize_nvfp4(parts[""], parts["_scale"], parts["_global_scale"][..., None, None])
 
 
 class Int4Groups(WeightFormat):
-    """Two's complement INT4 in [-8, 7], two to a byte (even column in the low nibble), a bf16 scale per 128 columns."""
+    """Two's complement INT4 in [-8, 7], two to a byte (even column in the low nibble), a bf16 scale per `group`
+    columns."""
 
-    unit = (1, INT4_GROUP)
+    def __init__(self, group: int) -> None:
+        self.group = group
+        self.unit = (1, group)
 
     def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {
             "": TensorSpec((rows, columns // 2), torch.uint8),
-            "_scale": TensorSpec((rows, columns // INT4_GROUP), torch.bfloat16),
+            "_scale": TensorSpec((rows, columns // self.group), torch.bfloat16),
         }
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        groups = weight.float().unflatten(-1, (-1, INT4_GROUP))
-        scale = _scale_to(groups.abs().amax(-1), 7.0).bfloat16()
-        codes = (groups / scale.float().unsqueeze(-1)).round().clamp(-8, 7).to(torch.int8)
-        return {"": _pack_nibbles((codes & 0xF).view(torch.uint8).flatten(-2)), "_scale": scale}
+        data, scale = quantize_int4(weight, self.group)
+        return {"": data, "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         return dequantize_int4(parts[""], parts["_scale"])
+
+
+class MxInt4(Int4Groups):
+    """Two's complement INT4, two to a byte (even column in the low nibble), with a bf16 scale per 32 columns."""
+
+    def __init__(self) -> None:
+        super().__init__(MX_BLOCK)
 
 
 class Rounding(enum.Enum):
@@ -152,6 +208,8 @@ class Rounding(enum.Enum):
     FP8_DYNAMIC  E4M3, one scale per matrix, from the rows of the call
     FP8_ROWS     E4M3, one scale per row
     FP8_BLOCKS   E4M3, one scale per row and 128 columns
+    NVFP4        E2M1, an E4M3 scale per row and 16 columns, under one global scale per matrix as in FP8_STATIC
+    MXFP8        E4M3, an E8M0 scale per row and 32 columns
     """
 
     NONE = "none"
@@ -159,6 +217,14 @@ class Rounding(enum.Enum):
     FP8_DYNAMIC = "fp8_dynamic"
     FP8_ROWS = "fp8_rows"
     FP8_BLOCKS = "fp8_blocks"
+    NVFP4 = "nvfp4"
+    MXFP8 = "mxfp8"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs the tensors `w13_input_scale` and `w2_input_scale`, float32 scalars, of each expert. One
+        call has one scale for the first product, the largest of its slots, and each expert's own for the second."""
+        return self in (Rounding.FP8_STATIC, Rounding.NVFP4)
 
 
 @dataclass(frozen=True)
@@ -179,7 +245,7 @@ class Scheme:
         specs: dict[str, TensorSpec] = {}
         for name, shape in (("w13", (rows, hidden)), ("w2", (hidden, inner))):
             specs |= {name + part: spec for part, spec in self.weights.parts(*shape, dtype).items()}
-        if self.activations is Rounding.FP8_STATIC:
+        if self.activations.calibrated:
             specs |= {f"{name}_input_scale": TensorSpec((), torch.float32) for name in ("w13", "w2")}
         if config.expert_bias:
             specs |= {"w13_bias": TensorSpec((rows,), dtype), "w2_bias": TensorSpec((hidden,), dtype)}
@@ -195,7 +261,7 @@ class Scheme:
     def dequantize(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
         """w13 or w2 in float32."""
         return self.weights.dequantize(
-            {part: tensors[name + part] for part in ("", "_scale") if name + part in tensors}
+            {part: tensors[name + part] for part in ("", "_scale", "_global_scale") if name + part in tensors}
         )
 
     def problem(self, config: MoEConfig, etp: int) -> str | None:
@@ -221,7 +287,11 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("fp8_block", Fp8Blocks(), Rounding.FP8_BLOCKS),
         Scheme("mxfp4", Mxfp4()),
         Scheme("mxfp4_fp8", Mxfp4(), Rounding.FP8_ROWS),
-        Scheme("int4_fp8", Int4Groups(), Rounding.FP8_DYNAMIC),
+        Scheme("mxfp4_mxfp8", Mxfp4(), Rounding.MXFP8),
+        Scheme("int4_fp8", Int4Groups(INT4_GROUP), Rounding.FP8_DYNAMIC),
+        Scheme("mxint4", MxInt4()),
+        Scheme("mxfp8", Mxfp8(), Rounding.MXFP8),
+        Scheme("nvfp4", Nvfp4(), Rounding.NVFP4),
     )
 }
 
@@ -232,31 +302,7 @@ def scheme_of(name: str) -> Scheme:
     return SCHEMES[name]
 
 
-def _scale_to(largest: Tensor, top: float) -> Tensor:
-    """The scale that brings `largest` to `top`; 1 for all zeros, and for numbers so small that the scale would not be a
-    normal number (dividing by it could overflow)."""
-    scale = largest / top
-    return torch.where(scale >= torch.finfo(torch.float32).tiny, scale, torch.ones_like(scale))
-
-
 def _tiles(weight: Tensor) -> Tensor:
     """[..., r, c] as [..., r / 128, 128, c / 128, 128]."""
     tiles: Tensor = weight.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
     return tiles
-
-
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes [..., c] to [..., c / 2], even columns in the low nibble."""
-    low, high = codes[..., 0::2], codes[..., 1::2]
-    packed: Tensor = low | (high << 4)
-    return packed
-
-
-def _e2m1_codes(values: Tensor) -> Tensor:
-    """Nearest E2M1 (ties to the even code, saturating), as 4-bit codes in uint8."""
-    magnitude = values.abs()
-    # midpoints between neighbours 0 .5 1 1.5 2 3 4 6; a tie belongs to the neighbour whose code is even
-    code = torch.zeros_like(values, dtype=torch.uint8)
-    for lower, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        code += (magnitude > midpoint) if lower % 2 == 0 else (magnitude >= midpoint)
-    return torch.bitwise_or(code, torch.signbit(values).to(torch.uint8) << 3)
