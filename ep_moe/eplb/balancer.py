@@ -217,12 +217,12 @@ class ExpertBalancer:
         if not self._background.done:
             return
         decision: Decision = self._background.result()
-        staging = outbox = 0
+        rows = size = outbox = 0
         for layer, part in self._changes(decision):
-            staging = max(staging, len(part.staged) * self._row_bytes(layer))
+            rows, size = max(rows, len(part.staged)), max(size, self._row_bytes(layer))
             outbox = max(outbox, part.outbox_bytes)
-        self._mover.reserve(staging, outbox)
-        self._decision = decision
+        if self._mover.reserve(rows, size, outbox):
+            self._decision = decision
 
     def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, Itinerary]]:
         pairs = zip(self.layers, decision.itineraries, strict=True)

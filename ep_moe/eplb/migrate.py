@@ -18,6 +18,8 @@ from ep_moe.parallel.link import Link
 from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
+_MADE_AT_ONCE = 32 << 20  # bytes of memory in one step
+
 
 class BalancedLayer(Protocol):
     """What the balancer asks of a layer: `MoELayer` has it."""
@@ -38,7 +40,8 @@ class Mover:
         self.link, self.device, self.deadline_s = link, device, deadline_s
         self.checksum = Checksum(device)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._staging = self._outbox = torch.empty(0, dtype=torch.uint8, device=device)
+        self._staging: list[Tensor] = []
+        self._outbox = torch.empty(0, dtype=torch.uint8, device=device)
         self._tag = 0
         self._connect()
 
@@ -54,21 +57,26 @@ class Mover:
 
     @property
     def staging_bytes(self) -> int:
-        return self._staging.numel() + self._outbox.numel()
+        return sum(row.numel() for row in self._staging) + self._outbox.numel()
 
-    def reserve(self, staging: int, outbox: int) -> None:
-        """Make room before anything travels, so that a rank without memory says so while no peer waits for it."""
-        if self._staging.numel() < staging:
-            self._staging = torch.empty(staging, dtype=torch.uint8, device=self.device)
+    def reserve(self, rows: int, row_bytes: int, outbox: int) -> bool:
+        """Make some of the room before anything travels, so that a rank without memory says so while no peer waits for
+        it; not all at once, since forwards would wait. Returns whether all is there."""
         if self._outbox.numel() < outbox:
             self._outbox = torch.empty(outbox, dtype=torch.uint8, device=self.device)
+        made = 0
+        while len(self._staging) < rows and made < _MADE_AT_ONCE:
+            self._staging.append(torch.empty(row_bytes, dtype=torch.uint8, device=self.device))
+            made += row_bytes
+        return len(self._staging) >= rows
 
     def release(self) -> None:
-        self._staging = self._outbox = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._staging.clear()
+        self._outbox = torch.empty(0, dtype=torch.uint8, device=self.device)
 
-    def rows(self, count: int, row_bytes: int) -> Tensor:
-        """uint8 [count, row_bytes] of the reserved memory."""
-        return self._staging[: count * row_bytes].view(count, row_bytes)
+    def row(self, index: int, row_bytes: int) -> Tensor:
+        """uint8 [row_bytes] of the reserved memory."""
+        return self._staging[index][:row_bytes]
 
     def outbox(self, start: int, size: int) -> Tensor:
         return self._outbox[start : start + size]
@@ -129,7 +137,6 @@ class Migration:
         self._store = SlotStore(layer.expert_weights, mover.checksum)
         self._batches, self._staged = itinerary.batches, itinerary.staged
         self._place = {expert: index for index, expert in enumerate(self._staged)}
-        self._rows = mover.rows(len(self._staged), self._store.row_bytes)
         self._damage = torch.zeros(len(self._staged), dtype=torch.int64, device=mover.device)
         self._seen = torch.zeros(len(self._staged), dtype=torch.int64, pin_memory=mover.stream is not None)
         self._next = 0
@@ -225,7 +232,7 @@ class Migration:
         return self.itinerary.old.local(self._rank).index(expert)
 
     def _row(self, expert: int) -> Tensor:
-        return self._rows[self._place[expert]]
+        return self._mover.row(self._place[expert], self._store.row_bytes)
 
     def _landing(self, piece: Piece) -> Tensor:
         return self._row(piece.expert)[piece.start : piece.stop]
