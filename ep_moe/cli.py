@@ -105,12 +105,15 @@ def explain(
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of a rank in one call; default any number.")
     ] = None,
-    wire: Annotated[str, typer.Option(help="Rows on their way out: plain or fp8_block.")] = "plain",
+    wire: Annotated[str, typer.Option(help="Rows on their way out: plain, fp8_block, mxfp8 or nvfp4.")] = "plain",
 ) -> None:
     """Print every pair of transport and kernel for a model on this machine: chosen, possible, or why not."""
     try:
         parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
-        rows = explain_model(config, parallel, all2all, experts, quantization, dtype, max_tokens, Wire(dispatch=wire))
+        rows_as = Wire(
+            dispatch=wire, input_scale=1.0 if wire == "nvfp4" else None
+        )  # any scale: no reason depends on it
+        rows = explain_model(config, parallel, all2all, experts, quantization, dtype, max_tokens, rows_as)
     except EPMoEError as error:
         _fail(error)
     for row in rows:

@@ -150,18 +150,32 @@ class Wire:
 
     dispatch: "plain", in the layer's dtype, or "fp8_block", in E4M3 with a float32 scale for each 128 columns
         (DeepSeek-V3's activations): half the bytes. Rounded once, before the wire: a kernel that takes such rows
-        (`fp8_block_triton`) gives the same bits as from plain ones, which it would round alike; others widen them first
+        (`fp8_block_triton`) gives the same bits as from plain ones, which it would round alike; others widen them.
+        "mxfp8", E4M3 with an E8M0 scale for each 32 columns, and "nvfp4", E2M1 with an E4M3 scale for each 16, for
+        Blackwell's kernels of these formats
     combine: "plain", or "fp8", in E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
         (2**-4 of its size) and clamped to 448
+    input_scale: of "nvfp4" rows, and only of these: what their scales are multiplied by, the largest magnitude of a
+        calibration / (448 * 6), as ModelOpt's `input_scale`; the largest of the layer's experts
     """
 
     dispatch: str = "plain"
     combine: str = "plain"
+    input_scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("dispatch", ("plain", "fp8_block")), ("combine", ("plain", "fp8"))):
+        for name, known in (("dispatch", ("plain", "fp8_block", "mxfp8", "nvfp4")), ("combine", ("plain", "fp8"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.dispatch != "nvfp4" and self.input_scale is not None:
+            raise ConfigError(f"Wire.input_scale is for nvfp4 rows only, got {self.input_scale!r} with {self.dispatch}")
+        if self.dispatch == "nvfp4" and not (
+            isinstance(self.input_scale, (int, float)) and 0 < self.input_scale < float("inf")
+        ):
+            raise ConfigError(
+                f"Wire(dispatch='nvfp4') needs input_scale, a positive number (largest magnitude / 2688, as a "
+                f"checkpoint's input_scale), got {self.input_scale!r}"
+            )
 
 
 PLAIN_WIRE = Wire()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,7 @@ class EPContext:
         self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
         self.workspaces = Workspaces(device)
         self.compute = SideStream(priority=-1)
-        self._dispatchers: dict[tuple[str, Geometry], Dispatcher] = {}
+        self._pool: dict[tuple[str, Geometry], Any] = {}
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
         self._inside: str | None = None
@@ -191,12 +191,18 @@ class EPContext:
 
     def dispatcher(self, name: str, geometry: Geometry) -> Dispatcher:
         """The pool's dispatcher of that name and geometry, made on first use."""
+        kind: type[Dispatcher] = registry.load("dispatchers", name)
+        made: Dispatcher = self.pooled(name, geometry, lambda: kind(geometry, self.links["ep"]))
+        return made
+
+    def pooled(self, name: str, geometry: Geometry, make: Callable[[], Any]) -> Any:
+        """What layers of one geometry share, made on first use and given back with the context. It has `capabilities`
+        and `destroy()`."""
         self._check_alive()
         key = (name, geometry)
-        if key not in self._dispatchers:
-            made: Dispatcher = registry.load("dispatchers", name)(geometry, self.links["ep"])
-            self._dispatchers[key] = made
-        return self._dispatchers[key]
+        if key not in self._pool:
+            self._pool[key] = make()
+        return self._pool[key]
 
     @property
     def wire_tokens(self) -> int | None:
@@ -276,7 +282,7 @@ class EPContext:
         if self._destroyed:
             return
         self._destroyed = True
-        if self.device.type == "cuda" and any(d.capabilities.static for d in self._dispatchers.values()):
+        if self.device.type == "cuda" and any(d.capabilities.static for d in self._pool.values()):
             torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
         try:
             # nobody closes connections while a peer still opens or uses them
@@ -287,9 +293,9 @@ class EPContext:
 
     def _release(self) -> None:
         self.ledger.close()
-        for dispatcher in self._dispatchers.values():
+        for dispatcher in self._pool.values():
             dispatcher.destroy()
-        self._dispatchers.clear()
+        self._pool.clear()
         self.workspaces.clear()
         self.links.destroy()
 
@@ -309,9 +315,7 @@ class EPContext:
             raise RuntimeError("this EPContext was destroyed; keep it alive as long as its layers")
 
     def __repr__(self) -> str:
-        return (
-            f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._dispatchers)} dispatchers)"
-        )
+        return f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._pool)} transports)"
 
 
 def _agreed_layout(

@@ -55,7 +55,7 @@ def gpus() -> list[str]:
 
 def backends() -> list[tuple[str, str, str]]:
     """(kind, name, "available" or the reason why not)."""
-    kinds: tuple[registry.Kind, ...] = ("dispatchers", "experts")
+    kinds: tuple[registry.Kind, ...] = ("dispatchers", "experts", "fused")
     return [
         (kind, name, registry.why_not(kind, name) or "available") for kind in kinds for name in registry.targets(kind)
     ]

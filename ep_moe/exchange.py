@@ -16,7 +16,7 @@ from ep_moe.all2all.base import Dispatcher, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
-from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.experts.wire_rows import round_rows
 from ep_moe.observe import stage
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, capturing
 
@@ -35,10 +35,7 @@ class Exchange:
         self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Tensor | None], Tensor] = experts
         self.routing, self.bound = routing, context.step_tokens
-        fp8 = dispatcher.geometry.wire.dispatch == "fp8_block"
-        self.x, self.x_scale = x, None
-        if fp8:
-            self.x, self.x_scale = round_blocks(x)
+        self.x, self.x_scale = round_rows(x, dispatcher.geometry.wire)
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
         """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.
@@ -75,7 +72,9 @@ class Exchange:
         """In the place of experts: no number may pass for a result."""
         if out is not None:
             return out.fill_(torch.nan)
-        return torch.full_like(received.x, torch.nan, dtype=self.dispatcher.geometry.dtype)
+        g = self.dispatcher.geometry
+        shape = (*received.x.shape[:-1], g.hidden_size)
+        return torch.full(shape, torch.nan, dtype=g.dtype, device=received.x.device)
 
     @property
     def in_parts(self) -> bool:

@@ -14,12 +14,14 @@ from torch.func import functional_call
 
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry, routing_problem
-from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire, flat_facts
+from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, TUNING_S, EPContext
-from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.exchange import Exchange, check_pipeline
+from ep_moe.errors import ConfigError
+from ep_moe.exchange import Exchange
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.shared import SharedExperts
+from ep_moe.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
+from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
 from ep_moe.placement.expert_map import ExpertMap
@@ -40,7 +42,7 @@ class MoELayer(nn.Module):
     expert_map: where experts are; default linear over the EP group
     router: any callable x [T, H] -> Routing; default a `Router` of the configuration
     shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
-    all2all, experts: backend names, "auto" lets `select` choose
+    all2all, experts: backend names, "auto" lets `select` choose; a fused kernel is named under `experts`
     wire: how rows are written while they travel; default plain, in the layer's dtype
     pipeline: a call of more tokens per rank travels in parts of so many, of which one is computed while the next
         travels and the last returns; needs a transport with fixed buffers, which need be no larger. Default: one part
@@ -78,9 +80,10 @@ class MoELayer(nn.Module):
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = options or ExpertsOptions()
-        self.choice, expert_map = self._agree(expert_map, dtype, all2all, experts, quantization, options)
-        scheme = scheme_of(quantization)
-        kernel: type[Experts] = registry.load("experts", self.choice.experts)
+        asked = Asked(all2all, experts, quantization, self.wire, self.pipeline, options, dtype, router)
+        self.choice, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
+        fused = self.choice.all2all == INSIDE
+        kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
         if device is None:
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
         with torch.device(device):
@@ -96,11 +99,17 @@ class MoELayer(nn.Module):
                 ep_rank=layout.ep_rank,
                 etp=context.links["etp"],
                 dtype=dtype,
-                scheme=scheme,
+                scheme=scheme_of(quantization),
                 preparation=kernel.preparation,
                 trainable=kernel.capabilities.differentiable,
             )
-        self.experts: Experts = kernel(config, self.expert_weights, context.workspaces, options)
+        self.experts: Experts | FusedExperts
+        if fused:
+            geometry = fused_geometry(kernel.name, config, layout, expert_map.cap, dtype, context.wire_tokens)
+            shared = partial(context.pooled, geometry.kernel, geometry)
+            self.experts = kernel(config, self.expert_weights, context.links["ep"], geometry, options, shared)
+        else:
+            self.experts = kernel(config, self.expert_weights, context.workspaces, options)
         context.register(self)
 
     # --- the story ---------------------------------------------------------------------------------------------
@@ -123,10 +132,10 @@ class MoELayer(nn.Module):
             call = flow.enter(len(rows), None, rows.device)
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):
-                routing = self._route(mine, call, routing)
-                mine, routing = self._weigh_input(mine, routing)
+                routed = self._route(mine, call, routing)
+                mine, routed = self._weigh_input(mine, routed)
             with self._stage("place"):
-                placed = self.placement(routing)
+                placed = self.placement(routed) if isinstance(routed, Routing) else routed
             work = None if self.shared_experts is None else partial(self._replicated, self.shared_experts, own)
             out, shared = self._travel(mine, placed).run(work)
             with self._stage("leave"):
@@ -134,8 +143,10 @@ class MoELayer(nn.Module):
                 out = flow.leave(out if shared is None else out + shared, call)
         return out.view(shape)
 
-    def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing:
+    def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
         flow = self.context.tokens
+        if self._routes_inside:
+            return router_logits(self.router, rows)
         if routing is not None:
             weights = flow.union(flow.shared_gradients(routing.weights), call)
             return Routing(LogicalIds(flow.union(routing.ids, call)), weights)
@@ -147,9 +158,9 @@ class MoELayer(nn.Module):
                 self._refuse_dispatch(problem)
         return chosen
 
-    def _weigh_input(self, rows: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def _weigh_input(self, rows: Tensor, routing: Routing | RouterLogits) -> tuple[Tensor, Routing | RouterLogits]:
         """Llama-4 multiplies the expert's input by the weight: with K = 1 that can be done before the row travels."""
-        if not self.config.routing.weight_on_input:
+        if not self.config.routing.weight_on_input or not isinstance(routing, Routing):
             return rows, routing
         return rows * routing.weights.to(rows.dtype), Routing(routing.ids, torch.ones_like(routing.weights))
 
@@ -212,11 +223,15 @@ class MoELayer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The context's dispatcher for this layer's present dtype."""
+        """The context's dispatcher for this layer's present dtype; a fused kernel has none."""
+        if isinstance(self.experts, FusedExperts):
+            raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
         return self.context.dispatcher(self.choice.all2all, self.geometry)
 
     @property
     def geometry(self) -> Geometry:
+        if isinstance(self.experts, FusedExperts):
+            return self.experts.geometry
         expert_map = self.placement.expert_map
         return Geometry(
             hidden_size=self.config.hidden_size,
@@ -245,15 +260,19 @@ class MoELayer(nn.Module):
             for kind, module in modules.items()
             if isinstance(module, nn.Module)
         }
-        transport: type[Dispatcher] = registry.load("dispatchers", self.choice.all2all)
-        return held | {
-            "workspace": self.experts.workspace_bytes(),
-            "transport": transport.buffer_bytes(self.geometry)
-            * (1 if self.pipeline is None else transport.calls_in_parts(self.geometry)),
-        }
+        return held | {"workspace": self.experts.workspace_bytes(), "transport": self._transport_bytes()}
+
+    def _transport_bytes(self) -> int:
+        if isinstance(self.experts, FusedExperts):
+            return self.experts.buffer_bytes(self.experts.geometry)
+        kind: type[Dispatcher] = registry.load("dispatchers", self.choice.all2all)
+        calls = 1 if self.pipeline is None else kind.calls_in_parts(self.geometry)
+        return kind.buffer_bytes(self.geometry) * calls
 
     def stats(self) -> LayerStats:
         """Load per expert and rank, as `layer_stats` says. Collective over the EP group, waits for the device."""
+        if self._routes_inside:
+            raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
         return layer_stats(self.name, self.placement, self.context.links["ep"])
 
     def no_stats(self) -> AbstractContextManager[None]:
@@ -262,14 +281,7 @@ class MoELayer(nn.Module):
 
     def explain(self) -> list[select.Choice]:
         """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""
-        return select.explain(
-            self.config,
-            self.context.layout,
-            self.context.device,
-            self.dtype,
-            **self._asked,
-            max_tokens=self.context.wire_tokens,
-        )
+        return select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
 
     def extra_repr(self) -> str:
         c = self.config
@@ -281,52 +293,6 @@ class MoELayer(nn.Module):
         )
 
     # --- checks ------------------------------------------------------------------------------------------------
-
-    def _agree(
-        self,
-        expert_map: ExpertMap | None,
-        dtype: torch.dtype,
-        all2all: str,
-        experts: str,
-        quantization: str,
-        options: ExpertsOptions,
-    ) -> tuple[select.Choice, ExpertMap]:
-        """Choose backends and check that all ranks were given the same layer; all raise alike."""
-        context, config, problem = self.context, self.config, None
-        choice = select.Choice("", "", "refused", "")
-        try:
-            if expert_map is None:
-                expert_map = ExpertMap.linear(config.num_experts, context.layout.ep)
-            _check_map(expert_map, config, context.layout.ep)
-            scheme = scheme_of(quantization)
-            self._asked: dict[str, Any] = {
-                "all2all": all2all,
-                "experts": experts,
-                "scheme": scheme,
-                "options": options,
-                "wire": self.wire,
-            }
-            choice = select.choose(
-                config, context.layout, context.device, dtype, **self._asked, max_tokens=context.wire_tokens
-            )
-            check_pipeline(self.pipeline, context.wire_tokens, choice.all2all)
-        except EPMoEError as error:
-            problem = error
-        facts = {
-            "layer": self.name,
-            **flat_facts(config, "MoEConfig"),
-            "expert_map": "" if expert_map is None else expert_map.to_json(),
-            "dtype": dtype_name(dtype),
-            "quantization": quantization,
-            **flat_facts(options, "ExpertsOptions"),
-            **flat_facts(self.wire, "Wire"),
-            "pipeline": self.pipeline,
-            "all2all": choice.all2all,
-            "experts": choice.experts,
-        }
-        context.agreement.same(f"MoELayer {self.name}", facts, problem)
-        assert expert_map is not None
-        return choice, expert_map
 
     def _problem(self, x: Tensor, routing: Routing | None) -> str | None:
         """What is wrong with the arguments of this rank, without raising: all ranks must raise together."""
@@ -346,9 +312,15 @@ class MoELayer(nn.Module):
                 f"x requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
                 f"layer with experts='reference' and all2all='allgather' or 'torch_a2a' to train"
             )
+        if self._routes_inside and (routing is not None or self.placement.expert_map != self._asked["expert_map"]):
+            return f"experts={self.choice.experts} routes inside: call forward, under the map of construction"
         if routing is None:
             return None
         return self._routing_problem(x.reshape(-1, hidden), routing) or self._id_problem(routing)
+
+    @property
+    def _routes_inside(self) -> bool:
+        return isinstance(self.experts, FusedExperts) and self.experts.capabilities.routes
 
     def _not_differentiable(self) -> str:
         if not self.experts.capabilities.differentiable:
@@ -364,7 +336,8 @@ class MoELayer(nn.Module):
 
     def _id_problem(self, routing: Routing) -> str | None:
         """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
-        if not self.dispatcher.capabilities.host_sync and routing.ids.is_cuda:
+        transport = self.experts if isinstance(self.experts, FusedExperts) else self.dispatcher
+        if not transport.capabilities.host_sync and routing.ids.is_cuda:
             return None
         experts = self.config.num_experts
         bad = routing.ids[(routing.ids < -1) | (routing.ids >= experts)]
@@ -383,20 +356,15 @@ class MoELayer(nn.Module):
         ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
         self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
 
-    def _travel(self, x: Tensor, routing: PhysicalRouting) -> Exchange:
-        return Exchange(self.context, self.dispatcher, self.experts, x, routing)
+    def _travel(self, x: Tensor, routed: Routed) -> Exchange | Inside:
+        if isinstance(self.experts, FusedExperts):
+            return Inside(self.experts, x, routed, self.context.step_tokens, self._stage)
+        assert isinstance(routed, PhysicalRouting)
+        return Exchange(self.context, self.dispatcher, self.experts, x, routed)
 
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device
         return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=device)
-
-
-def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
-    for name, value in (("num_experts", config.num_experts), ("num_ranks", ranks)):
-        if getattr(expert_map, name) != value:
-            raise ConfigError(
-                f"expert_map.{name} must be {value} for this layer and context, got {getattr(expert_map, name)}"
-            )
 
 
 def _counts(rows: Sequence[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """Names of backends and where their classes are. Nobody imports a backend file; its import string stands here.
 
-A third party registers an entry point in the group `ep_moe.dispatchers` or `ep_moe.experts`, of the same form.
+A third party registers an entry point in the group `ep_moe.dispatchers`, `ep_moe.experts` or `ep_moe.fused`, of the
+same form.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from ep_moe.errors import ConfigError
 
-Kind = Literal["dispatchers", "experts"]
+Kind = Literal["dispatchers", "experts", "fused"]
 
 # kernels: the first that can serve a layer is chosen
 _BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -29,7 +30,14 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "experts": {
         "fp8_block_triton": "ep_moe.experts.fp8_block_triton:Fp8BlockTritonExperts",
         "flashinfer_cutlass": "ep_moe.experts.flashinfer_cutlass:FlashInferCutlassExperts",
+        "flashinfer_cutedsl": "ep_moe.experts.flashinfer_cutedsl:FlashInferCuteDslExperts",
+        "flashinfer_trtllm": "ep_moe.experts.flashinfer_trtllm:FlashInferTrtllmExperts",
         "reference": "ep_moe.experts.reference:ReferenceExperts",
+    },
+    "fused": {
+        "flashinfer_mega_bf16": "ep_moe.fused.flashinfer_mega:FlashInferMegaBf16",
+        "flashinfer_mega_fp8": "ep_moe.fused.flashinfer_mega:FlashInferMegaFp8",
+        "flashinfer_trtllm_monolithic": "ep_moe.fused.flashinfer_trtllm:FlashInferTrtllmMonolithic",
     },
 }
 

@@ -130,12 +130,14 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x: [T, H]."""
-        if self.config.float32_logits:
-            bias = None if self.bias is None else self.bias.float()
-            logits = linear(x.float(), self.weight.float(), bias)
-        else:
-            logits = linear(x, self.weight, self.bias)
-        return route(logits, self.top_k, self.config, self.e_score_correction_bias)
+        return route(self.logits(x), self.top_k, self.config, self.e_score_correction_bias)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, H] to [T, E]."""
+        if not self.config.float32_logits:
+            return linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return linear(x.float(), self.weight.float(), bias)
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape

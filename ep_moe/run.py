@@ -217,13 +217,12 @@ def _check(options: RunOptions) -> None:
         raise ConfigError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {options.dtype!r}")
     if options.quantization not in SCHEMES:
         raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {options.quantization!r}")
-    backends: dict[registry.Kind, tuple[str, str]] = {
-        "dispatchers": ("all2all", options.all2all),
-        "experts": ("experts", options.experts),
-    }
-    for kind, (flag, backend) in backends.items():
-        if backend not in (AUTO, *registry.targets(kind)):
-            raise ConfigError(f"--{flag} must be auto or one of {', '.join(registry.targets(kind))}, got {backend!r}")
+    for flag, backend, known in (
+        ("all2all", options.all2all, registry.targets("dispatchers")),
+        ("experts", options.experts, registry.targets("experts") | registry.targets("fused")),
+    ):
+        if backend not in (AUTO, *known):
+            raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}")
     if options.model is not None and not Path(options.model).is_dir():
         raise ConfigError(f"--model {options.model} is not a folder")
     if options.text is not None and not Path(options.text).is_file():

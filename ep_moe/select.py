@@ -1,7 +1,11 @@
-"""Which transport and which expert kernel serve a layer, and why. The layer runs what this module prints."""
+"""Which transport and which expert kernel serve a layer, and why. The layer runs what this module prints.
+
+A fused kernel stands under `experts`, its all2all is "inside". It runs where it is named, never by "auto".
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +14,10 @@ import torch
 from ep_moe import registry
 from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import BackendUnavailable, ConfigError
-from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
+from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.fused.base import INSIDE, FusedExperts
 from ep_moe.parallel.layout import RankLayout
+from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import RowLayout, Weighting, dtype_name
 from ep_moe.weights.schemes import PLAIN, Scheme, scheme_of
 
@@ -28,7 +34,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.status:8}  {self.all2all:17}  {self.experts:18}  {self.reason}"
+        return f"{self.status:8}  {self.all2all:17}  {self.experts:20}  {self.reason}"
 
 
 def explain(
@@ -43,29 +49,51 @@ def explain(
     options: ExpertsOptions | None = None,
     max_tokens: int | None = None,
     wire: Wire | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> list[Choice]:
     """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
 
     scheme: how the experts are quantised; options: how the kernel shall run
     max_tokens: the most tokens that a rank sends in one call, None for any number
     wire: how rows are written while they travel
+    expert_map: where experts are; any fused kernel serves some only
 
     Raises ConfigError for an unknown name.
     """
     options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
-    for kind, name in (("dispatchers", all2all), ("experts", experts)):
-        if name != AUTO:
-            registry.check(kind, name)  # type: ignore[arg-type]
+    _check_names(all2all, experts)
+    ours, others = _ranked(config, layout)
+
+    def pairs(transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
+        for transport, why in transports:
+            for kernel in registry.targets("experts"):
+                reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire)
+                yield transport, kernel, why, reason
+
+    fused = [
+        (
+            INSIDE,
+            kernel,
+            f"all in one, where experts={kernel!r} is asked for",
+            _fused_refusal(config, layout, device, dtype, kernel, scheme, options, max_tokens, wire, expert_map),
+        )
+        for kernel in registry.targets("fused")
+    ]
     table: list[Choice] = []
-    for transport, why in _ranked(config, layout):
-        for kernel in registry.targets("experts"):
-            reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire)
-            if reason is None and all2all not in (AUTO, transport):
-                reason = f"all2all={all2all!r} was asked for"
-            if reason is None and experts not in (AUTO, kernel):
-                reason = f"experts={experts!r} was asked for"
-            status = "refused" if reason else "possible" if any(row.status == "chosen" for row in table) else "chosen"
-            table.append(Choice(transport, kernel, status, reason or why))
+    rows = sorted([*pairs(ours), *fused, *pairs(others)], key=lambda row: _untried(row[1], device) is not None)
+    for transport, kernel, why, reason in rows:
+        if reason is None and all2all not in (AUTO, transport):
+            reason = f"all2all={all2all!r} was asked for"
+        if reason is None and experts not in (AUTO, kernel):
+            reason = f"experts={experts!r} was asked for"
+        untried = _untried(kernel, device)
+        taken = any(row.status == "chosen" for row in table) or (
+            experts == AUTO and (transport == INSIDE or untried is not None)
+        )
+        why = why if untried is None else f"{why}; {untried}"
+        table.append(
+            Choice(transport, kernel, "refused" if reason else "possible" if taken else "chosen", reason or why)
+        )
     return table
 
 
@@ -81,9 +109,16 @@ def choose(
     options: ExpertsOptions | None = None,
     max_tokens: int | None = None,
     wire: Wire | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> Choice:
     """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
-    rest: dict[str, Any] = {"scheme": scheme, "options": options, "max_tokens": max_tokens, "wire": wire}
+    rest: dict[str, Any] = {
+        "scheme": scheme,
+        "options": options,
+        "max_tokens": max_tokens,
+        "wire": wire,
+        "expert_map": expert_map,
+    }
     table = explain(config, layout, device, dtype, all2all=all2all, experts=experts, **rest)
     for row in table:
         if row.status == "chosen":
@@ -92,6 +127,8 @@ def choose(
     reasons = "; ".join(f"{row.all2all} with {row.experts}: {row.reason}" for row in named)
     if len({row.reason for row in named}) == 1:
         reasons = named[0].reason
+    if not named:
+        reasons = f"{experts} has its all2all inside; leave all2all={AUTO!r}"
     free = explain(config, layout, device, dtype, **rest)
     able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
     raise BackendUnavailable(
@@ -130,8 +167,20 @@ def explain_model(
     )
 
 
-def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
-    """Transports, best first, each with the reason for its place."""
+def _check_names(all2all: str, experts: str) -> None:
+    if all2all != AUTO:
+        registry.check("dispatchers", all2all)
+    fused = registry.targets("fused")
+    if experts == AUTO or experts in fused:
+        return
+    try:
+        registry.check("experts", experts)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, and fused ones: {', '.join(fused)}") from None
+
+
+def _ranked(config: MoEConfig, layout: RankLayout) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Transports, best first, each with the reason for its place: ours, and those of other packages."""
     ranks, top_k = layout.ep, config.top_k
     order = {
         "local": "one rank, nothing travels",
@@ -147,7 +196,7 @@ def _ranked(config: MoEConfig, layout: RankLayout) -> list[tuple[str, str]]:
     order |= {"deepep_static": "a row per rank that needs it, no host sync", "deepep": "a row per rank that needs it"}
     order["pplx"] = "a row per pick, for few tokens"
     others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
-    return list((order | others).items())
+    return list(order.items()), list(others.items())
 
 
 def _refusal(
@@ -187,18 +236,58 @@ def _refusal(
         return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
     if options.deterministic and not can.deterministic:
         return f"{transport} is not deterministic"
-    why: str | None = _gpu_problem(kernel, able, device) or computer.why_not(config, dtype, layout.etp, scheme, options)
+    gpu = _gpu_problem(kernel, computer, scheme, device)
+    why: str | None = gpu or computer.why_not(config, dtype, layout.etp, scheme, options)
     return why
 
 
-def _gpu_problem(kernel: str, able: ExpertsCapabilities, device: torch.device) -> str | None:
-    lowest, highest = able.min_compute_capability, able.max_compute_capability
-    if lowest is None and highest is None:
+def _fused_refusal(
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: str,
+    scheme: Scheme,
+    options: ExpertsOptions,
+    max_tokens: int | None,
+    wire: Wire,
+    expert_map: ExpertMap | None,
+) -> str | None:
+    problem = scheme.problem(config, layout.etp)
+    if problem is not None:
+        return problem
+    if (reason := registry.why_not("fused", kernel)) is not None:
+        return f"{kernel}: {reason}"
+    kind: type[FusedExperts] = registry.load("fused", kernel)
+    if wire != PLAIN_WIRE:
+        return f"{kernel} has its own rows on the wire, not {wire}"
+    why = kind.platform_problem(layout, device)
+    return why or kind.why_not(
+        config, layout, dtype, scheme, expert_map=expert_map, max_tokens=max_tokens, options=options
+    )
+
+
+def _untried(kernel: str, device: torch.device) -> str | None:
+    """None, or that nobody has run it on this kind of GPU. It is not chosen there unless it is named."""
+    if device.type != "cuda" or kernel not in registry.targets("experts"):
         return None
+    try:
+        run_on = registry.load("experts", kernel).capabilities.run_on
+    except Exception:  # why it does not import stands in its refusal
+        return None
+    found = torch.cuda.get_device_capability(device)
+    if run_on is None or found in run_on:
+        return None
+    return f"{kernel} was not run on compute capability {found[0]}.{found[1]} yet, name it"
+
+
+def _gpu_problem(kernel: str, computer: type[Experts], scheme: Scheme, device: torch.device) -> str | None:
+    lowest, highest = computer.compute_capability(scheme.name)
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if found >= (lowest or found) and found <= (highest or found):
+        return None
+    low, high = (None if bound is None else ".".join(map(str, bound)) for bound in (lowest, highest))
+    wanted = f"{low} or newer" if high is None else f"{high} or older" if low is None else f"{low} to {high}"
+    what = "" if scheme.plain else f" for quantization {scheme.name}"
     here = f"this one has {found[0]}.{found[1]}" if device.type == "cuda" else f"this is a {device.type}"
-    if lowest is not None and found < lowest:
-        return f"{kernel} needs a GPU of compute capability {lowest[0]}.{lowest[1]} or newer, {here}"
-    if highest is not None and found > highest:
-        return f"{kernel} has been run on compute capability {highest[0]}.{highest[1]} at most, {here}"
-    return None
+    return f"{kernel} needs a GPU of compute capability {low if low == high else wanted}{what}, {here}"

@@ -87,7 +87,7 @@ class Received:
     """The rows that reached this rank's experts. It says itself what it is; nothing is implied by who
     made it. Valid until `combine`."""
 
-    x: Tensor  # [N, H] or [L, cap, H]
+    x: Tensor  # [N, H] or [L, cap, H], as they came
     layout: RowLayout
     weighting: Weighting
     handle: Any  # the transport's own state for this call; opaque
@@ -96,8 +96,10 @@ class Received:
     weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap]
     expert_offsets: Tensor | None = None  # CONTIGUOUS
     expert_counts: Tensor | None = None  # BATCHED
-    x_scale: Tensor | None = None  # x is E4M3: float32 [..., H / 128], one for each 128 columns
-    out: Tensor | None = None  # x's shape: where the transport would have the experts' rows, to spare a copy
+    format: str = "plain"  # how x is written: of `row_formats.ROW_FORMATS`. All but plain have:
+    x_scale: Tensor | None = None  # [..., H / block], and x is [..., H / packed]
+    input_scale: float | None = None  # of nvfp4 rows
+    out: Tensor | None = None  # [..., H] as x: where the transport would have the experts' rows, to spare a copy
 
     def dense(self) -> Received:
         """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""

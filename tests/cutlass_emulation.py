@@ -21,18 +21,18 @@ SWIGLU, GEGLU, RELU2 = 3, 4, 6  # tllm_enums.py ActivationType
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
-def _check(condition: bool, sentence: str) -> None:
+def check(condition: bool, sentence: str) -> None:
     # Not the assert statement: python -O would drop the very thing that this file is for.
     if not condition:
         raise AssertionError(sentence)
 
 
-def _check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, aligned: bool = False) -> None:
+def check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, aligned: bool = False) -> None:
     """The binding itself checks most dtypes and sizes but, humming apart, no strides: it then reads wrong numbers."""
-    _check(t.dtype == dtype, f"{name} must be {dtype}, it is {t.dtype}")
-    _check(tuple(t.shape) == shape, f"{name} must have shape {shape}, it has {tuple(t.shape)}")
-    _check(t.is_contiguous(), f"{name} must be contiguous: the kernel reads from the bare pointer")
-    _check(not aligned or t.data_ptr() % 16 == 0, f"{name} must start at a multiple of 16 bytes")
+    check(t.dtype == dtype, f"{name} must be {dtype}, it is {t.dtype}")
+    check(tuple(t.shape) == shape, f"{name} must have shape {shape}, it has {tuple(t.shape)}")
+    check(t.is_contiguous(), f"{name} must be contiguous: the kernel reads from the bare pointer")
+    check(not aligned or t.data_ptr() % 16 == 0, f"{name} must start at a multiple of 16 bytes")
 
 
 # --- Numbers
@@ -123,9 +123,9 @@ def unfold_scale(name: str, scale: Tensor, experts: int, rows: int, cols: int, g
     dtype = torch.uint8 if group == 32 else torch.bfloat16
     slices = 16 // dtype.itemsize // (128 // group)
     shape = (experts, rows // 64, cols // 128, 64 // slices)
-    _check(scale.is_contiguous(), f"{name} must be contiguous: the kernel reads from the bare pointer")
+    check(scale.is_contiguous(), f"{name} must be contiguous: the kernel reads from the bare pointer")
     fits = scale.dim() == 5 and tuple(scale.shape[:4]) == shape and scale.shape[4] * scale.itemsize == 16
-    _check(fits, f"{name} must be {shape} times 16 bytes, it is {tuple(scale.shape)} of {scale.dtype}")
+    check(fits, f"{name} must be {shape} times 16 bytes, it is {tuple(scale.shape)} of {scale.dtype}")
     parts = scale.view(dtype).unflatten(-1, (slices, 128 // group))
     return parts.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows, cols // group)
 
@@ -149,10 +149,10 @@ def _weight_w4a8(name: str, data: Tensor, scale: Tensor) -> Tensor:
 
 
 def _weight_humming(name: str, data: Tensor, scale: Tensor) -> Tensor:
-    _check(scale.dtype == torch.int32, f"{name} must be torch.int32, it is {scale.dtype}")
+    check(scale.dtype == torch.int32, f"{name} must be torch.int32, it is {scale.dtype}")
     offset = unfold_scale(name, scale, data.shape[0], data.shape[1], data.shape[2] * 2, 32).to(torch.int64)
     # Below 1 the code 0.5 reads as 0; above 12 the exponent of the codes 4 and 6 runs into the sign bit.
-    _check(bool(((offset >= 1) & (offset <= 12)).all()), f"{name} must hold offsets from 1 to 12")
+    check(bool(((offset >= 1) & (offset <= 12)).all()), f"{name} must hold offsets from 1 to 12")
     codes = decode_fp4_fp8(data)
     eem = codes & 7
     base = torch.tensor([0x00, 0x00, 0x08, 0x0C, 0x10, 0x14, 0x18, 0x1C])[eem]  # M:615-622
@@ -164,7 +164,7 @@ def _weight_humming(name: str, data: Tensor, scale: Tensor) -> Tensor:
 
 
 @dataclass
-class _Gemms:
+class Gemms:
     """One scheme's weights as the tensor cores multiply them, and what happens to the operands around them."""
 
     fc1: Tensor
@@ -175,61 +175,61 @@ class _Gemms:
     alpha2: Tensor | None = None
 
 
-def _dense(dtype: torch.dtype, fc1: Tensor, fc2: Tensor) -> _Gemms:
-    return _Gemms(fc1, fc2, lambda x, e: x.float(), lambda h, e: h.to(dtype).float())
+def _dense(dtype: torch.dtype, fc1: Tensor, fc2: Tensor) -> Gemms:
+    return Gemms(fc1, fc2, lambda x, e: x.float(), lambda h, e: h.to(dtype).float())
 
 
-def _fp8_per_tensor(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> _Gemms:
+def _fp8_per_tensor(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
     dequant1, quant2, dequant2, input_dequant = scales
-    _check_tensor("fc1_dequant", dequant1, torch.float32, (fc1.shape[0],))
-    _check_tensor("fc2_quant", quant2, torch.float32, (fc1.shape[0],) if quant2.dim() else ())
-    _check_tensor("fc2_dequant", dequant2, torch.float32, (fc1.shape[0],))
-    _check_tensor("fc1_input_dequant", input_dequant, torch.float32, ())  # LoRA alone reads it
+    check_tensor("fc1_dequant", dequant1, torch.float32, (fc1.shape[0],))
+    check_tensor("fc2_quant", quant2, torch.float32, (fc1.shape[0],) if quant2.dim() else ())
+    check_tensor("fc2_dequant", dequant2, torch.float32, (fc1.shape[0],))
+    check_tensor("fc1_input_dequant", input_dequant, torch.float32, ())  # LoRA alone reads it
     per_expert = quant2.expand(fc1.shape[0])
     in2 = lambda h, e: _fp8(h * per_expert[e])  # noqa: E731 (fp32 until here: no rounding to bf16 between)
-    return _Gemms(fc1.float(), fc2.float(), lambda x, e: x.float(), in2, dequant1, dequant2)
+    return Gemms(fc1.float(), fc2.float(), lambda x, e: x.float(), in2, dequant1, dequant2)
 
 
-def _fp8_block(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> _Gemms:
+def _fp8_block(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
     weights = []
     for name, data, scale in (("fc1", fc1, scales[0]), ("fc2", fc2, scales[1])):
         experts, rows, cols = data.shape
-        _check_tensor(f"the scale of {name}", scale, torch.float32, (experts, -(-rows // 128), cols // 128))
+        check_tensor(f"the scale of {name}", scale, torch.float32, (experts, -(-rows // 128), cols // 128))
         factor = scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)
         weights.append(data.float() * factor)
     # The activation's result is stored in bf16, and only then quantised.
-    return _Gemms(*weights, lambda x, e: _quantize_1x128(x), lambda h, e: _quantize_1x128(h.to(torch.bfloat16)))
+    return Gemms(*weights, lambda x, e: _quantize_1x128(x), lambda h, e: _quantize_1x128(h.to(torch.bfloat16)))
 
 
-def _w4a16(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> _Gemms:
+def _w4a16(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
     fc1, fc2 = _weight_w4a16("the scale of fc1", fc1, scales[0]), _weight_w4a16("the scale of fc2", fc2, scales[1])
     return _dense(torch.bfloat16, fc1, fc2)
 
 
-def _w4a8(dtype: torch.dtype, fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> _Gemms:
+def _w4a8(dtype: torch.dtype, fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
     scale1, scale2, act1, act2, zero1, zero2, alpha1, alpha2 = scales
     experts, hidden, inter = fc1.shape[0], fc1.shape[2] * 2, fc2.shape[2] * 2
     # The binding lets them be empty (B:1572-1579). Without fc1's the kernel refuses (K:1859); without fc2's nothing
     # quantises (K:4252, K:3430), and GEMM2 reads the bytes of bf16 numbers as fp8.
-    _check_tensor("fc1_act_scales", act1, dtype, (hidden,), aligned=True)
-    _check_tensor("fc2_act_scales", act2, dtype, (inter,), aligned=True)
+    check_tensor("fc1_act_scales", act1, dtype, (hidden,), aligned=True)
+    check_tensor("fc2_act_scales", act2, dtype, (inter,), aligned=True)
     for name, zero in (("fc1", zero1), ("fc2", zero2)):
-        _check(not zero.any(), f"the zero points of {name} are not read on sm90: they must be empty or 0")
-    _check_tensor("fc1_alpha", alpha1, torch.float32, (experts,))  # without it the kernel multiplies by 0
-    _check_tensor("fc2_alpha", alpha2, torch.float32, (experts,))
+        check(not zero.any(), f"the zero points of {name} are not read on sm90: they must be empty or 0")
+    check_tensor("fc1_alpha", alpha1, torch.float32, (experts,))  # without it the kernel multiplies by 0
+    check_tensor("fc2_alpha", alpha2, torch.float32, (experts,))
     fc1, fc2 = _weight_w4a8("the scale of fc1", fc1, scale1), _weight_w4a8("the scale of fc2", fc2, scale2)
     # Static: x * act_scales rounds to the 16-bit dtype (K:1744; preQuantScaleKernel.cu), then to fp8.
-    return _Gemms(fc1, fc2, lambda x, e: _fp8(x * act1), lambda h, e: _fp8(h.to(dtype) * act2), alpha1, alpha2)
+    return Gemms(fc1, fc2, lambda x, e: _fp8(x * act1), lambda h, e: _fp8(h.to(dtype) * act2), alpha1, alpha2)
 
 
-def _humming(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> _Gemms:
+def _humming(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
     scale1, residual1, act2, scale2, residual2 = scales
-    _check_tensor("the residual of fc1", residual1, torch.float32, (fc1.shape[0],))
-    _check_tensor("the residual of fc2", residual2, torch.float32, (fc1.shape[0],))
-    _check_tensor("fc2_act_global", act2, torch.float32, (fc1.shape[0],) if act2.dim() else ())  # not read
+    check_tensor("the residual of fc1", residual1, torch.float32, (fc1.shape[0],))
+    check_tensor("the residual of fc2", residual2, torch.float32, (fc1.shape[0],))
+    check_tensor("fc2_act_global", act2, torch.float32, (fc1.shape[0],) if act2.dim() else ())  # not read
     fc1, fc2 = _weight_humming("the scale of fc1", fc1, scale1), _weight_humming("the scale of fc2", fc2, scale2)
     in1, in2 = (lambda x, e, r=r: _quantize_token(x, r[e]) for r in (residual1, residual2))
-    return _Gemms(fc1, fc2, in1, in2)
+    return Gemms(fc1, fc2, in1, in2)
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -296,67 +296,84 @@ def emulate(
     flags = (use_deepseek_fp8_block_scale, use_w4_group_scaling, use_packed_weights, use_wfp4afp8_humming)
     name, num_scales, multiple = _scheme(dtype, fc1.dtype, flags)
     scales = list(quant_scales or [])
-    _check(len(scales) == num_scales, f"{name} takes {num_scales} quant_scales, there are {len(scales)}")
-    _check(activation_type in (SWIGLU, GEGLU, RELU2), f"activation_type {activation_type} is not emulated")
-    _check(0 <= tp_rank < tp_size and 0 <= ep_rank < ep_size, "a rank must be below its size")
-    _check(input.dim() == 2 and ids.dim() == 2, "input and token_selected_experts must have 2 dimensions")
-    _check(fc1.dim() == 3 and fc2.dim() == 3, "the weights must have 3 dimensions")
+    check(len(scales) == num_scales, f"{name} takes {num_scales} quant_scales, there are {len(scales)}")
+    check(activation_type in (SWIGLU, GEGLU, RELU2), f"activation_type {activation_type} is not emulated")
+    check(0 <= tp_rank < tp_size and 0 <= ep_rank < ep_size, "a rank must be below its size")
+    check(input.dim() == 2 and ids.dim() == 2, "input and token_selected_experts must have 2 dimensions")
+    check(fc1.dim() == 3 and fc2.dim() == 3, "the weights must have 3 dimensions")
 
     (tokens, top_k), packing = ids.shape, 2 if fc1.dtype == torch.uint8 else 1
     experts, hidden, inter = fc2.shape[0], fc2.shape[1], fc2.shape[2] * packing
     fc1_rows = inter * (1 if activation_type == RELU2 else 2)
-    _check(tokens > 0, "0 tokens: the kernel that sorts them wants exactly one block")
-    _check(hidden % multiple == 0, f"H {hidden} must be a multiple of {multiple}")
-    _check(inter % multiple == 0, f"I {inter} must be a multiple of {multiple}")
-    _check_tensor("fc1_expert_weights", fc1, fc1.dtype, (experts, fc1_rows, hidden // packing), aligned=True)
-    _check_tensor("fc2_expert_weights", fc2, fc1.dtype, (experts, hidden, inter // packing), aligned=True)
-    _check_tensor("input", input, dtype, (tokens, hidden), aligned=True)
-    _check_tensor("token_selected_experts", ids, torch.int32, (tokens, top_k))
+    check(tokens > 0, "0 tokens: the kernel that sorts them wants exactly one block")
+    check(hidden % multiple == 0, f"H {hidden} must be a multiple of {multiple}")
+    check(inter % multiple == 0, f"I {inter} must be a multiple of {multiple}")
+    check_tensor("fc1_expert_weights", fc1, fc1.dtype, (experts, fc1_rows, hidden // packing), aligned=True)
+    check_tensor("fc2_expert_weights", fc2, fc1.dtype, (experts, hidden, inter // packing), aligned=True)
+    check_tensor("input", input, dtype, (tokens, hidden), aligned=True)
+    check_tensor("token_selected_experts", ids, torch.int32, (tokens, top_k))
     if token_final_scales is not None:
-        _check_tensor("token_final_scales", token_final_scales, torch.float32, (tokens, top_k))
-    _check(output_dtype in (torch.float16, torch.bfloat16), f"an output of {output_dtype} is not possible")
+        check_tensor("token_final_scales", token_final_scales, torch.float32, (tokens, top_k))
+    check(output_dtype in (torch.float16, torch.bfloat16), f"an output of {output_dtype} is not possible")
     # Only fp8 input leaves the choice: the other runners are built for the input's dtype whatever output_dtype says.
-    _check(dtype in (FP8, output_dtype), f"output_dtype {output_dtype} must be the input's, {dtype}")
-    _check_tensor("output", output, output_dtype, (tokens, hidden), aligned=True)
-    _check((fc1_expert_biases is None) == (fc2_expert_biases is None), "there must be both biases or none")
+    check(dtype in (FP8, output_dtype), f"output_dtype {output_dtype} must be the input's, {dtype}")
+    check_tensor("output", output, output_dtype, (tokens, hidden), aligned=True)
+    check((fc1_expert_biases is None) == (fc2_expert_biases is None), "there must be both biases or none")
     if fc1_expert_biases is not None and fc2_expert_biases is not None:
-        _check_tensor("fc1_expert_biases", fc1_expert_biases, output_dtype, (experts, fc1_rows), aligned=True)
-        _check_tensor("fc2_expert_biases", fc2_expert_biases, output_dtype, (experts, hidden), aligned=True)
+        check_tensor("fc1_expert_biases", fc1_expert_biases, output_dtype, (experts, fc1_rows), aligned=True)
+        check_tensor("fc2_expert_biases", fc2_expert_biases, output_dtype, (experts, hidden), aligned=True)
     swiglu = {"alpha": swiglu_alpha, "beta": swiglu_beta, "limit": swiglu_limit}
     for key, values in swiglu.items():
         if values is not None:
-            _check(activation_type == SWIGLU, f"swiglu_{key} has no effect on activation_type {activation_type}")
-            _check_tensor(f"swiglu_{key}", values, torch.float32, (experts,))
-
-    local = ids.long() - experts * ep_rank
-    mine = (local >= 0) & (local < experts)
-    for row, keep in zip(local.tolist(), mine.tolist(), strict=True):
-        picks = [e for e, k in zip(row, keep, strict=True) if k]
-        _check(len(set(picks)) == len(picks), "one row has an expert twice: the kernel reads rows it never wrote")
+            check(activation_type == SWIGLU, f"swiglu_{key} has no effect on activation_type {activation_type}")
+            check_tensor(f"swiglu_{key}", values, torch.float32, (experts,))
 
     build = {"fp8_per_tensor": _fp8_per_tensor, "fp8_block": _fp8_block, "w4a16": _w4a16, "humming": _humming}
     build |= {"dense": lambda *w: _dense(dtype, w[0].float(), w[1].float()), "w4a8": lambda *w: _w4a8(dtype, *w)}
-    gemms = build[name](fc1, fc2, scales)
+    biases = (fc1_expert_biases, fc2_expert_biases if tp_rank == 0 else None)
+    local = ids.long() - experts * ep_rank
+    run_experts(
+        output, input, local, token_final_scales, build[name](fc1, fc2, scales), biases, activation_type, swiglu
+    )
+
+
+def run_experts(
+    output: Tensor,
+    rows: Tensor,
+    local: Tensor,
+    weights: Tensor | None,
+    gemms: Gemms,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation_type: int,
+    swiglu: dict[str, Tensor | None],
+) -> None:
+    """What the kernel does with operands that are understood. rows: [T, H] as `gemms.in1` takes them; local: ids of
+    this rank's experts [T, K], others below 0 or too large."""
+    (tokens, top_k), (experts, hidden) = local.shape, gemms.fc2.shape[:2]
+    mine = (local >= 0) & (local < experts)
+    for row, keep in zip(local.tolist(), mine.tolist(), strict=True):
+        picks = [e for e, k in zip(row, keep, strict=True) if k]
+        check(len(set(picks)) == len(picks), "one row has an expert twice: the kernel reads rows it never wrote")
 
     def gemm(x: Tensor, weight: Tensor, alpha: Tensor | None, e: int) -> Tensor:
         result = x @ weight[e].T
         # Both GEMMs store their result in 16 bits before the next kernel adds a bias (UnfusedGemmOutputType).
-        return (result if alpha is None else result * alpha[e]).to(output_dtype).float()
+        return (result if alpha is None else result * alpha[e]).to(output.dtype).float()
 
     results = torch.zeros(tokens, top_k, hidden)
     for e in range(experts):
-        rows, picks = (local == e).nonzero(as_tuple=True)
-        x = gemm(gemms.in1(input[rows], e), gemms.fc1, gemms.alpha1, e)
-        if fc1_expert_biases is not None:
-            x = x + fc1_expert_biases[e].float()
+        at, picks = (local == e).nonzero(as_tuple=True)
+        x = gemm(gemms.in1(rows[at], e), gemms.fc1, gemms.alpha1, e)
+        if biases[0] is not None:
+            x = x + biases[0][e].float()
         params = {key: None if values is None else float(values[e]) for key, values in swiglu.items()}
         y = gemm(gemms.in2(_activation(activation_type, x, params), e), gemms.fc2, gemms.alpha2, e)
-        if fc2_expert_biases is not None and tp_rank == 0:
-            y = y + fc2_expert_biases[e].float()
-        results[rows, picks] = y
+        if biases[1] is not None:
+            y = y + biases[1][e].float()
+        results[at, picks] = y
 
-    weights = torch.ones(tokens, top_k) if token_final_scales is None else token_final_scales
+    scales = torch.ones(tokens, top_k) if weights is None else weights
     total = torch.zeros(tokens, hidden)
     for pick in range(top_k):  # a pick that is not mine is skipped, even if its weight is a NaN
-        total = total + torch.where(mine[:, pick], weights[:, pick], 0.0).unsqueeze(-1) * results[:, pick]
-    output.copy_(total.to(output_dtype))
+        total = total + torch.where(mine[:, pick], scales[:, pick], 0.0).unsqueeze(-1) * results[:, pick]
+    output.copy_(total.to(output.dtype))

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.parallel.collectives import as_bytes
-
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # moeAlltoAllKernels.cu, FlashInfer 0.7.2.post1
 sizes_made: list[int] = []  # FlashInfer shares equal workspaces within a process
 
@@ -47,14 +45,15 @@ class Communication:
         assert all(t.is_contiguous() for t in (hidden, ids, weights))
         assert ((ids >= 0) & (ids < self.params["num_experts"])).all(), "writes to memory that is nobody's"
         everyone: list[Any] = [None] * self.size
-        scale = hidden.new_empty(len(hidden), 0).float() if hidden_states_scale is None else hidden_states_scale
-        assert (scale.dtype, len(scale), scale.is_contiguous()) == (torch.float32, len(hidden), True)
-        dist.all_gather_object(everyone, (as_bytes(hidden), scale, ids, weights, max_tokens_per_rank), group=self.group)
+        scale = torch.empty(len(hidden), 0) if hidden_states_scale is None else hidden_states_scale
+        assert (len(scale), scale.is_contiguous()) == (len(hidden), True)
+        payloads = (hidden.view(torch.uint8), scale.view(torch.uint8), ids, weights, max_tokens_per_rank)
+        dist.all_gather_object(everyone, payloads, group=self.group)
         assert len({bound for *_, bound in everyone}) == 1, "ranks disagree about the layout"
         each = self.params["num_experts"] // self.size
         shape = (self.size, max_tokens_per_rank)
-        rows = torch.full((*shape, hidden.shape[1]), torch.nan).to(hidden.dtype)
-        scales = torch.full((*shape, scale.shape[1]), torch.nan)
+        # all bits set: a NaN in every dtype that has one
+        rows, scales = (torch.full((*shape, t.shape[1] * t.itemsize), 255, dtype=torch.uint8) for t in (hidden, scale))
         got_ids = torch.full((*shape, ids.shape[1]), -1, dtype=torch.int32)
         got_weights = torch.full((*shape, ids.shape[1]), torch.nan)
         self._step += 1
@@ -63,13 +62,13 @@ class Communication:
         for source, (x, s, i, w, _) in enumerate(everyone):
             tokens = (i // each == self.rank).any(1).nonzero().flatten()
             tokens = tokens[torch.randperm(len(tokens), generator=generator)]
-            for target, value in ((as_bytes(rows), x), (scales, s), (got_ids, i), (got_weights, w)):
+            for target, value in ((rows, x), (scales, s), (got_ids, i), (got_weights, w)):
                 target[source, : len(tokens)] = value[tokens]
             plan.append(tokens)
         self._plan, self._tokens, self._bound = plan, len(hidden), max_tokens_per_rank
         return SimpleNamespace(
-            hidden_states=rows.flatten(0, 1),
-            hidden_states_scale=None if hidden_states_scale is None else scales.flatten(0, 1),
+            hidden_states=rows.flatten(0, 1).view(hidden.dtype),
+            hidden_states_scale=None if hidden_states_scale is None else scales.flatten(0, 1).view(scale.dtype),
             topk_ids=got_ids.flatten(0, 1),
             topk_weights=got_weights.flatten(0, 1),
         )

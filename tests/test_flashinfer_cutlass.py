@@ -12,9 +12,11 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES, Scheme
-from tests.cutlass_emulation import emulate
+from tests.cutlass_sm100_emulation import emulate_call
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
 SLOTS, ROWS, TOP_K = 5, 24, 3
@@ -34,19 +36,8 @@ def emulated(monkeypatch) -> list[dict]:
 
     def run(runner: cutlass_op.Runner, **arguments) -> None:
         calls.append(arguments)
-        taken = ("use_deepseek_fp8_block_scale", "use_w4_group_scaling", "use_packed_weights", "use_wfp4afp8_humming")
-        names = (
-            "output", "input", "token_selected_experts", "token_final_scales", "fc1_expert_weights",
-            "fc1_expert_biases", "fc2_expert_weights", "fc2_expert_biases", "quant_scales", "swiglu_alpha",
-            "swiglu_beta", "swiglu_limit", "tp_size", "tp_rank", "ep_size", "ep_rank",
-        )  # fmt: skip
         assert arguments.keys() == set(cutlass_op.RUN_MOE)
-        emulate(
-            **{name: arguments[name] for name in names},
-            **{name: runner.flags[name] for name in taken},
-            activation_type=arguments["base_activation_type"],
-            output_dtype=runner.output,
-        )
+        emulate_call(runner.flags, runner.output, arguments)
 
     monkeypatch.setattr(cutlass_op, "run_moe", run)
     monkeypatch.setattr(cutlass_op, "scratch_bytes", lambda *shape: 1024)
@@ -99,14 +90,14 @@ def check(experts: FlashInferCutlassExperts, tensors: list[dict[str, Tensor]], r
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES + SM100_SCHEMES)
 def test_within_the_bound_of_the_dequantised_weights(scheme, activation, bias):
     config = shape(activation, bias=bias)
     experts, tensors = build(config, SCHEMES[scheme])
     check(experts, tensors, rows(config))
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_static", "fp8_dynamic", "int4_fp8", "mxfp4_fp8"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_static", "fp8_dynamic", "int4_fp8", "mxfp4_fp8", *SM100_SCHEMES])
 def test_half_precision(scheme):
     experts, tensors = build(shape(), SCHEMES[scheme], torch.float16)
     check(experts, tensors, rows(shape(), torch.float16))

@@ -10,7 +10,8 @@ from ep_moe.all2all import p2p_kernels
 from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.p2p_kernels import Workspace
 from ep_moe.config import Wire
-from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.experts.wire_rows import round_rows
+from ep_moe.testing.transport_rows import NVFP4
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes
 from tests.test_fp8_block_kernels import DEVICE
@@ -41,13 +42,13 @@ def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
     x = torch.randn(tokens, shape.hidden_size, generator=generator).to(shape.dtype)
     ids = torch.randint(-2, shape.num_physical + 2, (tokens, shape.top_k), generator=generator).to(ids_dtype)
     routing = PhysicalRouting(PhysicalIds(ids), torch.rand(ids.shape, generator=generator))
-    return (*(round_blocks(x) if shape.scales else (x, None)), routing)
+    return (*round_rows(x, shape.wire), routing)
 
 
 @pytest.mark.parametrize("copy", [False, True], ids=["", "copy"])
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block")], ids=["plain", "fp8_block"])
+@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block"), NVFP4], ids=lambda wire: wire.dispatch)
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), [
     (2, 1, 128, torch.bfloat16), (3, 3, 384, torch.float16), (4, 8, 256, torch.float32), (4, 2, 2304, torch.bfloat16),
 ])  # fmt: skip

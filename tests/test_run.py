@@ -265,7 +265,7 @@ BAD = {
     "--all2all carrier_pigeon": "--all2all must be auto or one of local, .*, got 'carrier_pigeon'",
     "--quantization fp9": "--quantization must be one of none, fp8_static, .*, got 'fp9'",
     "--quantization fp8_block": ".* cannot run here .quantization fp8_block needs .* a multiple of 128, got 64",
-    "--experts nobody": "--experts must be auto or one of .*flashinfer_cutlass, reference.*, got 'nobody'",
+    "--experts nobody": "--experts must be auto or one of .*reference, .*flashinfer_mega_bf16.*, got .nobody.",
     "--model /nowhere --text {text}": "--model /nowhere is not a folder",
     "--model {text} --text {text}": "--model .*text.txt is not a folder",
     "--model {bytes}": "--model needs --text: a file to read",
@@ -319,6 +319,7 @@ def test_explain_prints_the_table_of_a_model():
     result = invoke("explain", "--config", "qwen3-30b-a3b", "--dp", 4, "--max-tokens", 256)
     assert result.exit_code == 0, result.output
     pairs = {(a, b) for a in registry.targets("dispatchers") for b in registry.targets("experts")}
+    pairs |= {("inside", name) for name in registry.targets("fused")}
     lines = [line.split() for line in result.output.splitlines() if line]
     assert {tuple(line[1:3]) for line in lines} == pairs
     (chosen,) = (line for line in lines if line[0] == "chosen")
@@ -334,7 +335,7 @@ def test_explain_prints_the_table_of_a_model():
         ("--config demo --dp 3 --ep 2", "error: ep . etp must divide dp . tp"),
         ("--config demo --dtype int8", "error: dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ("--config demo --quantization x", "error: quantization must be one of none, .* got 'x'"),
-        ("--config demo --wire fp4", r"error: Wire\.dispatch must be one of plain, fp8_block, got 'fp4'"),
+        ("--config demo --wire fp4", r"error: Wire\.dispatch must be one of plain, fp8_block, mxfp8, nvfp4, got 'fp4'"),
         ("--config demo --all2all x", "error: no backend among dispatchers is named 'x'"),
     ],
 )

@@ -9,7 +9,8 @@ import torch
 
 from ep_moe import registry
 from ep_moe.all2all.base import DispatcherCapabilities
-from ep_moe.experts.base import ExpertsCapabilities
+from ep_moe.experts.base import Experts
+from ep_moe.fused.base import FusedCapabilities
 from ep_moe.types import dtype_name
 
 # what a machine showed; the commands are in docs/results.md
@@ -23,13 +24,18 @@ RUN = {
     "flashinfer_nvlink": "2 and 4 H200, one host; on CPU, gloo, over an emulation of its contract",
     "nvlink_p2p": "2 and 4 H200, one host; on CPU over memory that ranks share",
     "reference": "CPU; 1 and 4 H200",
-    "flashinfer_cutlass": "1 and 4 H200; on CPU over an emulation of FlashInfer's layouts",
+    "flashinfer_cutlass": "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN",
+    "flashinfer_cutedsl": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
+    "flashinfer_trtllm": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
     "fp8_block_triton": "1 and 4 H200",
+    "flashinfer_mega_bf16": "4 H200, one host; on CPU, gloo, over an emulation",
+    "flashinfer_mega_fp8": "4 H200, one host; on CPU, gloo, over an emulation",
+    "flashinfer_trtllm_monolithic": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
 }
 SOURCES = (
     "## Where their libraries come from",
     "",
-    "- `flashinfer_nvlink`, `flashinfer_cutlass`: `pip install ep-moe[gpu]`.",
+    "- All `flashinfer_*`: `pip install ep-moe[gpu]`; `flashinfer_cutedsl` also `nvidia-cutlass-dsl`.",
     "- `deepep`, `deepep_static`: [DeepEP](https://github.com/deepseek-ai/DeepEP) with its V1 `Buffer` (1.2.x),",
     "  built by its own setup; on one host it needs no NVSHMEM.",
     "- `pplx`: [pplx-kernels](https://github.com/ppl-ai/pplx-kernels), built by its own setup, which asks for",
@@ -43,9 +49,11 @@ MISSING = (
     "  rank's rows must come out even; answers would be right only as long as blocks start together.",
     "- NCCL-EP (`nccl_ep`): wants NCCL 2.30; the machines of these runs have 2.28.9.",
     "- DeepEP's low-latency and internode kernels (InfiniBand), its 2.x `ElasticBuffer` (NCCL 2.30.4); pplx internode.",
-    "- Kernels for Blackwell.",
     "",
-    "Not run: more than one node, GPUs other than H200.",
+    "Not run: more than one node, GPUs other than H200. What is for Blackwell, and how it was checked: "
+    "[blackwell.md](blackwell.md).",
+    "Rows in nvfp4 on the wire: on 4 H200 everything but the replays passed; what failed there is mended, and was not",
+    "run there again.",
 )
 
 
@@ -70,10 +78,31 @@ def transport(name: str, can: DispatcherCapabilities) -> list[str]:
     ]  # fmt: skip
 
 
-def kernel(name: str, can: ExpertsCapabilities) -> list[str]:
-    gpu = "any device"
-    if can.min_compute_capability:
-        gpu = "compute capability " + ".".join(map(str, can.min_compute_capability))
+def capability(lowest: tuple[int, int] | None, highest: tuple[int, int] | None) -> str:
+    if lowest is None:
+        return "any device"
+    low, high = (".".join(map(str, bound)) if bound else "" for bound in (lowest, highest))
+    return f"compute capability {low}" + (f" to {high}" if high and high != low else "" if high else " or newer")
+
+
+def fused(name: str, can: FusedCapabilities) -> list[str]:
+    inside = ["routing"] * can.routes + ["dispatch and combine"] * can.travels
+    where = "as many slots on every rank" if can.any_map else "linear"
+    return [
+        f"`{name}`", " and ".join([*inside, "experts"]), names(can.dtypes), ", ".join(sorted(can.schemes)),
+        ", ".join(sorted(a.value for a in can.activations)), where, yes(can.biases), yes(can.etp),
+        *map(yes, (can.cuda_graph, can.deterministic)),
+        capability(can.min_compute_capability, can.max_compute_capability), RUN[name],
+    ]  # fmt: skip
+
+
+def kernel(name: str, kind: type[Experts]) -> list[str]:
+    can = kind.capabilities
+    bounds: dict[str, list[str]] = {}
+    for scheme in sorted(can.schemes):
+        bounds.setdefault(capability(*kind.compute_capability(scheme)), []).append(scheme)
+    several = len(bounds) > 1
+    gpu = "; ".join(f"{where}: {', '.join(schemes)}" if several else where for where, schemes in bounds.items())
     return [
         f"`{name}`", ", ".join(sorted(layout.value for layout in can.layouts)), names(can.dtypes),
         ", ".join(sorted(can.schemes)), ", ".join(sorted(a.value for a in can.activations)), yes(can.biases),
@@ -90,7 +119,8 @@ def document() -> str:
     transports = [
         transport(name, registry.load("dispatchers", name).capabilities) for name in registry.targets("dispatchers")
     ]
-    kernels = [kernel(name, registry.load("experts", name).capabilities) for name in registry.targets("experts")]
+    kernels = [kernel(name, registry.load("experts", name)) for name in registry.targets("experts")]
+    all_in_one = [fused(name, registry.load("fused", name).capabilities) for name in registry.targets("fused")]
     return "\n".join(
         [
             "# Backends",
@@ -117,7 +147,20 @@ def document() -> str:
                 kernels,
             ),
             "",
-            "All pass `ep_moe.testing.check_experts` where they were run.",
+            "All pass `ep_moe.testing.check_experts` where they were run. A kernel that was not run on a kind of",
+            "GPU is chosen there where it is named, and not by itself.",
+            "",
+            "## Fused kernels",
+            "",
+            "All in one, where `experts=` names them; never chosen by themselves.",
+            "",
+            table(
+                ["name", "inside", "dtypes", "quantization", "activations", "expert map", "biases", "etp",
+                 "CUDA graphs", "deterministic", "needs", "run on"],
+                all_in_one,
+            ),
+            "",
+            "Those with dispatch and combine inside pass `ep_moe.testing.check_fused` where they were run.",
             "",
             *SOURCES,
             "",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.parallel.collectives import as_bytes, as_rows, gather_rows, reduce_scatter_rows
+from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
 
 
@@ -26,7 +27,7 @@ class AllGatherDispatcher(Dispatcher):
         host_sync=True,
         deterministic=True,
         differentiable=True,
-        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        dispatch_formats=frozenset(ROW_FORMATS),
     )
 
     def _dispatch(
@@ -37,7 +38,8 @@ class AllGatherDispatcher(Dispatcher):
         self._check_ids([row[1] for row in rows])
         counts = [row[0] for row in rows]
         pending_x = gather_rows(as_bytes(x), counts, self.link)
-        pending_scale = None if x_scale is None else gather_rows(x_scale, counts, self.link)
+        scale_dtype = self.geometry.row_format.scale
+        pending_scale = None if x_scale is None else gather_rows(as_bytes(x_scale), counts, self.link)
         pending_ids = gather_rows(routing.ids, counts, self.link)
         pending_weights = gather_rows(routing.weights, counts, self.link)
 
@@ -46,7 +48,7 @@ class AllGatherDispatcher(Dispatcher):
             mine = (local >= 0) & (local < self.geometry.cap)
             return Received(
                 x=as_rows(pending_x.wait(), x.dtype),
-                x_scale=None if pending_scale is None else pending_scale.wait(),
+                x_scale=None if pending_scale is None else as_rows(pending_scale.wait(), scale_dtype),
                 layout=RowLayout.RANK_MAJOR,
                 weighting=Weighting.EXPERTS,
                 handle=counts,

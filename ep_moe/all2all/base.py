@@ -7,6 +7,7 @@ experts share a rank travels there once (where `dedup`); results are valid until
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
+from ep_moe.row_formats import ROW_FORMATS, RowFormat
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
 Result = TypeVar("Result")
@@ -37,7 +39,7 @@ class DispatcherCapabilities:
     alignment_bytes: that a row must be a multiple of
     dtypes: of the layer, None for any; devices: device types
     dispatch_formats, combine_formats: of `Wire`
-    scale_alignment_bytes: that the float32 scales of a row must be a multiple of
+    scale_alignment_bytes: that the scales of a row must be a multiple of
     static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
     """
 
@@ -81,19 +83,39 @@ class Geometry:
         return self.num_ranks * self.cap
 
     @property
+    def row_format(self) -> RowFormat:
+        return ROW_FORMATS[self.wire.dispatch]
+
+    @property
     def row_dtype(self) -> torch.dtype:
         """Of dispatched rows."""
-        return torch.float8_e4m3fn if self.wire.dispatch == "fp8_block" else self.dtype
+        return self.row_format.number or self.dtype
 
     @property
     def scales(self) -> int:
         """Of a dispatched row."""
-        return self.hidden_size // 128 if self.wire.dispatch == "fp8_block" else 0
+        return self.row_format.scales(self.hidden_size)
+
+    @property
+    def columns(self) -> int:
+        """Elements of a dispatched row."""
+        return self.row_format.columns(self.hidden_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a dispatched row, without scales."""
+        return self.columns * self.row_dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a dispatched row's scales."""
+        return self.scales * self.row_format.scale.itemsize
 
     def no_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """x and x_scale of a call without tokens."""
-        x = torch.empty(0, self.hidden_size, dtype=self.row_dtype, device=device)
-        return x, torch.empty(0, self.scales, device=device) if self.scales else None
+        x = torch.empty(0, self.columns, dtype=self.row_dtype, device=device)
+        scale = torch.empty(0, self.scales, dtype=self.row_format.scale, device=device)
+        return x, scale if self.scales else None
 
 
 class Dispatcher(ABC):
@@ -128,9 +150,11 @@ class Dispatcher(ABC):
             asked = getattr(wire, way)
             if asked not in formats:
                 return f"{cls.name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
-        unit = 128 * can.scale_alignment_bytes // 4  # columns that fill so many bytes with scales
-        if wire.dispatch == "fp8_block" and hidden_size % unit:
-            return f"{cls.name} needs hidden_size to be a multiple of {unit} with fp8_block rows, got {hidden_size}"
+        form = ROW_FORMATS[wire.dispatch]
+        unit = form.block * can.scale_alignment_bytes // form.scale.itemsize  # columns with so many bytes of scales
+        if form.block and hidden_size % unit:
+            wanted = f"a multiple of {unit} with {wire.dispatch} rows"
+            return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
         if can.max_ranks is not None and ranks > can.max_ranks:
             return f"{cls.name} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={ranks}"
         if can.max_top_k is not None and top_k > can.max_top_k:
@@ -163,8 +187,8 @@ class Dispatcher(ABC):
     def dispatch(
         self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
     ) -> Received:
-        """x [T, H], ids and weights [T, K] to this rank's received rows. x_scale: float32 [T, H / 128] with rows in
-        fp8_block."""
+        """x [T, H], ids and weights [T, K] to this rank's received rows; x and x_scale as
+        `experts.wire_rows.round_rows` writes them for the geometry's wire."""
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
@@ -215,7 +239,7 @@ class Dispatcher(ABC):
             bound = most  # this one is what is wrong; that of the peers is not known here
         with self.link.ledger.step("dispatch", self.name):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
-        return self._guarded("dispatch", pending)
+        return self._guarded("dispatch", pending, self._told)
 
     def _begin_combine(self, y: Tensor, handle: Any) -> Pending[Tensor]:
         with self.link.ledger.step("combine", self.name):
@@ -236,12 +260,21 @@ class Dispatcher(ABC):
     @abstractmethod
     def _combine(self, y: Tensor, handle: Any) -> Pending[Tensor]: ...
 
-    def _guarded(self, phase: str, pending: Pending[Any]) -> Pending[Any]:
+    def _guarded(
+        self, phase: str, pending: Pending[Any], told: Callable[[Any], Any] = lambda found: found
+    ) -> Pending[Any]:
         def finish() -> Any:
             with self.link.ledger.step(f"{phase} wait", self.name):
-                return pending.wait()
+                return told(pending.wait())
 
         return Pending(finish)
+
+    def _told(self, received: Received) -> Received:
+        """With how its rows are written, which transports need not know."""
+        wire = self.geometry.wire
+        if wire.dispatch == received.format:
+            return received
+        return dataclasses.replace(received, format=wire.dispatch, input_scale=wire.input_scale)
 
     def _problem(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, max_tokens: int | None
@@ -250,14 +283,15 @@ class Dispatcher(ABC):
         g = self.geometry
         if not isinstance(routing, PhysicalRouting):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routing).__name__}"
-        if x.dim() != 2 or x.shape[1] != g.hidden_size:
-            return f"x must be [T, {g.hidden_size}], got {list(x.shape)}"
+        if x.dim() != 2 or x.shape[1] != g.columns:
+            return f"x must be [T, {g.columns}], got {list(x.shape)}"
         if x.dtype != g.row_dtype:
             found, wanted = dtype_name(x.dtype), dtype_name(g.row_dtype)
             return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
         scales = None if x_scale is None else (x_scale.dtype, list(x_scale.shape))
-        if scales != ((torch.float32, [len(x), g.scales]) if g.scales else None):
-            wanted = f"float32 [{len(x)}, {g.scales}]" if g.scales else "None"
+        kind = g.row_format.scale
+        if scales != ((kind, [len(x), g.scales]) if g.scales else None):
+            wanted = f"{dtype_name(kind)} [{len(x)}, {g.scales}]" if g.scales else "None"
             return f"x_scale must be {wanted} with rows in {g.wire.dispatch}, got {scales}"
         if self.capabilities.static:
             assert g.max_tokens is not None

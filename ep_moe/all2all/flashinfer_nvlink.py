@@ -19,6 +19,7 @@ from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
+from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
 from ep_moe.wire_ids import to_wire
 
@@ -40,7 +41,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         devices=frozenset({"cuda"}),
-        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        dispatch_formats=frozenset(ROW_FORMATS),
         combine_formats=frozenset({"plain", "fp8"}),
         static=True,
     )
@@ -65,7 +66,8 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     @classmethod
     def buffer_bytes(cls, geometry: Geometry) -> int:
-        """Received rows with ids and weights, and the experts' rows; as much for fp8_block rows as for plain ones."""
+        """Received rows with ids and weights, and the experts' rows; as much for rows in fewer bits as for plain
+        ones."""
         assert geometry.max_tokens is not None
         row = geometry.hidden_size * geometry.dtype.itemsize
         return geometry.num_ranks * geometry.max_tokens * (2 * row + 8 * _wire_top_k(geometry))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.errors import InputError
+from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 
@@ -23,7 +24,7 @@ class LocalDispatcher(Dispatcher):
         deterministic=True,
         differentiable=True,
         max_ranks=1,
-        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        dispatch_formats=frozenset(ROW_FORMATS),
     )
 
     def _dispatch(

@@ -35,6 +35,7 @@ from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
+from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
 from ep_moe.workspace import carved_bytes
 
@@ -65,7 +66,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         devices=frozenset({"cuda"}),
-        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        dispatch_formats=frozenset(ROW_FORMATS),
         static=True,
     )
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
@@ -165,7 +166,7 @@ class NVLinkP2PDispatcher(Dispatcher):
     def _copies(cls, geometry: Geometry) -> bool:
         """Whether there is room for copies."""
         assert geometry.max_tokens is not None
-        return geometry.max_tokens * geometry.hidden_size * geometry.row_dtype.itemsize >= cls.copied_bytes
+        return geometry.max_tokens * geometry.row_bytes >= cls.copied_bytes
 
     def destroy(self) -> None:
         self.lanes.destroy()

@@ -24,7 +24,7 @@ _SENT, _ANSWERED = 0, 1  # rows of flags
 def place_shapes(geometry: Geometry, copies: bool) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
-    rows [N, H], scales [N, H / 128], ids and weights [N, K]: written by peers
+    rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
     answers [N, H]: read by peers, token by token; copies [N, H]: where peers copy theirs to, rank by rank
     flags [2, R]: how many dispatches and combines of each peer have got so far
     """
@@ -32,8 +32,8 @@ def place_shapes(geometry: Geometry, copies: bool) -> Shapes:
     assert g.max_tokens is not None
     places = g.num_ranks * g.max_tokens
     return {
-        "rows": ((places, g.hidden_size), g.row_dtype),
-        "scales": ((places, g.scales), torch.float32),
+        "rows": ((places, g.columns), g.row_dtype),
+        "scales": ((places, g.scales), g.row_format.scale),
         "ids": ((places, g.top_k), torch.int32),
         "weights": ((places, g.top_k), torch.float32),
         "answers": ((places, g.hidden_size), g.dtype),

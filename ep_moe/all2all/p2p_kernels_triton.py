@@ -22,10 +22,10 @@ def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int
 ) -> None:
     g, at = workspace.geometry, workspace.offsets
-    words = g.hidden_size * g.row_dtype.itemsize // 4
+    words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
     _send[(min(bound, blocks),)](
         x.contiguous().view(torch.int32),
-        x.new_empty(0, dtype=torch.float32) if x_scale is None else x_scale.contiguous(),
+        _words(x_scale, x),
         routing.ids.contiguous(),
         routing.weights.contiguous(),
         workspace.memory.addresses,
@@ -48,8 +48,8 @@ def send(
         WIDTH=triton.next_power_of_2(g.top_k),
         WORDS=words,
         WORD_BLOCK=triton.next_power_of_2(words),
-        SCALES=g.scales,
-        SCALE_BLOCK=triton.next_power_of_2(max(g.scales, 1)),
+        SCALES=scale_words,
+        SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
         num_warps=8 if words > 1024 else 4,
     )
 
@@ -86,15 +86,22 @@ def _send(
                 their_rows = tl.multiple_of((base + rows_at).to(tl.pointer_type(tl.int32)), 16)
                 tl.store(their_rows + place * WORDS + word, row, mask=here)
                 if SCALES:
-                    their_scales = (base + scales_at).to(tl.pointer_type(tl.float32))
+                    their_scales = (base + scales_at).to(tl.pointer_type(tl.int32))
                     tl.store(their_scales + place * SCALES + step, scale, mask=step < SCALES)
     _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
+
+
+def _words(x_scale: Tensor | None, like: Tensor) -> Tensor:
+    """Scales as they are written: whole words, whatever they are (`scale_alignment_bytes`)."""
+    if x_scale is None:
+        return like.new_empty(0, dtype=torch.int32)
+    return x_scale.contiguous().view(torch.int32)
 
 
 def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
     g, at = workspace.geometry, workspace.offsets
     _announce[(min(triton.cdiv(bound, _TILE), _TILES),)](
-        routing.weights.new_empty(0) if x_scale is None else x_scale.contiguous(),
+        _words(x_scale, routing.weights),
         routing.ids.contiguous(),
         routing.weights.contiguous(),
         workspace.memory.addresses,
@@ -113,8 +120,8 @@ def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRout
         LANES=triton.next_power_of_2(g.num_ranks),
         TOP_K=g.top_k,
         WIDTH=triton.next_power_of_2(g.top_k),
-        SCALES=g.scales,
-        SCALE_BLOCK=triton.next_power_of_2(max(g.scales, 1)),
+        SCALES=g.scale_bytes // 4,
+        SCALE_BLOCK=triton.next_power_of_2(max(g.scale_bytes // 4, 1)),
         TILE=_TILE,
     )
 
@@ -146,7 +153,7 @@ def _announce(
             tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
             tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=inside)
             if SCALES:
-                their_scales = (base + scales_at).to(tl.pointer_type(tl.float32))
+                their_scales = (base + scales_at).to(tl.pointer_type(tl.int32))
                 tl.store(their_scales + place * SCALES + step, scale, mask=given)
     _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
 

@@ -68,7 +68,7 @@ class PplxDispatcher(Dispatcher):
         """Received rows; the library's own are not counted."""
         assert geometry.max_tokens is not None
         rows = geometry.cap * geometry.num_ranks * geometry.max_tokens
-        return rows * (geometry.hidden_size * geometry.row_dtype.itemsize + 4 * geometry.scales)
+        return rows * (geometry.row_bytes + geometry.scale_bytes)
 
     @classmethod
     def calls_in_parts(cls, geometry: Geometry) -> int:
@@ -201,7 +201,7 @@ def make_all2all(geometry: Geometry, link: Link) -> Any:
         world_size=link.size,
         dp_size=1,
         hidden_dim=geometry.hidden_size,
-        hidden_dim_bytes=geometry.hidden_size * geometry.row_dtype.itemsize,
-        hidden_dim_scale_bytes=4 * geometry.scales,
+        hidden_dim_bytes=geometry.row_bytes,
+        hidden_dim_scale_bytes=geometry.scale_bytes,
         group_name=group.group_name,
     )

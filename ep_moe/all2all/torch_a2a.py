@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.parallel.collectives import all_to_all_rows, as_bytes, as_rows
+from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
 
 
@@ -38,7 +39,7 @@ class TorchAll2AllDispatcher(Dispatcher):
         host_sync=True,
         deterministic=True,
         differentiable=True,
-        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        dispatch_formats=frozenset(ROW_FORMATS),
     )
 
     def _dispatch(
@@ -58,14 +59,16 @@ class TorchAll2AllDispatcher(Dispatcher):
         peer, token = wanted.t().nonzero(as_tuple=True)  # grouped by peer, tokens ascending
         handle = _Handle(sent, received, _slots(wanted, token, self.geometry.top_k))
         pending_x = all_to_all_rows(as_bytes(x)[token], sent, received, self.link)
-        pending_scale = None if x_scale is None else all_to_all_rows(x_scale[token], sent, received, self.link)
+        pending_scale, scale_dtype = None, self.geometry.row_format.scale
+        if x_scale is not None:
+            pending_scale = all_to_all_rows(as_bytes(x_scale)[token], sent, received, self.link)
         pending_meta = all_to_all_rows(self._meta(ids, routing.weights, peer, token), sent, received, self.link)
 
         def finish() -> Received:
             local, weights = pending_meta.wait().chunk(2, dim=1)
             return Received(
                 x=as_rows(pending_x.wait(), x.dtype),
-                x_scale=None if pending_scale is None else pending_scale.wait(),
+                x_scale=None if pending_scale is None else as_rows(pending_scale.wait(), scale_dtype),
                 layout=RowLayout.RANK_MAJOR,
                 weighting=Weighting.EXPERTS,
                 handle=handle,

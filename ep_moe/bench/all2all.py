@@ -33,7 +33,7 @@ from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
-from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.experts.wire_rows import round_rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 EXPERTS, TOP_K = 128, 8
@@ -117,14 +117,14 @@ def wire_bytes(context: EPContext, routing: PhysicalRouting, geometry: Geometry)
     owner = routing.ids // (EXPERTS // ranks)
     wanted = torch.zeros(len(owner), ranks, dtype=torch.bool, device=owner.device).scatter_(1, owner, True)
     wanted[:, context.layout.ep_rank] = False
-    out = geometry.hidden_size * geometry.row_dtype.itemsize + 4 * geometry.scales + TOP_K * 8
+    out = geometry.row_bytes + geometry.scale_bytes + TOP_K * 8
     return int(wanted.sum()) * (out + geometry.hidden_size * DTYPE.itemsize)
 
 
 def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting) -> None:
     geometry = geometry_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(geometry, context.links["ep"])
-    rows, scale = round_blocks(x) if geometry.scales else (x, None)
+    rows, scale = round_rows(x, geometry.wire)
 
     def pair() -> Tensor:
         received = dispatcher.dispatch(rows, routing, scale)

@@ -31,10 +31,13 @@ class ExpertsCapabilities:
     row_formats: of `Wire.dispatch` that it reads; any kernel takes the others widened to the layer's dtype
     wire_ids: it reads `Received.wire_ids`; any kernel takes them localized
     alignment_bytes: rows of H and I (its etp shard) must be multiples of this
-    min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
+    min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any. Where they depend on the
+        scheme, the kernel overrides `Experts.compute_capability`
     deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
     cuda_graph, host_sync, differentiable: as for a dispatcher
     spare_sms: it heeds `ExpertsOptions.spare_sms`
+    run_on: compute capabilities that it was run on, None for any; elsewhere it runs where it is named, and is not
+        chosen by itself
     """
 
     layouts: frozenset[RowLayout]
@@ -55,6 +58,7 @@ class ExpertsCapabilities:
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    run_on: frozenset[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,11 @@ class Experts(ABC):
         self._scratch: Tensor | None = None
         self.workspaces.reserve(self.workspace_bytes())
 
+    @property
+    def row_formats(self) -> frozenset[str]:
+        """Of the rows that it reads as they came, with the scheme of its weights."""
+        return self.capabilities.row_formats
+
     def workspace_bytes(self) -> int:
         """Scratch memory that one call needs, shared with other layers."""
         return 0
@@ -122,6 +131,11 @@ class Experts(ABC):
     def available(cls) -> str | None:
         """None, or why it cannot run in this installation. Touches no device."""
         return None
+
+    @classmethod
+    def compute_capability(cls, scheme: str) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+        """Lowest and highest of the GPUs on which it computes a scheme, e.g. ((9, 0), (10, 3)); None for any."""
+        return cls.capabilities.min_compute_capability, cls.capabilities.max_compute_capability
 
     @classmethod
     def why_not(
@@ -163,18 +177,18 @@ class Experts(ABC):
         weights and summed over the row's local experts, exactly zero where it has none, as in slots that this rank does
         not have. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are undefined.
 
-        out: contiguous, the shape of `received.x`, the layer's dtype; where it is written to. Default a new tensor.
+        out: contiguous, [..., H] for `received.x`, the layer's dtype; where it is written to. Default a new tensor.
         """
         received = received.dense()
         if not self.capabilities.wire_ids:
             received = localized(received, self.weights.num_slots)
-        if "fp8_block" not in self.capabilities.row_formats:
+        if received.format not in self.row_formats:
             received = widened(received, self.weights.dtype)
         if received.layout in self.capabilities.layouts:
             return self.compute(received, out)
-        rows = as_rank_major(received, self.weights.num_slots)
-        flat = None if out is None else out.view(rows.x.shape)
-        return self.compute(rows, flat).view(received.x.shape)
+        flat = None if out is None else out.flatten(0, -2)
+        y = self.compute(as_rank_major(received, self.weights.num_slots), flat)
+        return y.view(*received.x.shape[:-1], y.shape[-1])
 
     @abstractmethod
     def compute(self, received: Received, out: Tensor | None) -> Tensor:

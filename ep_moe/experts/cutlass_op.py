@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.fp8_scales import Inputs, TensorScales, column_scales, round_rows
+from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
 from ep_moe.experts.row_kernels import clean_ids, row_extremes
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
@@ -31,6 +32,8 @@ RUN_MOE = (
 
 PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel takes rows that are fp8 already
 DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, from the rows
+BLOCK_SCALED = ("nvfp4", "mxfp4_mxfp8", "mxfp8")  # it takes rows that are rounded already, with their block scales
+_INT64 = ("nvfp4", "mxfp4_mxfp8")  # it takes 16 numbers of 4 bits as one int64
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Runner:
         return {
             "use_deepseek_fp8_block_scale": self.scheme == "fp8_block",
             "use_w4_group_scaling": self.scheme in ("mxfp4", "mxfp4_fp8", "int4_fp8"),
-            "use_mxfp8_act_scaling": False,
+            "use_mxfp8_act_scaling": self.scheme in ("mxfp4_mxfp8", "mxfp8"),
             "use_packed_weights": self.scheme == "int4_fp8",
             "use_fused_finalize": self.fused_finalize,
             "use_wfp4afp8_humming": self.scheme == "mxfp4_fp8",
@@ -56,7 +59,9 @@ class Runner:
 
 
 def runner_of(x: torch.dtype, weight: torch.dtype, scheme: str, fused_finalize: bool) -> Runner:
-    return Runner(torch.float8_e4m3fn if scheme in PRE_ROUNDED else x, weight, x, scheme, fused_finalize)
+    """x: of the rows before any rounding, and of the output; weight: as it is stored."""
+    rows = {"nvfp4": torch.uint8} | dict.fromkeys((*PRE_ROUNDED, "mxfp4_mxfp8", "mxfp8"), torch.float8_e4m3fn)
+    return Runner(rows.get(scheme, x), torch.int64 if scheme in _INT64 else weight, x, scheme, fused_finalize)
 
 
 @functools.cache
@@ -118,6 +123,13 @@ def own_shapes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, t
     if runner.scheme == "int4_fp8":
         shapes |= {"act1": ((hidden,), runner.output), "act2": ((inner,), runner.output)}
         shapes |= dict.fromkeys(("alpha1", "alpha2"), ((slots,), torch.float32))
+    if runner.scheme == "nvfp4":
+        shapes |= {"rows": ((rows, hidden // 2), torch.uint8), "row_scale": ((rows, hidden // 16), torch.float8_e4m3fn)}
+        shapes |= dict.fromkeys(("input_scale", "quant1"), ((), torch.float32))
+        shapes |= dict.fromkeys(("alpha1", "quant2", "alpha2"), ((slots,), torch.float32))
+    elif runner.scheme in BLOCK_SCALED:
+        shapes |= {"rows": ((rows, hidden), torch.float8_e4m3fn), "row_scale": ((rows, hidden // 32), torch.uint8)}
+        shapes |= {"ones": ((slots,), torch.float32)}
     return shapes
 
 
@@ -130,6 +142,8 @@ def cutlass_moe(
     out: Tensor,
     workspace: Tensor,
     x: Tensor,
+    x_scale: Tensor | None,
+    input_scale: float | None,
     ids: Tensor,
     base: int,
     weights: Tensor | None,
@@ -149,18 +163,20 @@ def cutlass_moe(
 ) -> None:
     """The expert step on RANK_MAJOR rows.
 
-    out: bf16 or fp16 [N, H]; workspace: uint8; x: [N, H]; ids: int [N, K], counted from `base`, all others for none
-    weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` stores them, [L, ...]
+    out: bf16 or fp16 [N, H]; workspace: uint8; ids: int [N, K], counted from `base`, all others for none
+    x: [N, H] of out's dtype; or, for `BLOCK_SCALED` schemes, as `row_formats` has the rows that the kernel reads, with
+        x_scale, and input_scale for NVFP4
+    weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` or `CutlassSm100` stores them, [L, ...]
     scales: the scheme's stored tensors in the order of `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU
     activation: FlashInfer's ActivationType; activation_cap: what no activation exceeds, 0 for unbounded
     etp_rank: rank 0 adds w2_bias; chunk: rows of one kernel call; tactics: (rows, first, second) ascending by rows
     """
-    rows, hidden = x.shape
+    rows, hidden = out.shape
     slots, inner = w2.shape[0], w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)
     if rows == 0 or slots == 0:  # the kernel raises for no rows, and has nothing to do without experts
         out.zero_()
         return
-    runner = runner_of(x.dtype, w13.dtype, scheme, fused_finalize)
+    runner = runner_of(out.dtype, w13.dtype, scheme, fused_finalize)
     shapes = own_shapes(runner, min(rows, chunk), hidden, inner, slots, ids.shape[1], weights is not None)
     own = carve(workspace, shapes)
     stored = dict(zip(scale_names(scheme), scales, strict=True))
@@ -173,14 +189,19 @@ def cutlass_moe(
     if scheme == "int4_fp8":
         assert inputs is not None
         column_scales(inputs, own["act1"], own["act2"], own["alpha1"], own["alpha2"])
+    if scheme in BLOCK_SCALED:
+        _fill_scales(scheme, stored, own, input_scale)
     call_scales = quant_scales(scheme, stored, own)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
         part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
         clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids, part_weights)
-        row_input = x[part]
-        if scheme in PRE_ROUNDED:
+        row_input, row_scale = x[part], None if x_scale is None else x_scale[part]
+        if scheme in BLOCK_SCALED and row_scale is None:
+            row_input, row_scale = own["rows"][:count], own["row_scale"][:count]
+            _round_blocks(scheme, x[part], own, row_input, row_scale)
+        elif scheme in PRE_ROUNDED:
             assert inputs is not None
             row_input = own["rows"][:count]
             filled = TensorScales(*call_scales)
@@ -191,19 +212,19 @@ def cutlass_moe(
             input=row_input,
             token_selected_experts=part_ids,
             token_final_scales=part_weights,
-            fc1_expert_weights=w13,
+            fc1_expert_weights=w13.view(runner.weight),
             fc1_expert_biases=w13_bias,
-            fc2_expert_weights=w2,
+            fc2_expert_weights=w2.view(runner.weight),
             fc2_expert_biases=w2_bias,
             quant_scales=call_scales or None,
-            input_sf=None,
+            input_sf=None if row_scale is None else row_scale.view(torch.uint8),
             swiglu_alpha=clamp[0] if clamp else None,
             swiglu_beta=clamp[1] if clamp else None,
             swiglu_limit=clamp[2] if clamp else None,
             clamped_relu2_limit=None,
             situ_beta=None,
             situ_linear_beta=None,
-            swizzled_input_sf=True,
+            swizzled_input_sf=False,  # of input_sf, where there is one
             tp_size=etp_rank + 1,  # its only use: w2_bias is added where tp_rank is 0
             tp_rank=etp_rank,
             ep_size=1,
@@ -249,6 +270,11 @@ def scale_names(scheme: str) -> tuple[str, ...]:
         "mxfp4": ("w13_scale", "w2_scale"),
         "mxfp4_fp8": ("w13_scale", "w13_residual", "w2_scale", "w2_residual"),
         "int4_fp8": ("w13_scale", "w2_scale", "w13_bound"),
+        "nvfp4": tuple(
+            f"{name}{part}" for name in ("w13", "w2") for part in ("_scale", "_global_scale", "_input_scale")
+        ),
+        "mxfp4_mxfp8": ("w13_scale", "w2_scale"),
+        "mxfp8": ("w13_scale", "w2_scale"),
     }[scheme]
 
 
@@ -259,6 +285,32 @@ def _measure(x: Tensor, ids: Tensor, base: int, own: dict[str, Tensor], slots: i
         part_ids = own["ids"][: min(chunk, len(x) - start)]
         clean_ids(ids[start : start + chunk], None, base, slots, part_ids, None)
         row_extremes(x[start : start + chunk], part_ids, own["extremes"])
+
+
+def _fill_scales(
+    scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], input_scale: float | None
+) -> None:
+    """What the kernel is given beside the block scales: it divides by `quant` before it rounds to blocks, and its sums
+    times `alpha` are the products. MXFP4 and MXFP8 have no scale beside those of the blocks."""
+    if scheme != "nvfp4":
+        own["ones"].fill_(1.0)
+        return
+    # the rows have one scale, whatever expert they go to; the second product's input has each expert's own
+    if input_scale is None:
+        torch.amax(stored["w13_input_scale"], 0, out=own["input_scale"])
+    else:
+        own["input_scale"].fill_(input_scale)
+    torch.reciprocal(own["input_scale"], out=own["quant1"])
+    torch.reciprocal(stored["w2_input_scale"], out=own["quant2"])
+    torch.mul(stored["w13_global_scale"], own["input_scale"], out=own["alpha1"])
+    torch.mul(stored["w2_global_scale"], stored["w2_input_scale"], out=own["alpha2"])
+
+
+def _round_blocks(scheme: str, x: Tensor, own: Mapping[str, Tensor], rows: Tensor, scale: Tensor) -> None:
+    if scheme == "nvfp4":
+        nvfp4_rows(x, own["input_scale"], rows, scale)
+    else:
+        mxfp8_rows(x, rows, scale)
 
 
 def quant_scales(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
@@ -272,4 +324,9 @@ def quant_scales(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Te
     if scheme == "mxfp4_fp8":
         first, second = stored["w13_residual"], stored["w2_residual"]
         return [weights[0], first, first, weights[1], second]  # the third is reserved, not read
+    if scheme in BLOCK_SCALED:
+        first, second = (scale.view(torch.int32) for scale in weights)
+        if scheme == "nvfp4":
+            return [own["quant1"], first, own["alpha1"], own["quant2"], second, own["alpha2"]]
+        return [first, own["ones"], second, own["ones"]]
     return weights

@@ -1,7 +1,10 @@
-"""`flashinfer_cutlass`: FlashInfer's CUTLASS fused MoE on Hopper, under any placement.
+"""`flashinfer_cutlass`: FlashInfer's CUTLASS fused MoE on Hopper and Blackwell, under any placement.
 
 The kernel itself knows even, contiguous shards only. It is called as if it were alone (`ep_size=1`) with local ids, -1
 for what is elsewhere: uneven, redundant and arbitrary placements are then nothing to it.
+
+It has been run on Hopper. On Blackwell (10.x) it has not: what it hands over there is held against FlashInfer 0.7.2's
+sources and an emulation of them.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
 from ep_moe.experts.tactics import Tactics
 from ep_moe.types import Activation, Received, RowLayout, Weighting
-from ep_moe.weights.cutlass_sm90 import CutlassSm90
+from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES, CutlassSm100
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
+from ep_moe.weights.schemes import PLAIN, Scheme
 from ep_moe.workspace import Workspaces
 
 # flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit given is the clamped one
@@ -32,6 +36,9 @@ ACTIVATIONS = {
     Activation.RELU2: 6,
 }
 _MIXED = ("mxfp4", "mxfp4_fp8", "int4_fp8")
+_ROWS = {"nvfp4": "nvfp4", "mxfp4_mxfp8": "mxfp8", "mxfp8": "mxfp8"}  # what it reads besides plain rows
+_ON_BOTH = ("none", "fp8_static", "fp8_dynamic")  # one layout and one call on Hopper and Blackwell
+_HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 7))  # architectures: flashinfer/fused_moe/api.py, _CUTLASS_*_ARCHS
 _MAX_INDEX = 2**31 - 1
 
 
@@ -42,7 +49,7 @@ class FlashInferCutlassExperts(Experts):
         weightings=frozenset(Weighting),
         activations=frozenset(ACTIVATIONS),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        schemes=frozenset(SCHEMES),
+        schemes=frozenset(SM90_SCHEMES + SM100_SCHEMES),
         biases=True,
         etp=True,
         alignment_bytes=16,
@@ -50,12 +57,13 @@ class FlashInferCutlassExperts(Experts):
         host_sync=False,
         deterministic=True,
         differentiable=False,
-        min_compute_capability=(9, 0),
-        max_compute_capability=(9, 0),
+        min_compute_capability=_HOPPER,
+        max_compute_capability=_BLACKWELL[1],
         devices=frozenset({"cuda"}),
+        run_on=frozenset({_HOPPER}),
         wire_ids=True,
     )
-    preparation = CutlassSm90
+    preparation = CutlassSm100
 
     def __init__(
         self,
@@ -83,6 +91,12 @@ class FlashInferCutlassExperts(Experts):
         return None
 
     @classmethod
+    def compute_capability(cls, scheme: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        if scheme in SM100_SCHEMES:
+            return _BLACKWELL
+        return (_HOPPER, _BLACKWELL[1]) if scheme in _ON_BOTH else (_HOPPER, _HOPPER)
+
+    @classmethod
     def why_not(
         cls,
         config: MoEConfig,
@@ -94,16 +108,22 @@ class FlashInferCutlassExperts(Experts):
         reason = super().why_not(config, dtype, etp, scheme, options)
         if reason is not None:
             return reason
-        unit = 128 if scheme.name in _MIXED else 16 if scheme.name in cutlass_op.PRE_ROUNDED else 1
-        for name, size in (
-            ("hidden_size", config.hidden_size),
-            ("intermediate_size / etp", config.intermediate_size // etp),
+        hidden_unit, inner_unit = _units(scheme.name, config.activation)
+        for name, size, unit in (
+            ("hidden_size", config.hidden_size, hidden_unit),
+            ("intermediate_size / etp", config.intermediate_size // etp, inner_unit),
         ):
             if size % unit:
                 return f"{name} must be a multiple of {unit} with quantization {scheme.name}, got {size}"
         if scheme.name in ("mxfp4", "fp8_block") and dtype != torch.bfloat16:
             return f"quantization {scheme.name} needs bfloat16"
         return None
+
+    @property
+    def row_formats(self) -> frozenset[str]:
+        """On Blackwell also the format that the scheme rounds rows to."""
+        name = self.weights.scheme.name
+        return self.capabilities.row_formats | ({_ROWS[name]} if name in _ROWS else set())
 
     @property
     def chunk_rows(self) -> int:
@@ -125,13 +145,16 @@ class FlashInferCutlassExperts(Experts):
         x, weights = received.x, self.weights
         wire = received.wire_ids
         ids, base = (received.local_ids, 0) if wire is None else (wire.ids, wire.base)
-        out = torch.empty_like(x) if out is None else out
+        if out is None:
+            out = torch.empty(len(x), self.config.hidden_size, dtype=weights.dtype, device=x.device)
         self._advise()
         names = cutlass_op.scale_names(weights.scheme.name)
         torch.ops.ep_moe.cutlass_moe(
             out,
             self.workspace(),
             x,
+            received.x_scale,
+            received.input_scale,
             ids,
             base,
             received.weights if received.weighting is Weighting.EXPERTS else None,
@@ -188,3 +211,16 @@ class FlashInferCutlassExperts(Experts):
             return 0.0
         limit = self.config.activation_limit
         return max(limit, 0.2785 / self.config.activation_alpha) * (limit + 1)
+
+
+def _units(scheme: str, activation: Activation) -> tuple[int, int]:
+    """What hidden and intermediate size must be multiples of; flashinfer_cutlass_fused_moe_binding.cu.
+
+    NVFP4: the rows' linear scales are read as whole groups of 4 (64 columns), and without a gate the binding wants as
+    many rows of w13 scales as the swizzle has only if they fill its tiles of 128.
+    """
+    if scheme in _MIXED or scheme in ("mxfp4_mxfp8", "mxfp8"):
+        return 128, 128
+    if scheme == "nvfp4":
+        return 64, 64 if activation.gated else 128
+    return (16, 16) if scheme in cutlass_op.PRE_ROUNDED else (1, 1)

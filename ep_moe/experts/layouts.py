@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ep_moe.experts.fp8_rows import widen_blocks
+from ep_moe.config import Wire
+from ep_moe.experts.wire_rows import widen_rows
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.wire_ids import to_local
 
@@ -38,7 +39,9 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
         weights = received.weights.reshape(-1, 1)
     return Received(
         x=x.flatten(0, -2),
+        format=received.format,
         x_scale=None if received.x_scale is None else received.x_scale.flatten(0, -2),
+        input_scale=received.input_scale,
         layout=RowLayout.RANK_MAJOR,
         weighting=received.weighting,
         handle=received.handle,
@@ -59,10 +62,12 @@ def localized(received: Received, num_slots: int) -> Received:
 
 
 def widened(received: Received, dtype: torch.dtype) -> Received:
-    """Plain rows in place of fp8_block ones."""
+    """Plain rows in place of others."""
     if received.x_scale is None:
         return received
-    return dataclasses.replace(received, x=widen_blocks(received.x, received.x_scale, dtype), x_scale=None)
+    wire = Wire(dispatch=received.format, input_scale=received.input_scale)
+    x = widen_rows(received.x, received.x_scale, wire, dtype)
+    return dataclasses.replace(received, x=x, x_scale=None, format="plain", input_scale=None)
 
 
 @dataclass(frozen=True)

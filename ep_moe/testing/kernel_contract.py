@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ep_moe.config import MoEConfig
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
+from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 from ep_moe.placement.expert_map import ExpertMap
@@ -28,6 +28,7 @@ from ep_moe.workspace import Workspaces
 
 SLOTS, TOP_K, HIDDEN, INNER = 5, 3, 256, 256
 ROWS = (33, 1, 0, 257)
+WIRES = (Wire(dispatch="fp8_block"), Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=0.0015))
 COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
 
 
@@ -37,11 +38,14 @@ def check_experts(
     device: torch.device,
     schemes: Sequence[str] | None = None,
     activations: Sequence[Activation] | None = None,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
 ) -> int:
     """Run a kernel through its contract on one device, in every scheme, dtype, activation and row layout that its
     capabilities name. Returns how many layers were checked; AssertionError names the first that is wrong.
 
     schemes, activations: default those of the capabilities
+    hidden, inner: sizes of the layers, for kernels that want larger ones
     """
     can, checked = kind.capabilities, 0
     for scheme in schemes or sorted(can.schemes):
@@ -49,8 +53,8 @@ def check_experts(
             for activation in activations or sorted(can.activations, key=lambda a: a.value):
                 for bias in (False, True) if can.biases else (False,):
                     config = MoEConfig(
-                        hidden_size=HIDDEN,
-                        intermediate_size=INNER,
+                        hidden_size=hidden,
+                        intermediate_size=inner,
                         num_experts=8,
                         top_k=TOP_K,
                         activation=activation,
@@ -96,12 +100,24 @@ class Layer:
         bias = ", biases" if self.config.expert_bias else ""
         return f"{self.kind.name} ({self.scheme.name}, {self.dtype}, {self.config.activation.value}{bias})"
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the kernel rounds activations as the scheme says; the reference computes with its weights alone."""
+        return self.kind.name != "reference"
+
     def wanted(self, received: Received) -> tuple[Tensor, Tensor]:
         """Value and limit for RANK_MAJOR rows."""
         assert received.local_ids is not None
         weights = received.weights if received.weighting is Weighting.EXPERTS else None
         return expected_and_limit(
-            self.config, self.scheme, self.tensors, received.x, received.local_ids, weights, self.dtype
+            self.config,
+            self.scheme,
+            self.tensors,
+            received.x,
+            received.local_ids,
+            weights,
+            self.dtype,
+            rounds=self.rounds,
         )
 
     def rows(self, count: int, weighting: Weighting = Weighting.EXPERTS) -> Received:
@@ -111,7 +127,7 @@ class Layer:
         ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
         ids[3:5] = -1
         weights = torch.rand(ids.shape, generator=generator) + 0.1
-        x = torch.randn(count, HIDDEN, generator=generator).to(self.dtype)
+        x = torch.randn(count, self.config.hidden_size, generator=generator).to(self.dtype)
         return Received(
             x=x.to(self.device),
             layout=RowLayout.RANK_MAJOR,
@@ -168,7 +184,7 @@ def _rows_of_nobody(layer: Layer) -> None:
 
 
 def _as_it_travelled(layer: Layer) -> None:
-    """Ids that nobody has looked at, and rows in fp8_block."""
+    """Ids that nobody has looked at, and rows in other formats."""
     received = layer.rows(ROWS[0])
     assert received.local_ids is not None
     assert received.weights is not None
@@ -180,18 +196,25 @@ def _as_it_travelled(layer: Layer) -> None:
     y = layer.experts(dataclasses.replace(received, local_ids=None, wire_ids=wire, weights=weights))
     found = worst(y, *layer.wanted(received))
     _that(found <= 1, layer, f"wire ids: off by {found:.3g} times what rounding may cause")
-    data, scale = round_blocks(received.x)
-    own = "fp8_block" in layer.kind.capabilities.row_formats
-    plain = dataclasses.replace(received, x=widen_blocks(data, scale, torch.float32 if own else layer.dtype))
-    y = layer.experts(dataclasses.replace(received, x=data, x_scale=scale))
-    _that(y.dtype == layer.dtype, layer, f"the output of rows in fp8_block must be {layer.dtype}, not {y.dtype}")
+    for written in WIRES:
+        _as_written(layer, received, written)
+
+
+def _as_written(layer: Layer, received: Received, wire: Wire) -> None:
+    data, scale = round_rows(received.x, wire)
+    wide = torch.float32 if wire.dispatch in layer.experts.row_formats else layer.dtype
+    plain = dataclasses.replace(received, x=widen_rows(data, scale, wire, wide))
+    rows = dataclasses.replace(received, x=data, x_scale=scale, format=wire.dispatch, input_scale=wire.input_scale)
+    y = layer.experts(rows)
+    what = f"rows in {wire.dispatch}"
+    _that(y.dtype == layer.dtype, layer, f"the output of {what} must be {layer.dtype}, not {y.dtype}")
     found = worst(y, *layer.wanted(plain))
-    _that(found <= 1, layer, f"rows in fp8_block: off by {found:.3g} times what rounding may cause")
+    _that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
 
 
 def _slots_of_wider_ranks(layer: Layer) -> None:
     """A transport has room for the widest rank's slots, and may fill rows there."""
-    x = torch.ones(SLOTS + 2, 3, HIDDEN, dtype=layer.dtype, device=layer.device)
+    x = torch.ones(SLOTS + 2, 3, layer.config.hidden_size, dtype=layer.dtype, device=layer.device)
     counts = torch.full((SLOTS + 2,), 2, dtype=torch.int32, device=layer.device)
     y = layer.experts(
         Received(x=x, layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None, expert_counts=counts)
@@ -202,14 +225,14 @@ def _slots_of_wider_ranks(layer: Layer) -> None:
 def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
     """BATCHED and CONTIGUOUS rows with NaN where there are none, and the expert of each flat row."""
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=layer.device)
-    cap = max(COUNTS)
+    cap, hidden = max(COUNTS), layer.config.hidden_size
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SLOTS, cap, HIDDEN, generator=generator).to(layer.dtype).to(layer.device)
+    x = torch.randn(SLOTS, cap, hidden, generator=generator).to(layer.dtype).to(layer.device)
     valid = torch.arange(cap, device=layer.device) < counts.unsqueeze(1)
     x[~valid] = torch.nan
     ids = torch.where(valid, torch.arange(SLOTS, device=layer.device).unsqueeze(1), -1)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-    spare = torch.full((9, HIDDEN), torch.nan, dtype=layer.dtype, device=layer.device)
+    spare = torch.full((9, hidden), torch.nan, dtype=layer.dtype, device=layer.device)
     for weighting in layer.kind.capabilities.weightings:
         weighted = weighting is Weighting.EXPERTS
         weights = torch.rand(SLOTS, cap, generator=generator).to(layer.device) + 0.1
@@ -238,14 +261,14 @@ def _other_layout(layer: Layer, received: Received, ids: Tensor) -> None:
     _that(y.shape == received.x.shape, layer, f"{received.layout.value}: the output must have the rows' shape")
     flat = dataclasses.replace(
         received,
-        x=received.x.view(-1, HIDDEN),
+        x=received.x.flatten(0, -2),
         layout=RowLayout.RANK_MAJOR,
         local_ids=LocalIds(ids.unsqueeze(1)),
         weights=None if received.weights is None else received.weights.reshape(-1, 1),
     )
     valid = ids >= 0
     expected, limit = layer.wanted(dataclasses.replace(flat, x=flat.x.nan_to_num()))
-    found = worst(y.view(-1, HIDDEN)[valid], expected[valid], limit[valid])
+    found = worst(y.flatten(0, -2)[valid], expected[valid], limit[valid])
     what = f"{received.layout.value}, {received.weighting.value}"
     _that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
 
@@ -261,10 +284,17 @@ def _pieces_sum_to_the_whole(layer: Layer) -> None:
         )
         total += piece.experts(received).double()
         own = [{name: cut(layer.config, name, t, 2, rank) for name, t in expert.items()} for expert in layer.tensors]
-        halved = dataclasses.replace(layer.config, intermediate_size=INNER // 2)
+        halved = dataclasses.replace(layer.config, intermediate_size=layer.config.intermediate_size // 2)
         assert received.local_ids is not None
         limit += expected_and_limit(
-            halved, layer.scheme, own, received.x, received.local_ids, received.weights, layer.dtype
+            halved,
+            layer.scheme,
+            own,
+            received.x,
+            received.local_ids,
+            received.weights,
+            layer.dtype,
+            rounds=layer.rounds,
         )[1]
     found = worst(total, layer.wanted(received)[0], limit)
     _that(found <= 1, layer, f"etp = 2: the pieces' sum is off by {found:.3g} times what rounding may cause")
@@ -280,7 +310,8 @@ def _equal_bits(layer: Layer) -> None:
 
 
 def _captured(layer: Layer) -> None:
-    static, out = layer.rows(ROWS[0]), torch.empty(ROWS[0], HIDDEN, dtype=layer.dtype, device=layer.device)
+    static = layer.rows(ROWS[0])
+    out = torch.empty_like(static.x)
     layer.experts(static, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

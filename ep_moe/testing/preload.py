@@ -22,7 +22,7 @@ for module in OPTIONAL:
 torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
 
 # imports the backends, and reads the metadata of everything installed
-KINDS: tuple[registry.Kind, ...] = ("dispatchers", "experts")
+KINDS: tuple[registry.Kind, ...] = ("dispatchers", "experts", "fused")
 for kind in KINDS:
     for backend in registry.targets(kind):
         registry.why_not(kind, backend)

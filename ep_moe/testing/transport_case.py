@@ -30,7 +30,7 @@ class Case:
 
     def call(self, tokens: int, seed: int = 0) -> tuple[Tensor, PhysicalRouting, Tensor]:
         """This rank's rows and routes on the device, and what must come back."""
-        x = rows(self.rank + seed, tokens, self.shape.dtype)
+        x = rows(self.rank + seed, tokens, self.shape.dtype, self.shape.wire)
         routing = routes(self.rank + seed, tokens, self.ranks, self.shape.top_k)
         return x.to(self.device), moved(routing, self.device), expected(x, routing)
 

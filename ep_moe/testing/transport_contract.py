@@ -36,6 +36,7 @@ from ep_moe.testing.transport_rows import (
     CAP,
     HIDDEN,
     MAX_TOKENS,
+    NVFP4,
     expected,
     geometry,
     identity,
@@ -91,7 +92,8 @@ def _capabilities(factory: DispatcherFactory, context: EPContext) -> DispatcherC
 
 def _wires(can: DispatcherCapabilities) -> list[Wire]:
     """All but the plain one, one way at a time."""
-    dispatch = [Wire(dispatch=name) for name in sorted(can.dispatch_formats - {"plain"})]
+    given = {"nvfp4": NVFP4}
+    dispatch = [given.get(name) or Wire(dispatch=name) for name in sorted(can.dispatch_formats - {"plain"})]
     return dispatch + [Wire(combine=name) for name in sorted(can.combine_formats - {"plain"})]
 
 
@@ -118,7 +120,7 @@ def uneven_and_empty_ranks(case: Case) -> None:
 def rows_go_where_they_belong(case: Case) -> None:
     """All that fits to one rank, to one expert, to several experts of one rank, to none at all."""
     g, home = case.shape, (case.ranks - 1) * CAP
-    x = rows(case.rank, MAX_TOKENS, g.dtype)
+    x = rows(case.rank, MAX_TOKENS, g.dtype, g.wire)
     for chosen, what in (([0, 1, 2], "three experts of one rank"), ([1], "one expert"), ([], "no expert")):
         local = (chosen + [-1] * g.top_k)[: g.top_k]
         ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * MAX_TOKENS)
@@ -275,7 +277,7 @@ def captured_and_replayed(case: Case) -> None:
     batches = []
     for seed in range(8):
         tokens = (0, 1, MAX_TOKENS, 7)[(seed + case.rank) % 4]
-        new = rows(case.rank + seed, MAX_TOKENS, g.dtype)
+        new = rows(case.rank + seed, MAX_TOKENS, g.dtype, g.wire)
         to = routes(case.rank + seed, MAX_TOKENS, case.ranks, g.top_k)
         to.ids[tokens:] = -1  # rows that fill a batch up to its captured size
         batches.append((new.to(device), moved(to, device), expected(new, to).to(device)))

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
 from ep_moe.config import PLAIN_WIRE, Wire
-from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.experts.layouts import localized, widened
+from ep_moe.experts.wire_rows import round_rows
 from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
 
 HIDDEN, CAP, MAX_TOKENS = 512, 4, 24
+NVFP4 = Wire(dispatch="nvfp4", input_scale=1.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def geometry(ranks: int, top_k: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE) -> Geometry:
@@ -21,14 +23,18 @@ def geometry(ranks: int, top_k: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE
     )
 
 
-def rows(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
+def rows(rank: int, tokens: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE) -> Tensor:
     """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 7:
     products with up to 8 weights of 3 are exact in bfloat16. And a 7 in each 128: the scale is 1 / 64, and all numbers
-    are exact in fp8_block too."""
+    are exact in fp8_block too, as in mxfp8, whose scales are powers of two. In nvfp4 the eight numbers of E2M1 stand
+    for the integers, with the largest in each 16 columns: the scale is 1."""
     generator = torch.Generator().manual_seed(1000 + rank)
     x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
     number = torch.arange(tokens)
     x[:, 0], x[:, 1], x[:, 2], x[:, 3::128] = rank % 7 + 1, number % 8, number // 8, 7
+    if wire.dispatch == "nvfp4":
+        x[:, 3::16] = 7
+        x = torch.tensor(_E2M1)[x.abs().long()].copysign(x)
     return x.to(dtype)
 
 
@@ -88,4 +94,4 @@ def same(actual: Tensor, wanted: Tensor, what: object, rtol: float = 0.0) -> Non
 
 def written(x: Tensor, shape: Geometry) -> tuple[Tensor, Tensor | None]:
     """Rows as they are dispatched: x and x_scale."""
-    return round_blocks(x) if shape.wire.dispatch == "fp8_block" else (x, None)
+    return round_rows(x, shape.wire)

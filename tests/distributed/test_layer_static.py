@@ -15,7 +15,7 @@ from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import ConfigError, InputError
-from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
+from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LogicalIds, Routing
@@ -191,7 +191,7 @@ class Captured:
 
 
 def as_it_arrives(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-    return x if layer.wire == Wire() else widen_blocks(*round_blocks(x), x.dtype)
+    return widen_rows(*round_rows(x, layer.wire), layer.wire, x.dtype)
 
 
 on_gpus = pytest.mark.skipif(
@@ -204,12 +204,16 @@ on_gpus = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("scheme", "experts", "options"),
     [
+        ("none", "flashinfer_cutlass", {"all2all": "flashinfer_nvlink"}),
         ("none", "flashinfer_cutlass", {}),
-        ("none", "flashinfer_cutlass", {"all2all": "nvlink_p2p"}),
-        ("fp8_block", "fp8_block_triton", {"pipeline": 8, "all2all": "nvlink_p2p", "wire": Wire(dispatch="fp8_block")}),
-        ("none", "flashinfer_cutlass", {"pipeline": 8}),
-        ("fp8_block", "fp8_block_triton", {}),
         ("fp8_block", "fp8_block_triton", {"pipeline": 8, "wire": Wire(dispatch="fp8_block")}),
+        ("none", "flashinfer_cutlass", {"pipeline": 8, "all2all": "flashinfer_nvlink"}),
+        ("fp8_block", "fp8_block_triton", {}),
+        (
+            "fp8_block",
+            "fp8_block_triton",
+            {"pipeline": 8, "all2all": "flashinfer_nvlink", "wire": Wire(dispatch="fp8_block")},
+        ),
         ("mxfp4", "flashinfer_cutlass", {"wire": Wire(dispatch="fp8_block")}),
     ],
 )
@@ -219,7 +223,7 @@ def test_captured_with_other_routes_tokens_and_placements(scheme, experts, optio
         placed = ExpertMap.redundant(10, world_size, 2)  # equally many slots on all ranks
         names = {"quantization": scheme, "experts": experts}
         layer = MoELayer(WIDE, context, expert_map=placed, **names, **options, dtype=torch.bfloat16)
-        assert layer.choice.all2all == options.get("all2all", "flashinfer_nvlink")
+        assert layer.choice.all2all == options.get("all2all", "nvlink_p2p")
         tensors = [random_expert(WIDE, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
         for expert in range(10):
             layer.update_expert(expert, **tensors[expert])

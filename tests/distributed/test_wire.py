@@ -1,4 +1,4 @@
-"""Layers whose rows travel in fp8_block."""
+"""Layers whose rows travel in other formats than the layer's."""
 
 from __future__ import annotations
 
@@ -9,39 +9,43 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
+from ep_moe.experts.wire_rows import round_rows, widen_rows
+from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.testing import distributed
 from tests.distributed.cases import everywhere, same_error
 from tests.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
 FP8 = Wire(dispatch="fp8_block")
+WIRES = [FP8, Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=1.0)]
 CPU = torch.device("cpu")
 
 
-def exact_rows(tokens: int, seed: int) -> torch.Tensor:
-    """A 7 in each block: its scale is 1 / 64, and small integers are exact."""
+def exact_rows(tokens: int, seed: int, wire: Wire) -> torch.Tensor:
+    """A number in each block that makes its scale a power of two, under which small integers are exact."""
     x = integer_rows(tokens, CONFIG.hidden_size, seed)
-    x[:, ::128] = 7
+    x[:, :: ROW_FORMATS[wire.dispatch].block] = 6 if wire.dispatch == "nvfp4" else 7
     return x
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32, on the CPU")
 @distributed(2, 4)
+@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.dispatch)
 @pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
 @pytest.mark.parametrize("sizes", [{"dp": 0}, {"tp": 0}, {"dp": 0, "ep": 1, "etp": 0}], ids=["dp", "tp", "etp"])
-def test_rows_are_rounded_once_before_the_wire(all2all, sizes, world_size):
+def test_rows_are_rounded_once_before_the_wire(all2all, sizes, wire, world_size):
     sizes = {name: size or world_size for name, size in sizes.items()}
     with EPContext.from_groups(ParallelConfig(**sizes), device=CPU) as context:
-        layer = fill(MoELayer(CONFIG, context, all2all=all2all if context.layout.ep > 1 else "local", wire=FP8))
+        layer = fill(MoELayer(CONFIG, context, all2all=all2all if context.layout.ep > 1 else "local", wire=wire))
         seed = 0 if context.layout.tp > 1 else dist.get_rank()
         for tokens in (5, 0) if context.layout.tp > 1 else (5 + seed, 3 * (1 - seed % 2)):
             routing = integer_routing(tokens, CONFIG, seed)
-            x = exact_rows(tokens, seed)
+            x = exact_rows(tokens, seed, wire)
             with torch.no_grad():
                 assert_same(layer.forward_routed(x, routing), oracle(CONFIG, x, routing), "exact rows")
                 x = torch.randn(tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
                 y = layer.forward_routed(x, routing)
-            rounded = oracle(CONFIG, widen_blocks(*round_blocks(x), torch.float32), routing)
+            rounded = oracle(CONFIG, widen_rows(*round_rows(x, wire), wire, torch.float32), routing)
             if tokens:  # sums of the same numbers in another order, and those of other numbers
                 most = float(rounded.abs().max())
                 assert (y - rounded).abs().max() < 1e-5 * most
@@ -64,10 +68,15 @@ def test_what_cannot_be_is_said_on_all_ranks(world_size):
 
 
 def test_formats_that_do_not_exist():
-    with pytest.raises(ConfigError, match=r"Wire\.dispatch must be one of plain, fp8_block, got 'fp4'"):
+    with pytest.raises(ConfigError, match=r"Wire\.dispatch must be one of plain, fp8_block, mxfp8, nvfp4, got 'fp4'"):
         Wire(dispatch="fp4")
     with pytest.raises(ConfigError, match=r"Wire\.combine must be one of plain, fp8, got 'fp8_block'"):
         Wire(combine="fp8_block")
+    for scale in (None, 0.0, float("inf"), "1"):
+        with pytest.raises(ConfigError, match=r"Wire\(dispatch='nvfp4'\) needs input_scale, a positive number"):
+            Wire(dispatch="nvfp4", input_scale=scale)
+    with pytest.raises(ConfigError, match=r"Wire\.input_scale is for nvfp4 rows only, got 1\.0 with mxfp8"):
+        Wire(dispatch="mxfp8", input_scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,6 +17,7 @@ from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES
 from ep_moe.workspace import Workspaces
@@ -96,7 +97,7 @@ def check(experts: FlashInferCutlassExperts, tensors: list[dict[str, Tensor]], r
 
 
 @pytest.mark.parametrize("count", [1, 7, 255, 256, 257, 4099])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_small_shapes_at_the_alignment_limit(scheme, count):
     experts, tensors = build(*SMALL, scheme)
     check(experts, tensors, rows(*SMALL, count))
@@ -104,7 +105,7 @@ def test_small_shapes_at_the_alignment_limit(scheme, count):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_every_activation(scheme, activation, bias):
     config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=bias)
     experts, tensors = build(config, SMALL[1], scheme)
@@ -125,14 +126,14 @@ def test_smallest_plain_matrices(hidden, inner):
 
 
 @pytest.mark.parametrize("count", [1, 257, 4099])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 @pytest.mark.parametrize("model", [QWEN3, GPT_OSS], ids=["qwen3", "gpt_oss"])
 def test_models(model, scheme, count):
     experts, tensors = build(*model, scheme)
     check(experts, tensors, rows(*model, count))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_deepseek_share(scheme):
     build.cache_clear()
     experts, tensors = build(*DEEPSEEK, scheme)
@@ -142,7 +143,7 @@ def test_deepseek_share(scheme):
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_no_rows_and_rows_for_nobody(scheme):
     experts, _ = build(*SMALL, scheme)
     assert experts(rows(*SMALL, 0)).shape == (0, 256)
@@ -169,7 +170,7 @@ def test_garbage_in_rows_for_nobody_and_repeated_ids():
     assert torch.equal(y, experts(stray))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_deterministic_mode_repeats_its_bits(scheme):
     experts, tensors = build(*QWEN3, scheme, BF16, ExpertsOptions(deterministic=True))
     received = rows(*QWEN3, 1000)
@@ -178,7 +179,7 @@ def test_deterministic_mode_repeats_its_bits(scheme):
     assert all(torch.equal(experts(received), first) for _ in range(20))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_chunks_give_the_same_result(scheme):
     whole, _ = build(*SMALL, scheme, BF16, ExpertsOptions(deterministic=True))
     parts, tensors = build(*SMALL, scheme, BF16, ExpertsOptions(deterministic=True, chunk_rows=100))
@@ -188,7 +189,7 @@ def test_chunks_give_the_same_result(scheme):
     assert parts.workspace_bytes() < whole.workspace_bytes()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_nothing_is_allocated_in_a_warm_call(scheme):
     experts, _ = build(*QWEN3, scheme)
     received, out = rows(*QWEN3, 700), torch.empty(700, 2048, dtype=BF16, device=GPU)
@@ -200,7 +201,7 @@ def test_nothing_is_allocated_in_a_warm_call(scheme):
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_captured_and_replayed_with_other_rows(scheme):
     experts, tensors = build(*SMALL, scheme)
     static, out = rows(*SMALL, 200), torch.empty(200, 256, dtype=BF16, device=GPU)

@@ -1,0 +1,41 @@
+"""Rows as they travel: rounded before, widened after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import Wire
+from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
+from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.row_formats import ROW_FORMATS
+from ep_moe.weights.microscale import dequantize_mxfp8, dequantize_nvfp4
+
+
+def round_rows(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
+    """x [T, H] as `wire.dispatch` says: numbers [T, H / packed], and scales [T, H / block] or None."""
+    if wire.dispatch == "plain":
+        return x, None
+    if wire.dispatch == "fp8_block":
+        return round_blocks(x)
+    form, x, hidden = ROW_FORMATS[wire.dispatch], x.detach().contiguous(), x.shape[1]
+    data = torch.empty(len(x), form.columns(hidden), dtype=form.number, device=x.device)
+    scale = torch.empty(len(x), form.scales(hidden), dtype=form.scale, device=x.device)
+    if wire.dispatch == "mxfp8":
+        mxfp8_rows(x, data, scale)
+    else:
+        assert wire.input_scale is not None
+        nvfp4_rows(x, torch.full((), wire.input_scale, device=x.device), data, scale)
+    return data, scale
+
+
+def widen_rows(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
+    """The inverse, rounded to `dtype`: [..., H]."""
+    if scale is None:
+        return data
+    if wire.dispatch == "fp8_block":
+        return widen_blocks(data, scale, dtype)
+    if wire.dispatch == "mxfp8":
+        return dequantize_mxfp8(data, scale).to(dtype)
+    assert wire.input_scale is not None
+    return dequantize_nvfp4(data, scale, wire.input_scale).to(dtype)

@@ -1,0 +1,43 @@
+"""How rows are written while they travel (`Wire.dispatch`): which numbers, and which scales beside them.
+
+plain      the layer's dtype
+fp8_block  E4M3, a float32 scale per 128 columns (DeepSeek-V3's activations)
+mxfp8      E4M3, an E8M0 scale per 32 columns
+nvfp4      E2M1, two to a byte, an E4M3 scale per 16 columns, all under `Wire.input_scale`
+
+Scales are linear. Rows are rounded once, before the wire, and `Received.format` tells the kernel what came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """number: dtype of a row's elements, None for the layer's; packed: columns in one of them
+    block: columns with a scale of their own, 0 for no scales; scale: their dtype
+    """
+
+    number: torch.dtype | None = None
+    packed: int = 1
+    block: int = 0
+    scale: torch.dtype = torch.float32
+
+    def columns(self, hidden: int) -> int:
+        """Elements of a row."""
+        return hidden // self.packed
+
+    def scales(self, hidden: int) -> int:
+        """Of a row."""
+        return hidden // self.block if self.block else 0
+
+
+ROW_FORMATS = {
+    "plain": RowFormat(),
+    "fp8_block": RowFormat(torch.float8_e4m3fn, block=128),
+    "mxfp8": RowFormat(torch.float8_e4m3fn, block=32, scale=torch.uint8),
+    "nvfp4": RowFormat(torch.uint8, packed=2, block=16, scale=torch.float8_e4m3fn),
+}

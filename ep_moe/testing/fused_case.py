@@ -1,0 +1,182 @@
+"""One fused kernel on all ranks, with weights that every rank can compute for every other, and what it must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.fused.base import FusedExperts, FusedGeometry, Routed, RouterLogits
+from ep_moe.parallel.link import Link
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.placement.placement import Placement
+from ep_moe.router import route
+from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.schemes import SCHEMES, Scheme
+
+EXPERTS = 10
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call, and what must come back: value and limit, float64 [T, H]."""
+
+    x: Tensor
+    routed: Routed
+    value: Tensor
+    limit: Tensor
+
+
+class Shared:
+    """What a context keeps for its layers."""
+
+    def __init__(self) -> None:
+        self.kept: dict[FusedGeometry, Any] = {}
+
+    def pool(self, geometry: FusedGeometry, make: Callable[[], Any]) -> Any:
+        if geometry not in self.kept:
+            self.kept[geometry] = make()
+        return self.kept[geometry]
+
+    def destroy(self) -> None:
+        for kept in self.kept.values():
+            kept.destroy()
+            kept.destroy()  # idempotent
+        self.kept.clear()
+
+
+class Case:
+    """Faults are noted, not raised: a rank that stops early leaves the others waiting.
+
+    seed: of the weights
+    """
+
+    def __init__(
+        self,
+        kind: type[FusedExperts],
+        config: MoEConfig,
+        scheme: str,
+        link: Link,
+        expert_map: ExpertMap,
+        max_tokens: int,
+        device: torch.device,
+        shared: Shared,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.scheme, self.link, self.device = config, SCHEMES[scheme], link, device
+        self.dtype = sorted(kind.capabilities.dtypes, key=str)[0]
+        self.faults: list[str] = []
+        self.placement = Placement(expert_map, ep_rank=link.rank).to(device)
+        self.weights = ExpertWeights(
+            config,
+            expert_map,
+            ep_rank=link.rank,
+            device=device,
+            dtype=self.dtype,
+            scheme=self.scheme,
+            preparation=kind.preparation,
+            trainable=False,
+        )
+        self.tensors: list[dict[str, Tensor]] = []
+        self.load(seed)
+        geometry = FusedGeometry(
+            hidden_size=config.hidden_size,
+            top_k=config.top_k,
+            cap=expert_map.cap,
+            num_ranks=link.size,
+            dtype=self.dtype,
+            max_tokens=max_tokens,
+            kernel=kind.name,
+            intermediate_size=config.intermediate_size,
+        )
+        self.max_tokens = max_tokens
+        self.kernel = kind(config, self.weights, link, geometry, pool=lambda make: shared.pool(geometry, make))
+
+    def load(self, seed: int) -> None:
+        """Write other weights, in place."""
+        self.tensors = weights_of(self.config, self.scheme, self.dtype, self.device, seed)
+        for expert, tensors in enumerate(self.tensors):
+            self.weights.update_expert(expert, tensors)
+
+    def call(self, tokens: int, seed: int = 0, *, drop: float = 0.2) -> Call:
+        """Random rows and routes of this rank; picks of none among them where the kernel does not route itself."""
+        generator = torch.Generator().manual_seed(100 * seed + self.link.rank)
+        x = torch.randn(tokens, self.config.hidden_size, generator=generator).to(self.dtype).to(self.device)
+        if self.kernel.capabilities.routes:
+            logits = torch.randn(tokens, self.config.num_experts, generator=generator).to(self.dtype).to(self.device)
+            chosen = route(logits, self.config.top_k, self.config.routing)
+            return self.expect(x, RouterLogits(logits), chosen)
+        ids = torch.rand(tokens, self.config.num_experts, generator=generator).topk(self.config.top_k).indices
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < drop, EMPTY, ids)
+        return self.routed(x, ids.to(self.device), torch.rand(ids.shape, generator=generator).to(self.device) + 0.1)
+
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Call:
+        """ids: logical."""
+        routing = Routing(LogicalIds(ids), weights)
+        return self.expect(x, self.placement(routing), routing)
+
+    def expect(self, x: Tensor, routed: Routed, routing: Routing) -> Call:
+        value, limit = expected_and_limit(
+            self.config, self.scheme, self.tensors, x, routing.ids, routing.weights.float(), self.dtype
+        )
+        return Call(x, routed, value, limit)
+
+    def check(self, call: Call, what: str, y: Tensor | None = None) -> None:
+        """y: default that of a call of the kernel."""
+        y = self.kernel(call.x, call.routed) if y is None else y
+        self.that(y.shape == call.x.shape and y.dtype == self.dtype, f"{what}: got {list(y.shape)}, {y.dtype}")
+        found = worst(y, call.value, call.limit)
+        self.that(found <= 1, f"{what}: off by {found:.3g} times what rounding may cause")
+
+    def that(self, condition: object, fault: str) -> None:
+        if not condition:
+            self.faults.append(fault)
+
+
+def weights_of(
+    config: MoEConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device, seed: int
+) -> list[dict[str, Tensor]]:
+    count = config.num_experts
+    return [random_expert(config, scheme, count * seed + expert, dtype, device) for expert in range(count)]
+
+
+def maps(ranks: int) -> dict[str, ExpertMap]:
+    """Of one number of slots per rank: in order with replicas, mixed, and with a hole in the middle of each rank."""
+    cap = -(-EXPERTS // ranks) + 1
+    redundant = ExpertMap.redundant(EXPERTS, ranks, ranks * cap - EXPERTS)
+    flat = [list(reversed(redundant.local(rank))) for rank in range(ranks)]
+    own = [list(range(rank, EXPERTS, ranks)) for rank in range(ranks)]
+    holes = [[row[0], *[EMPTY] * (cap - len(row)), *row[1:]] for row in own]
+    return {
+        "replicas": redundant,
+        "mixed": ExpertMap.from_ranks(flat[::-1], EXPERTS),
+        "holes": ExpertMap.from_ranks(holes, EXPERTS),
+    }
+
+
+def out_of_range(routing: PhysicalRouting, last: int) -> PhysicalRouting:
+    """-1 written as ids that no expert has."""
+    odd = torch.tensor([-1, last, -7, 2**31 - 1, last + 5], device=routing.ids.device)
+    at = torch.arange(routing.ids.numel(), device=routing.ids.device).view(routing.ids.shape)
+    return PhysicalRouting(PhysicalIds(torch.where(routing.ids < 0, odd[at % len(odd)], routing.ids)), routing.weights)
+
+
+def tell(name: str, case: Case) -> None:
+    """Raise on all ranks alike what any found."""
+    told: list[list[str]] = [case.faults]
+    if dist.is_initialized():
+        told = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(told, case.faults)
+    wrong = [rank for rank, faults in enumerate(told) if faults]
+    if wrong:
+        raise AssertionError(
+            f"{case.kernel.name}: {name} (top_k {case.config.top_k}, {case.scheme.name}, at most {case.max_tokens} "
+            f"tokens) on ranks {wrong}; rank {wrong[0]}: {told[wrong[0]][0]}"
+        )

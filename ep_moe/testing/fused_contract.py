@@ -1,0 +1,318 @@
+"""The contract of a fused kernel, as checks that anybody's class can be put to.
+
+    @distributed(2, 4)
+    def test_my_fused_kernel(world_size):
+        check_fused(MyFusedExperts)
+
+Outputs are compared with float64 on the dequantised weights, within the bound of `expert_oracle`: a rank's part of a
+row may be rounded once, and their sum once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import lcm
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.config import MoEConfig, ParallelConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import PeerTimeout
+from ep_moe.fused.base import FusedExperts
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.testing.distributed import rank_device
+from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
+from ep_moe.testing.transport_case import said
+from ep_moe.types import PhysicalIds, PhysicalRouting, capturing
+from ep_moe.weights.schemes import SCHEMES
+
+COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2))
+REPLAYS = 60
+Make = Callable[..., Case]  # (shared, expert_map=..., seed=...)
+
+
+def check_fused(
+    kind: type[FusedExperts],
+    *,
+    top_ks: Sequence[int] = (1, 2, 3, 8),
+    max_tokens: Sequence[int] = (24, 8, 200),
+    deadline_s: float = 60.0,
+) -> int:
+    """Run a fused kernel through its contract, on the ranks of the default process group as one EP group; one that does
+    not travel on each rank by itself. Every scheme, with each top-k at the first of `max_tokens`, and the last top-k at
+    the others (8 or more each). Returns how many shapes were checked; AssertionError names the check and the shape, on
+    all ranks alike.
+    """
+    can, device, checked = kind.capabilities, rank_device(), 0
+    sizes = ParallelConfig(dp=dist.get_world_size(), ep=None if can.travels else 1)
+    bounds = [(top_k, max_tokens[0]) for top_k in top_ks] + [(top_ks[-1], bound) for bound in max_tokens[1:]]
+    with EPContext.from_groups(sizes, device=device, deadline_s=deadline_s) as context:
+        for scheme in sorted(can.schemes):
+            for top_k, bound in bounds:
+                make = maker(kind, scheme, top_k, bound, context)
+                if make is not None:
+                    _check_shape(make, context.layout.ep)
+                    checked += 1
+    assert checked, f"{kind.name}: its capabilities name nothing that it serves"
+    if can.travels:
+        one_token_too_many(kind, top_ks[-1], max_tokens[0], device)
+        if device.type == "cuda":
+            a_peer_that_comes_too_late(kind, top_ks[-1], max_tokens[0], device)
+    return checked
+
+
+def maker(kind: type[FusedExperts], scheme: str, top_k: int, bound: int, context: EPContext) -> Make | None:
+    """Makes cases of a shape; None for a shape that the kernel does not serve."""
+    can = kind.capabilities
+    config = MoEConfig(
+        hidden_size=lcm(256, can.hidden_unit),
+        intermediate_size=lcm(256, can.inner_unit),
+        num_experts=EXPERTS,
+        top_k=top_k,
+        activation=sorted(can.activations, key=lambda activation: activation.value)[0],
+    )
+    if kind.why_not(config, context.layout, sorted(can.dtypes, key=str)[0], SCHEMES[scheme], max_tokens=bound):
+        return None
+    usual = maps(context.layout.ep)["replicas"] if can.any_map else ExpertMap.linear(EXPERTS, context.layout.ep)
+
+    def make(shared: Shared, expert_map: ExpertMap = usual, seed: int = 0) -> Case:
+        return Case(kind, config, scheme, context.links["ep"], expert_map, bound, context.device, shared, seed)
+
+    return make
+
+
+def _check_shape(make: Make, ranks: int) -> None:
+    shared = Shared()
+    case = make(shared)
+    can = case.kernel.capabilities
+    for check in ANY_KERNEL if can.routes else CHECKS:
+        _run(check, case)
+    for name, expert_map in maps(ranks).items() if can.any_map else ():
+        _run(partial(under_any_map, name=name), make(shared, expert_map))
+    _run(partial(layers_that_share, other=make(shared, seed=1)), case)
+    shared.destroy()
+    again = Shared()  # after all was given back
+    _run(uneven_and_empty_ranks, make(again))
+    again.destroy()
+
+
+def _run(check: Callable[[Case], None], case: Case) -> None:
+    try:
+        check(case)
+    except PeerTimeout:
+        raise
+    except Exception as error:
+        case.faults.append(f"{type(error).__name__}: {error}")
+    name = check.func.__name__ if isinstance(check, partial) else check.__name__
+    tell(name.replace("_", " "), case)
+
+
+# --- the checks -----------------------------------------------------------------------------------------------------
+
+
+def uneven_and_empty_ranks(case: Case) -> None:
+    for turn, counts in enumerate((*COUNTS, (case.max_tokens,) * 4, (case.max_tokens, 0, 1, case.max_tokens - 1))):
+        tokens = min(counts[case.link.rank % 4], case.max_tokens)
+        case.check(case.call(tokens, turn), f"T={counts}")
+
+
+def all_to_one_rank(case: Case) -> None:
+    """All tokens of all ranks, with all their picks, to slots of one rank; to one expert; to none at all."""
+    cap, top_k = case.kernel.geometry.cap, case.config.top_k
+    last = case.placement.expert_map.local(case.link.size - 1)
+    for picks, what in ((min(cap, top_k), "one rank"), (1, "one expert"), (0, "no expert")):
+        call = case.call(case.max_tokens, 7, drop=0.0)
+        assert isinstance(call.routed, PhysicalRouting)
+        row = [*range((case.link.size - 1) * cap, case.link.size * cap)][:picks] + [-1] * (top_k - picks)
+        logical = [last[i % cap] if i >= 0 else -1 for i in row]
+        shape = call.routed.ids.shape
+        ids, slots = (torch.tensor(ids, device=case.device).expand(shape) for ids in (logical, row))
+        wanted = case.routed(call.x, ids, call.routed.weights)
+        to = PhysicalRouting(PhysicalIds(slots), call.routed.weights)
+        y = case.kernel(call.x, to)
+        case.check(wanted, f"all to {what}", y)
+        case.that(picks or not y.any(), "rows without an expert must be zero")
+
+
+def ids_that_no_expert_has(case: Case) -> None:
+    call = case.call(6, 1, drop=0.5)
+    assert isinstance(call.routed, PhysicalRouting)
+    odd = out_of_range(call.routed, case.kernel.geometry.num_physical)
+    case.check(Call(call.x, odd, call.value, call.limit), "ids out of range")
+
+
+def views_are_taken(case: Case) -> None:
+    """Rows, ids and weights that are a part of wider tensors; int32 ids."""
+    call = case.call(6, 2)
+    assert isinstance(call.routed, PhysicalRouting)
+    width, top_k = call.x.shape[1], case.config.top_k
+    ids = torch.cat([call.routed.ids] * 2, 1)[:, :top_k].int()
+    weights = torch.cat([call.routed.weights] * 2, 1)[:, :top_k]
+    wide = torch.cat([call.x, call.x + 1], 1)[:, :width]
+    case.check(Call(wide, PhysicalRouting(PhysicalIds(ids), weights), call.value, call.limit), "views")
+    buffer = torch.cat([call.x.new_zeros(1), call.x.flatten()])
+    case.check(Call(buffer[1:].view(call.x.shape), call.routed, call.value, call.limit), "rows at an odd address")
+
+
+def nan_stays_with_its_owner(case: Case) -> None:
+    """Rank 0's rows and everybody's unused weights are NaN; whoever shares experts with rank 0 is none the worse. It
+    gets NaN back where rows are not rounded to another format."""
+    call = case.call(5, 3)
+    assert isinstance(call.routed, PhysicalRouting)
+    absent = call.routed.ids < 0
+    routed = PhysicalRouting(call.routed.ids, call.routed.weights.masked_fill(absent, torch.nan))
+    if case.link.rank:
+        case.check(Call(call.x, routed, call.value, call.limit), "beside NaN")
+    else:
+        y = case.kernel(torch.full_like(call.x, torch.nan), routed)
+        nothing = absent.all(1)
+        case.that(not case.scheme.plain or y[~nothing].isnan().all(), "NaN rows came back as numbers")
+        case.that((y[nothing] == 0).all(), "rows without an expert must be zero")
+
+
+def equal_calls_give_equal_bits(case: Case) -> None:
+    if not case.kernel.capabilities.deterministic:
+        return
+    call = case.call(case.max_tokens, 4)
+    first = case.kernel(call.x, call.routed)
+    for _ in range(3):
+        case.that(torch.equal(case.kernel(call.x, call.routed), first), "equal calls must give equal bits")
+
+
+def weights_rewritten_in_place(case: Case) -> None:
+    """As a migration of experts, or `update_expert`, rewrites them."""
+    case.load(1)
+    case.check(case.call(7, 5), "after other weights were written")
+    case.load(0)
+    case.check(case.call(7, 6), "after the first ones came back")
+
+
+def random_delays(case: Case) -> None:
+    """Ranks that come late: nobody reads before it was written, or writes before it was read."""
+    generator = torch.Generator().manual_seed(case.link.rank)
+    calls = [case.call(1 + turn, 10 + turn) for turn in range(6)]
+    found = []
+    for call in calls:
+        share = float(torch.rand(1, generator=generator))
+        if case.device.type == "cuda":
+            torch.cuda._sleep(int(share * 4e6))  # cycles: 2 ms at most
+        else:
+            time.sleep(share * 0.002)
+        found.append(case.kernel(call.x, call.routed))
+    for turn, (call, y) in enumerate(zip(calls, found, strict=True)):
+        case.check(call, f"turn {turn}", y)
+
+
+def under_any_map(case: Case, name: str) -> None:
+    case.check(case.call(8, 20), f"map: {name}")
+
+
+def layers_that_share(case: Case, other: Case) -> None:
+    """Two layers of one geometry take turns in the same buffers; on GPUs also as captured graphs."""
+    for turn in range(3):
+        for layer in (case, other):
+            layer.check(layer.call(4 + turn, 30 + turn), f"turn {turn}")
+    if case.device.type == "cuda" and case.kernel.capabilities.cuda_graph:
+        _replayed([case, other])
+    case.faults += other.faults
+
+
+def _replayed(cases: list[Case]) -> None:
+    """Other rows, routes and numbers of tokens in each replay; eager calls in between."""
+    graphs = []
+    for case in cases:
+        first = case.call(case.max_tokens)
+        case.kernel(first.x, first.routed)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            assert capturing(case.device)
+            y = case.kernel(first.x, first.routed)
+        graphs.append((graph, first, y))
+    for replay in range(REPLAYS):
+        case, (graph, static, y) = cases[replay % len(cases)], graphs[replay % len(cases)]
+        # rows that fill a batch up to its captured size are nobody's; where the kernel routes there are none
+        fresh = case.call(case.max_tokens, 40 + replay % 8, drop=(0.0, 0.3, 1.0)[(replay + case.link.rank) % 3])
+        static.x.copy_(fresh.x)
+        if isinstance(static.routed, PhysicalRouting):
+            assert isinstance(fresh.routed, PhysicalRouting)
+            static.routed.ids.copy_(fresh.routed.ids)
+            static.routed.weights.copy_(fresh.routed.weights)
+        else:
+            assert not isinstance(fresh.routed, PhysicalRouting)
+            static.routed.logits.copy_(fresh.routed.logits)
+        graph.replay()
+        case.check(fresh, f"replay {replay}", y)
+        if replay % 10 == 0:
+            case.check(case.call(3, 50 + replay), f"a call of its own after replay {replay}")
+
+
+ANY_KERNEL = (
+    uneven_and_empty_ranks,
+    equal_calls_give_equal_bits,
+    weights_rewritten_in_place,
+    random_delays,
+)
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    *ANY_KERNEL,
+    all_to_one_rank,
+    ids_that_no_expert_has,
+    views_are_taken,
+    nan_stays_with_its_owner,
+)
+
+
+# --- after which a context is at its end ------------------------------------------------------------------------------
+
+
+def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device: torch.device) -> None:
+    """It raises at once where it is; the others' rows find their experts there all the same, and the sentence comes at
+    a later step."""
+    deadline_s = 20.0 if device.type == "cuda" else 8.0
+    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
+        shared = Shared()
+        make = maker(kind, sorted(kind.capabilities.schemes)[0], top_k, bound, context)
+        assert make is not None
+        case = make(shared)
+        sentence = f"rank 1: x has {bound + 1} tokens on their way, more than max_tokens={bound}"
+        if case.link.rank == 1:
+            more = case.call(bound + 1)
+            case.that(sentence in said(lambda: case.kernel(more.x, more.routed)), "one too many was not refused")
+        else:
+            case.check(case.call(bound), "beside a rank that refuses")
+        dist.barrier()
+        time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
+        case.that(sentence in said(context.ledger.check), "the refusal did not reach the other ranks")
+        shared.destroy()
+        tell("one token too many", case)
+
+
+def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int, device: torch.device) -> None:
+    """The kernel waits on the GPU while the host goes on: the next step is a PeerTimeout that names the rank."""
+    deadline_s, lost = 6.0, dist.get_world_size() - 1
+    context = EPContext.from_groups(device=device, deadline_s=deadline_s)
+    make = maker(kind, sorted(kind.capabilities.schemes)[0], top_k, bound, context)
+    assert make is not None
+    case = make(Shared())
+    case.check(case.call(3), "before")
+    dist.barrier()
+    time.sleep(deadline_s / 8)  # from one mark to the next
+    start, told = time.monotonic(), ""
+    if case.link.rank == lost:
+        time.sleep(1.7 * deadline_s)
+    call = case.call(3, 1)
+    late = case.kernel(call.x, call.routed)
+    while case.link.rank != lost and not told and time.monotonic() - start < 1.7 * deadline_s:
+        time.sleep(0.1)
+        try:
+            context.ledger.check()
+        except PeerTimeout as error:
+            told = str(error)
+    if case.link.rank != lost:
+        case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
+    case.check(call, "when it came after all", late)
+    context.ledger.close()
+    tell("a peer that comes too late", case)

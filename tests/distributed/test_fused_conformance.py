@@ -1,0 +1,166 @@
+"""FlashInfer's mega kernels through the contract of fused kernels: on the CPU over an emulation, on Hopper GPUs as they
+are (`torchrun --standalone --nproc-per-node 4 -m pytest tests/distributed/test_fused_conformance.py`)."""
+
+import pytest
+import torch
+
+from ep_moe.fused import flashinfer_mega
+from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
+from ep_moe.testing import distributed, rank_device
+from ep_moe.testing.fused_contract import check_fused, one_token_too_many
+from ep_moe.types import PhysicalIds, PhysicalRouting
+from tests.mega_emulation import on_the_cpu
+from tests.test_fused_routes import RoutesInside
+
+pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its products at first use
+KINDS = [FlashInferMegaBf16, FlashInferMegaFp8]
+
+
+def ready(kind, layout=None) -> None:
+    """Over the emulation on the CPU; elsewhere skipped, on all ranks alike, where it cannot run."""
+    device = rank_device()
+    if device.type == "cpu":
+        on_the_cpu(kind)
+    elif why := kind.available() or super(flashinfer_mega.FlashInferMega, kind).platform_problem(layout, device):
+        pytest.skip(why)
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_mega(kind, world_size):
+    ready(kind)
+    gpu = rank_device().type == "cuda"
+    if not gpu and (kind is FlashInferMegaFp8) is (world_size == 4):
+        return  # one number of ranks each is enough for the emulation
+    if kind is FlashInferMegaFp8:  # each shape compiles its products anew
+        check_fused(kind, top_ks=(3,), max_tokens=(24,))
+    else:
+        check_fused(kind, top_ks=(1, 2, 3, 8) if gpu else (3,), max_tokens=(24, 8, 200) if gpu else (24,))
+
+
+@distributed(2)
+def test_a_kernel_that_routes_inside(world_size):
+    if rank_device().type == "cuda":
+        pytest.skip("a stand-in in plain torch, for CPUs")
+    assert check_fused(RoutesInside, top_ks=(1, 3), max_tokens=(24,)) == 2
+
+
+# --- errors that the suite must see ---------------------------------------------------------------------------------
+
+
+class OffByOne(FlashInferMegaBf16):
+    def compute(self, x, routed):
+        ids = torch.where(routed.ids >= 0, (routed.ids + 1) % self.geometry.num_physical, -1)
+        return super().compute(x, PhysicalRouting(PhysicalIds(ids), routed.weights))
+
+
+class Unweighted(FlashInferMegaBf16):
+    def compute(self, x, routed):
+        return super().compute(x, PhysicalRouting(routed.ids, torch.ones_like(routed.weights)))
+
+
+class OwnCopy(FlashInferMegaBf16):
+    """Keeps the weights that it began with."""
+
+    def bundle(self, stored):
+        return super().bundle({name: tensor.clone() for name, tensor in stored.items()})
+
+
+class FirstLayersWeights(FlashInferMegaBf16):
+    """All layers of a context compute with those of the first."""
+
+    def compute(self, x, routed):
+        window = self.pool(self._too_late)
+        window.first = getattr(window, "first", self._bundle())
+        self._places, self._held = tuple(p.data_ptr() for p in self.weights.parameters()), window.first
+        return super().compute(x, routed)
+
+
+class OddAddress(FlashInferMegaBf16):
+    """Rows as they lie."""
+
+    def compute(self, x, routed):
+        if x.data_ptr() % 16:
+            x = Odd(x)
+        return super().compute(x, routed)
+
+
+class Odd(torch.Tensor):
+    def clone(self):
+        return self
+
+
+class OnTrust(FlashInferMegaBf16):
+    """Hands ids on as they are."""
+
+    def compute(self, x, routed):
+        window = self.pool(self._too_late)
+        pad = torch.nn.functional.pad
+        ids, weights = pad(routed.ids, (0, 1), value=-1).int(), pad(routed.weights, (0, 1))
+        return window.run(self._bundle(), x.contiguous(), ids.contiguous(), weights.contiguous())
+
+
+class LastRowLost(FlashInferMegaBf16):
+    def compute(self, x, routed):
+        out = super().compute(x, routed)
+        out[23:] = 0
+        return out
+
+
+class Restless(FlashInferMegaBf16):
+    """Within the bound, and never the same twice."""
+
+    turn = 0
+
+    def compute(self, x, routed):
+        self.turn += 1
+        return super().compute(x, routed) * (1 + 2**-8 * (self.turn % 2))
+
+
+class Residue(FlashInferMegaBf16):
+    """Rows of nobody have what was there before."""
+
+    def compute(self, x, routed):
+        out = super().compute(x, routed)
+        out[(routed.ids < 0).all(1)] = 2**-9
+        return out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
+@distributed(2)
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (OffByOne, "uneven and empty ranks"),
+        (Unweighted, "uneven and empty ranks"),
+        (LastRowLost, "uneven and empty ranks .*T="),
+        (Residue, "uneven and empty ranks"),
+        (Restless, "equal calls give equal bits"),
+        (OwnCopy, "weights rewritten in place .*after other weights"),
+        (OddAddress, "views are taken .*16 bytes at a time"),
+        (OnTrust, "ids that no expert has .*traps"),
+        (FirstLayersWeights, "under any map|layers that share"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_suite_sees_it(wrong, sentence, world_size):
+    on_the_cpu(wrong)
+    with pytest.raises(AssertionError, match=sentence):
+        check_fused(wrong, top_ks=(3,), max_tokens=(24,), deadline_s=10)
+
+
+class KeptToItself(FlashInferMegaBf16):
+    def refuse(self, problem):
+        self.link.ledger.refuse, tell = (lambda text: None), self.link.ledger.refuse
+        try:
+            super().refuse(problem)
+        finally:
+            self.link.ledger.refuse = tell
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
+@distributed(2)
+def test_the_suite_sees_a_refusal_that_nobody_hears_of(world_size):
+    on_the_cpu(KeptToItself)
+    with pytest.raises(AssertionError, match=r"one token too many .*: the refusal did not reach the other ranks"):
+        one_token_too_many(KeptToItself, 3, 24, rank_device())
