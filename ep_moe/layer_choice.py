@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,12 @@ def agree(
     }
     context.agreement.same(f"MoELayer {name}", facts, problem)
     assert expert_map is not None
+    if asked.experts == select.AUTO and (doubt := select.untried(choice.experts, context.device)) is not None:
+        warnings.warn(
+            f"{doubt}; see whether tests/gpu/test_blackwell.py of ep_moe's repository passes on this GPU, then name "
+            f"experts={choice.experts!r}",
+            stacklevel=3,
+        )
     return choice, expert_map, keywords
 
 

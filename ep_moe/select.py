@@ -80,17 +80,14 @@ def explain(
         for kernel in registry.targets("fused")
     ]
     table: list[Choice] = []
-    rows = sorted([*pairs(ours), *fused, *pairs(others)], key=lambda row: _untried(row[1], device) is not None)
-    for transport, kernel, why, reason in rows:
+    for transport, kernel, why, reason in [*pairs(ours), *fused, *pairs(others)]:
         if reason is None and all2all not in (AUTO, transport):
             reason = f"all2all={all2all!r} was asked for"
         if reason is None and experts not in (AUTO, kernel):
             reason = f"experts={experts!r} was asked for"
-        untried = _untried(kernel, device)
-        taken = any(row.status == "chosen" for row in table) or (
-            experts == AUTO and (transport == INSIDE or untried is not None)
-        )
-        why = why if untried is None else f"{why}; {untried}"
+        taken = any(row.status == "chosen" for row in table) or (transport == INSIDE and experts == AUTO)
+        if reason is None and (doubt := untried(kernel, device)) is not None:
+            why = f"{why}; {doubt}"
         table.append(
             Choice(transport, kernel, "refused" if reason else "possible" if taken else "chosen", reason or why)
         )
@@ -267,18 +264,15 @@ def _fused_refusal(
     )
 
 
-def _untried(kernel: str, device: torch.device) -> str | None:
-    """None, or that nobody has run it on this kind of GPU. It is not chosen there unless it is named."""
-    if device.type != "cuda" or kernel not in registry.targets("experts"):
+def untried(kernel: str, device: torch.device) -> str | None:
+    """None, or that a kernel which can serve here was not run on this kind of GPU by those who wrote it."""
+    if device.type != "cuda":
         return None
-    try:
-        run_on = registry.load("experts", kernel).capabilities.run_on
-    except Exception:  # why it does not import stands in its refusal
-        return None
-    found = torch.cuda.get_device_capability(device)
+    kind: registry.Kind = "experts" if kernel in registry.targets("experts") else "fused"
+    run_on, found = registry.load(kind, kernel).capabilities.run_on, torch.cuda.get_device_capability(device)
     if run_on is None or found in run_on:
         return None
-    return f"{kernel} was not run on compute capability {found[0]}.{found[1]} yet, name it"
+    return f"{kernel} was NOT RUN on compute capability {found[0]}.{found[1]} yet"
 
 
 def _gpu_problem(kernel: str, computer: type[Experts], scheme: Scheme, device: torch.device) -> str | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 
-from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout
+from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.layer_choice import Asked, agree
 from ep_moe.select import choose, explain
 from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
 from ep_moe.weights.schemes import SCHEMES
@@ -49,6 +51,26 @@ def test_hopper_has_a_kernel_for_every_scheme(scheme):
     assert found.experts == ("fp8_block_triton" if scheme == "fp8_block" else "flashinfer_cutlass")
     assert reason("flashinfer_cutlass", scheme) is None
     assert reason("reference", scheme) is None
+
+
+@pytest.mark.parametrize("scheme", ["none", "nvfp4", "mxfp8"])
+def test_what_was_not_run_on_a_gpu_says_so(scheme, hopper):
+    hopper["capability"] = (10, 0)
+    doubt = "flashinfer_cutlass was NOT RUN on compute capability 10.0 yet"
+    found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES[scheme])
+    assert found.experts == "flashinfer_cutlass"
+    assert found.reason.endswith(f"; {doubt}")
+    context = EPContext.local(torch.device("cpu"))
+    context.device = GPU
+    rest = {"all2all": "auto", "wire": Wire(), "pipeline": None, "options": ExpertsOptions(), "dtype": BF16}
+    with pytest.warns(UserWarning, match=f"{doubt}; see whether tests/gpu/test_blackwell.py"):
+        agree(context, "layer", config(), Asked(experts="auto", quantization=scheme, router=None, **rest), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named = Asked(experts="flashinfer_cutlass", quantization=scheme, router=None, **rest)
+        agree(context, "layer", config(), named, None)
+        hopper["capability"] = (9, 0)
+        agree(context, "layer", config(), Asked(experts="auto", quantization="none", router=None, **rest), None)
 
 
 def test_what_the_fast_kernels_lack_goes_to_the_next():

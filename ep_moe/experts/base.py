@@ -36,8 +36,8 @@ class ExpertsCapabilities:
     deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
     cuda_graph, host_sync, differentiable: as for a dispatcher
     spare_sms: it heeds `ExpertsOptions.spare_sms`
-    run_on: compute capabilities that it was run on, None for any; elsewhere it runs where it is named, and is not
-        chosen by itself
+    run_on: compute capabilities that it was run on, None for any; elsewhere a layer that was given it without naming it
+        warns
     """
 
     layouts: frozenset[RowLayout]

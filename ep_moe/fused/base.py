@@ -47,6 +47,7 @@ class FusedCapabilities:
     min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
     cuda_graph, host_sync, deterministic, differentiable: as for a dispatcher; devices: device types
     spare_sms: it heeds `ExpertsOptions.spare_sms`
+    run_on: as for `Experts`
     """
 
     travels: bool
@@ -71,6 +72,7 @@ class FusedCapabilities:
     devices: frozenset[str] = frozenset({"cuda"})
     differentiable: bool = False
     spare_sms: bool = False
+    run_on: frozenset[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,7 @@ class FlashInferTrtllmMonolithic(FusedExperts):
         deterministic=False,
         min_compute_capability=(10, 0),
         max_compute_capability=(10, 9),
+        run_on=frozenset(),
     )
     preparation = Trtllm
     _clamp: list[Tensor] | None = None

@@ -1,0 +1,34 @@
+"""Rows in every format of the wire, on a GPU: the numbers of the CPU, also inside a captured CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_moe import Wire
+from ep_moe.experts.wire_rows import round_rows, widen_rows
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no GPU", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+
+WIRES = [Wire(), Wire(dispatch="fp8_block"), Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=0.002)]
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_captured(wire, dtype):
+    x = torch.randn(33, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    there = torch.zeros_like(x, device="cuda")
+
+    def there_and_back() -> torch.Tensor:
+        return widen_rows(*round_rows(there, wire), wire, dtype)
+
+    there_and_back()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = there_and_back()
+    there.copy_(x)
+    graph.replay()
+    torch.testing.assert_close(found.cpu(), widen_rows(*round_rows(x, wire), wire, dtype), rtol=0, atol=0)
