@@ -22,43 +22,72 @@ from ep_moe.workspace import Workspaces
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsCapabilities:
-    """What a kernel can do; one constant per class.
+class KernelCapabilities:
+    """What any kernel says of itself.
 
-    layouts, weightings: row arrangements it accepts, and who multiplies by the routing weight. Any kernel for
-        RANK_MAJOR takes the others through `as_rank_major`
     schemes: names of `weights.schemes` it computes with
-    row_formats: of `Wire.dispatch` that it reads; any kernel takes the others widened to the layer's dtype
-    wire_ids: it reads `Received.wire_ids`; any kernel takes them localized
-    alignment_bytes: rows of H and I (its etp shard) must be multiples of this
-    min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any. Where they depend on the
-        scheme, the kernel overrides `Experts.compute_capability`
-    deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
-    cuda_graph, host_sync, differentiable: as for a dispatcher
-    spare_sms: it heeds `ExpertsOptions.spare_sms`
+    biases, etp: of experts, and experts cut over ranks
+    min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
     run_on: compute capabilities that it was run on, None for any; elsewhere a layer that was given it without naming it
         warns
+    deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
+    cuda_graph, host_sync, differentiable: as for a dispatcher; devices: device types
+    spare_sms: it heeds `ExpertsOptions.spare_sms`
     """
 
-    layouts: frozenset[RowLayout]
-    weightings: frozenset[Weighting]
     activations: frozenset[Activation]
     dtypes: frozenset[torch.dtype]
     biases: bool
     etp: bool
-    alignment_bytes: int
     cuda_graph: bool
     host_sync: bool
     deterministic: bool
-    differentiable: bool
+    differentiable: bool = False
     schemes: frozenset[str] = frozenset(SCHEMES)
-    row_formats: frozenset[str] = frozenset({"plain"})
-    wire_ids: bool = False
     spare_sms: bool = False
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
     run_on: frozenset[tuple[int, int]] | None = None
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+
+    def problem(
+        self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
+    ) -> str | None:
+        """None, or what of a layer's shape is not among them."""
+        if scheme.name not in self.schemes:
+            return f"quantization {scheme.name} is not among {', '.join(sorted(self.schemes))}"
+        if options is not None and options.deterministic and not self.deterministic:
+            return "it is not deterministic"
+        if options is not None and options.spare_sms and not self.spare_sms:
+            return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
+        if dtype not in self.dtypes:
+            return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, self.dtypes)))}"
+        if config.activation not in self.activations:
+            known = ", ".join(sorted(activation.value for activation in self.activations))
+            return f"activation {config.activation.value} is not among {known}"
+        if config.expert_bias and not self.biases:
+            return "it has no expert biases (expert_bias=True)"
+        if etp > 1 and not self.etp:
+            return f"it cannot cut experts over ranks (etp={etp})"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsCapabilities(KernelCapabilities):
+    """What an expert kernel can do; one constant per class.
+
+    layouts, weightings: row arrangements it accepts, and who multiplies by the routing weight. Any kernel for
+        RANK_MAJOR takes the others through `as_rank_major`
+    row_formats: of `Wire.dispatch` that it reads; any kernel takes the others widened to the layer's dtype
+    wire_ids: it reads `Received.wire_ids`; any kernel takes them localized
+    alignment_bytes: rows of H and I (its etp shard) must be multiples of this
+    """
+
+    layouts: frozenset[RowLayout]
+    weightings: frozenset[Weighting]
+    alignment_bytes: int
+    row_formats: frozenset[str] = frozenset({"plain"})
+    wire_ids: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,21 +177,8 @@ class Experts(ABC):
     ) -> str | None:
         """None, or why this kernel cannot serve a layer of this shape."""
         can = cls.capabilities
-        if scheme.name not in can.schemes:
-            return f"quantization {scheme.name} is not among {', '.join(sorted(can.schemes))}"
-        if options is not None and options.deterministic and not can.deterministic:
-            return "it is not deterministic"
-        if options is not None and options.spare_sms and not can.spare_sms:
-            return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
-        if dtype not in can.dtypes:
-            return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, can.dtypes)))}"
-        if config.activation not in can.activations:
-            known = ", ".join(sorted(activation.value for activation in can.activations))
-            return f"activation {config.activation.value} is not among {known}"
-        if config.expert_bias and not can.biases:
-            return "it has no expert biases (expert_bias=True)"
-        if etp > 1 and not can.etp:
-            return f"it cannot cut experts over ranks (etp={etp})"
+        if (problem := can.problem(config, dtype, etp, scheme, options)) is not None:
+            return problem
         unit = can.alignment_bytes // dtype.itemsize
         for name, size in (
             ("hidden_size", config.hidden_size),

@@ -19,11 +19,11 @@ from torch import Tensor
 from ep_moe.all2all.base import Geometry, routing_problem, too_many_tokens
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
-from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.base import ExpertsOptions, KernelCapabilities
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.types import Activation, PhysicalIds, PhysicalRouting, capturing, dtype_name
+from ep_moe.types import PhysicalIds, PhysicalRouting, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.prepare import Preparation
 from ep_moe.weights.schemes import PLAIN, Scheme
@@ -32,47 +32,28 @@ INSIDE = "inside"  # the all2all of a fused kernel, wherever a name stands for o
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedCapabilities:
+class FusedCapabilities(KernelCapabilities):
     """What a fused kernel can do; one constant per class.
 
     travels: dispatch and combine are inside; without, it serves one EP rank
     routes: it routes inside, from the router's logits: the layer's own `Router`, no load is counted, no placement
     any_map: any expert map with as many slots on every rank, replicas too; without, the linear one alone
     static: its buffers are made once, for `EPContext(max_tokens=...)`
-    schemes: names of `weights.schemes`
-    biases, etp: of experts, and experts cut over ranks
     top_ks: None for any
     hidden_unit, inner_unit: columns that H and I (its etp piece) must be multiples of
     min_ranks, max_ranks: of the EP group, None for no limit
-    min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
-    cuda_graph, host_sync, deterministic, differentiable: as for a dispatcher; devices: device types
-    spare_sms: it heeds `ExpertsOptions.spare_sms`
-    run_on: as for `Experts`
     """
 
     travels: bool
     routes: bool
     any_map: bool
     static: bool
-    schemes: frozenset[str]
-    activations: frozenset[Activation]
-    dtypes: frozenset[torch.dtype]
-    biases: bool
-    etp: bool
-    cuda_graph: bool
-    host_sync: bool
-    deterministic: bool
     top_ks: frozenset[int] | None = None
     hidden_unit: int = 1
     inner_unit: int = 1
     min_ranks: int = 1
     max_ranks: int | None = None
-    min_compute_capability: tuple[int, int] | None = None
-    max_compute_capability: tuple[int, int] | None = None
     devices: frozenset[str] = frozenset({"cuda"})
-    differentiable: bool = False
-    spare_sms: bool = False
-    run_on: frozenset[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,21 +150,8 @@ class FusedExperts(ABC):
         expert_map: default one that it can serve; max_tokens: the most that a rank sends, None for any number
         """
         can, ranks, inner = cls.capabilities, layout.ep, config.intermediate_size // layout.etp
-        if scheme.name not in can.schemes:
-            return f"quantization {scheme.name} is not among {', '.join(sorted(can.schemes))}"
-        if options is not None and options.deterministic and not can.deterministic:
-            return "it is not deterministic"
-        if options is not None and options.spare_sms and not can.spare_sms:
-            return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
-        if dtype not in can.dtypes:
-            return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, can.dtypes)))}"
-        if config.activation not in can.activations:
-            known = ", ".join(sorted(activation.value for activation in can.activations))
-            return f"activation {config.activation.value} is not among {known}"
-        if config.expert_bias and not can.biases:
-            return "it has no expert biases (expert_bias=True)"
-        if layout.etp > 1 and not can.etp:
-            return f"it cannot cut experts over ranks (etp={layout.etp})"
+        if (problem := can.problem(config, dtype, layout.etp, scheme, options)) is not None:
+            return problem
         if not can.travels and ranks > 1:
             return f"it has no all2all inside and serves one rank, ep={ranks}"
         if ranks < can.min_ranks or (can.max_ranks is not None and ranks > can.max_ranks):
