@@ -586,7 +586,8 @@ def damage(root, checkpoints):
     changed(
         "no such layer",
         lambda t: [t.pop(name) for name in list(t) if "layers.2" in name],
-        r"model\.layers\.2\.mlp has no experts, experts\.0\.gate_proj\.weight or experts\.gate_up_proj or .* missing",
+        r"model\.layers\.2\.mlp has no experts, experts\.0\.gate_proj\.weight_scale_2 or .* or experts\.gate_up_proj "
+        r"or .* missing",
     )
     deepseek = load_file(Path(checkpoints["deepseek_v3 single"].folder) / SINGLE)
     for what, name, shape in (
@@ -629,7 +630,11 @@ def damage(root, checkpoints):
     )
     spoiled("no checkpoint", lambda f: [path.unlink() for path in f.iterdir()], f"holds neither {INDEX} nor {SINGLE}")
     cases["no folder"] = (str(root / "nothing here"), "qwen3_moe", f"holds neither {INDEX} nor {SINGLE}")
-    cases["wrong family"] = (good.folder, "mixtral", r"has no experts, experts\.0\.w1\.weight or experts\.gate_up_proj")
+    cases["wrong family"] = (
+        good.folder,
+        "mixtral",
+        r"has no experts, experts\.0\.w1\.weight_scale_2 or experts\.0\.w1",
+    )
     cases["wrong fused family"] = (checkpoints["llama4_text shards"].folder, "gpt_oss", "has no experts, experts")
 
     quantised = {}

@@ -126,7 +126,7 @@ def test_repr_of_a_context(context):
     for layer in layers:
         layer(torch.ones(1, HIDDEN))
     assert repr(context) == (
-        "EPContext(rank 0 of 1 (pp=1 dp=1 tp=1 ep=1 etp=1 replicas=1 tokens=replicated), cpu, 2 layers, 1 dispatchers)"
+        "EPContext(rank 0 of 1 (pp=1 dp=1 tp=1 ep=1 etp=1 replicas=1 tokens=replicated), cpu, 2 layers, 1 transports)"
     )
 
 

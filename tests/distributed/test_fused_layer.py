@@ -140,7 +140,7 @@ def test_what_a_user_asks_of_the_layer(world_size):
         assert context.plan()["transport"] == sum(buffers), "equal layers share"
         for each, seed in ((layer, 0), (twin, 1), (other, 0), (narrow, 0), (layer, 0)):
             assert error_of(each, context, 5, weights=seed) <= 1
-        assert len(context._dispatchers) == 3
+        assert len(context._pool) == 3
         assert layer.tune([8]) == []
         context.tune([8])
         assert layer.plan() == planned
@@ -261,7 +261,7 @@ def test_contexts_beside_each_other(world_size):
         for turn in range(2):
             for context, layer, seed in made:
                 assert error_of(layer, context, 3 + turn, turn, seed) <= 1, (context, turn)
-        windows = [window for context in (wide, pairs, same) for window in context._dispatchers.values()]
+        windows = [window for context in (wide, pairs, same) for window in context._pool.values()]
         assert len(set(map(id, windows))) == 3
 
 

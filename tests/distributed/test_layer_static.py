@@ -78,7 +78,7 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
             check_call(parts, context, tokens=tokens, what=f"{sizes}, T={tokens}, in parts")
         with context.at_most(2):
             check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
-        lanes = context._dispatchers[kind.name, parts.geometry].lanes
+        lanes = context._pool[kind.name, parts.geometry].lanes
         planned = kind.calls_in_parts(parts.geometry)
         assert len(lanes.made) == min(planned, -(-context.layout.wire_tokens(9) // 2)), "workspaces as planned"
         shared = dataclasses.replace(CONFIG, shared_intermediate_size=16)
