@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -81,6 +82,13 @@ def why_not(kind: Kind, name: str) -> str | None:
         return f"{targets(kind)[name]} does not import: {error}"
     reason: str | None = backend.available()
     return reason
+
+
+def without_flashinfer() -> str | None:
+    """None, or what `available()` says of every backend that drives FlashInfer where it is not installed."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed; pip install ep-moe[gpu]"
+    return None
 
 
 def available(kind: Kind, name: str) -> bool:

@@ -7,12 +7,12 @@ rank has one call in flight per workspace; a second call before the first is com
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.all2all.side_stream import SideStream
@@ -56,9 +56,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     @classmethod
     def available(cls) -> str | None:
-        if importlib.util.find_spec("flashinfer") is None:
-            return "FlashInfer is not installed; pip install ep-moe[gpu]"
-        return None
+        return registry.without_flashinfer()
 
     @classmethod
     def platform_problem(cls, layout: RankLayout) -> str | None:

@@ -14,6 +14,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from ep_moe import registry
 from ep_moe.config import MoEConfig
 from ep_moe.experts import cutedsl_op
 from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
@@ -53,8 +54,8 @@ class FlashInferCuteDslExperts(Experts):
 
     @classmethod
     def available(cls) -> str | None:
-        if importlib.util.find_spec("flashinfer") is None:
-            return "FlashInfer is not installed; pip install ep-moe[gpu]"
+        if (missing := registry.without_flashinfer()) is not None:
+            return missing
         if importlib.util.find_spec("cutlass") is None:
             return "FlashInfer's CuteDSL kernels need nvidia-cutlass-dsl; pip install nvidia-cutlass-dsl"
         return None

@@ -9,7 +9,6 @@ sources and an emulation of them.
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ep_moe import registry
 from ep_moe.config import MoEConfig
 from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
@@ -86,9 +86,7 @@ class FlashInferCutlassExperts(Experts):
 
     @classmethod
     def available(cls) -> str | None:
-        if importlib.util.find_spec("flashinfer") is None:
-            return "FlashInfer is not installed; pip install ep-moe[gpu]"
-        return None
+        return registry.without_flashinfer()
 
     @classmethod
     def compute_capability(cls, scheme: str) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -14,11 +14,10 @@ Not run on a GPU yet: there is an emulation of the kernels, and FlashInfer's own
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from ep_moe import registry
 from ep_moe.config import MoEConfig
 from ep_moe.experts import trtllm_op
 from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
@@ -77,9 +76,7 @@ class FlashInferTrtllmExperts(Experts):
 
     @classmethod
     def available(cls) -> str | None:
-        if importlib.util.find_spec("flashinfer") is None:
-            return "FlashInfer is not installed; pip install ep-moe[gpu]"
-        return None
+        return registry.without_flashinfer()
 
     @classmethod
     def why_not(

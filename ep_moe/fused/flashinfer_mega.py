@@ -7,7 +7,7 @@ layers of a context share them. Physical ids are the kernel's expert ids, for bo
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ep_moe import registry
 from ep_moe.all2all.base import one_host_problem
 from ep_moe.config import MoEConfig
 from ep_moe.errors import BackendUnavailable, InputError
@@ -35,6 +36,27 @@ ELEMENTS = (1 << 32) - (1 << 24)  # of a bf16 product's output, less the last ti
 TOKENS = 65535  # of a rank: the second dimension of the grid that sums a bf16 round
 INNER = 16384  # columns that the fp8 kernel's activation has shared memory for
 SETUP_S = 600.0  # for what is compiled at first use
+
+_COMMON = FusedCapabilities(
+    travels=True,
+    routes=False,
+    any_map=True,
+    static=True,
+    schemes=frozenset(),  # each its own
+    activations=frozenset({Activation.SWIGLU}),
+    dtypes=frozenset({torch.bfloat16}),
+    biases=False,
+    etp=True,
+    cuda_graph=True,
+    host_sync=False,
+    deterministic=True,
+    hidden_unit=128,
+    inner_unit=128,
+    min_ranks=2,
+    max_ranks=32,
+    min_compute_capability=(9, 0),
+    max_compute_capability=(9, 0),
+)
 
 
 class FlashInferMega(FusedExperts):
@@ -87,9 +109,7 @@ class FlashInferMega(FusedExperts):
 
     @classmethod
     def available(cls) -> str | None:
-        if importlib.util.find_spec("flashinfer") is None:
-            return "FlashInfer is not installed; pip install ep-moe[gpu]"
-        return None
+        return registry.without_flashinfer()
 
     @classmethod
     def platform_problem(cls, layout: RankLayout, device: torch.device) -> str | None:
@@ -126,26 +146,7 @@ class FlashInferMegaBf16(FlashInferMega):
 
     name = "flashinfer_mega_bf16"
     preparation: ClassVar[type[Preparation]] = MegaBf16
-    capabilities = FusedCapabilities(
-        travels=True,
-        routes=False,
-        any_map=True,
-        static=True,
-        schemes=frozenset({"none"}),
-        activations=frozenset({Activation.SWIGLU}),
-        dtypes=frozenset({torch.bfloat16}),
-        biases=False,
-        etp=True,
-        cuda_graph=True,
-        host_sync=False,
-        deterministic=True,
-        hidden_unit=256,
-        inner_unit=128,
-        min_ranks=2,
-        max_ranks=32,
-        min_compute_capability=(9, 0),
-        max_compute_capability=(9, 0),
-    )
+    capabilities = dataclasses.replace(_COMMON, schemes=frozenset({"none"}), hidden_unit=256)
 
     def bundle(self, stored: dict[str, Tensor]) -> Any:
         sizes = (self.geometry.cap, self.geometry.hidden_size, self.geometry.intermediate_size)
@@ -184,26 +185,7 @@ class FlashInferMegaFp8(FlashInferMega):
     bits of mantissa. A NaN in a row is not kept: FlashInfer's rounding makes -448 of it, times the scale."""
 
     name = "flashinfer_mega_fp8"
-    capabilities = FusedCapabilities(
-        travels=True,
-        routes=False,
-        any_map=True,
-        static=True,
-        schemes=frozenset({"fp8_block"}),
-        activations=frozenset({Activation.SWIGLU}),
-        dtypes=frozenset({torch.bfloat16}),
-        biases=False,
-        etp=True,
-        cuda_graph=True,
-        host_sync=False,
-        deterministic=True,
-        hidden_unit=128,
-        inner_unit=128,
-        min_ranks=2,
-        max_ranks=32,
-        min_compute_capability=(9, 0),
-        max_compute_capability=(9, 0),
-    )
+    capabilities = dataclasses.replace(_COMMON, schemes=frozenset({"fp8_block"}))
 
     def bundle(self, stored: dict[str, Tensor]) -> Any:
         return library(self.name).weights(*(stored[name] for name in ("w13", "w13_scale", "w2", "w2_scale")))
