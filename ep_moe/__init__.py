@@ -37,6 +37,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
+from ep_moe.tuned import Tuned
 from ep_moe.types import Activation, Routing
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "RoutingConfig",
     "RoutingMethod",
     "Tokens",
+    "Tuned",
     "Wire",
     "__version__",
     "load_model_config",

@@ -1,8 +1,11 @@
-"""The command line: `ep-moe run`, `explain`, `plan`, `doctor`. It only parses, prints and sets exit codes."""
+"""The command line: `ep-moe run`, `explain`, `tune`, `plan`, `bench`, `doctor`. It only parses, prints and sets exit
+codes."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,17 +19,21 @@ from ep_moe import doctor as doctor_report
 from ep_moe.config import ParallelConfig, Wire
 from ep_moe.eplb import LoadTrace
 from ep_moe.eplb import report as plan_report
-from ep_moe.errors import EPMoEError
+from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.local_ranks import RanksFailed
 from ep_moe.run import DIGITS, RunOptions, RunReport
 from ep_moe.run import run as run_model
 from ep_moe.run_eplb import Rebalanced
 from ep_moe.select import explain_model
+from ep_moe.tune import TuneOptions
+from ep_moe.tune import run as run_tune
+from ep_moe.tuned import Tuned
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 _console = Console(soft_wrap=True)
 _WIDE = 8  # layers that fit side by side
 _LINE = 120  # characters of a table's line
+_BENCHES = ("all2all", "experts", "layer", "overlap", "planner", "rebalance", "scaling")
 
 
 @app.callback()
@@ -56,6 +63,9 @@ def run(
     reference: Annotated[bool, typer.Option(help="Also run the untouched model in one process.")] = True,
     redundant: Annotated[int, typer.Option(help="Experts that have a second copy.")] = 0,
     eplb: Annotated[bool, typer.Option(help="Rebalance the experts, and read the text again.")] = False,
+    tuned: Annotated[
+        Path | None, typer.Option(help="File of ep-moe tune; in the place of --all2all, --experts.")
+    ] = None,
     deadline: Annotated[float, typer.Option(help="Seconds after which a silent peer is reported lost.")] = 300.0,
 ) -> None:
     """Run a model on real text with its experts spread over ranks, and compare perplexities.
@@ -66,7 +76,7 @@ def run(
         model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
         quantization=quantization, dtype=dtype,
         window=window, batch=batch, max_tokens=max_tokens, reference=reference, redundant=redundant, eplb=eplb,
-        deadline_s=deadline,
+        tuned=None if tuned is None else str(tuned), deadline_s=deadline,
     )  # fmt: skip
     try:
         report = run_model(options)
@@ -132,7 +142,7 @@ class _NumberLists(TyperCommand):
             if arg.isdigit() and option and spread[-1].isdigit():
                 spread.append(option)
             elif not arg.isdigit():
-                option = arg if arg in ("--ranks", "--redundant") else ""
+                option = arg if arg in ("--ranks", "--redundant", "--tokens") else ""
             spread.append(arg)
         return super().parse_args(ctx, spread)
 
@@ -171,6 +181,75 @@ def plan(
     _console.print()
     for row in rows:
         _console.print(f"ranks {row.ranks}, redundant {row.redundant}: {row.verdict}", highlight=False, markup=False)
+
+
+@app.command(cls=_NumberLists)
+def tune(
+    model: Annotated[
+        str, typer.Argument(help="Bundled model config by name, a .toml file, or a folder with config.json.")
+    ] = "demo",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Most tokens of a rank in one call; one bucket each.")
+    ] = None,
+    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
+    wire: Annotated[str, typer.Option(help="Rows on their way out: plain, fp8_block or mxfp8.")] = "plain",
+    dtype: Annotated[str | None, typer.Option(help="Default bfloat16 on GPUs, float32 on the CPU.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels' own tuning.")] = None,
+    out: Annotated[Path, typer.Option(help="File for MoELayer(tuned=Tuned.load(...)).")] = Path("tuned.json"),
+) -> None:
+    """Time every pair of transport and kernel per number of tokens, and write down which to use.
+
+    Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
+    """
+    try:
+        if not out.parent.is_dir():
+            raise ConfigError(f"--out {out} is in a folder that does not exist; make it first")
+        options = TuneOptions(
+            model=model,
+            tokens=tuple(tokens or (1, 16, 128, 1024, 8192)),
+            quantization=quantization,
+            wire=wire,
+            dtype=dtype,
+            cache=None if cache is None else str(cache),
+        )
+        tuned = run_tune(options, lambda line: _console.print(line, highlight=False, markup=False))
+    except EPMoEError as error:
+        _fail(error)
+    except RanksFailed as failure:
+        if not failure.errors:
+            raise
+        _fail(next(iter(failure.errors.values())))
+    if tuned is not None:
+        _print_tuned(tuned)
+        tuned.save(out)
+        _console.print(f"\nwritten to {out}", highlight=False, markup=False)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context, name: Annotated[str, typer.Argument(help=", ".join(_BENCHES))] = "") -> None:
+    """Run a benchmark with the arguments that follow its name, as python -m ep_moe.bench.NAME does."""
+    if name not in _BENCHES:
+        _fail(ConfigError(f"bench NAME must be one of {', '.join(_BENCHES)}, got {name!r}"))
+    sys.argv = [f"ep-moe bench {name}", *context.args]
+    importlib.import_module(f"ep_moe.bench.{name}").main()
+
+
+def _print_tuned(tuned: Tuned) -> None:
+    facts = ", ".join(f"{name} {value}" for name, value in (tuned.machine | tuned.layer).items() if value is not None)
+    _console.print(f"\n{facts}", highlight=False, markup=False)
+    for bucket in tuned.buckets:
+        lines = [line for line in tuned.measured if line.tokens == bucket.tokens]
+        rows = [
+            [
+                line.all2all,
+                line.experts,
+                "" if line.pipeline is None else str(line.pipeline),
+                f"{line.us:.1f}",
+                "chosen" if line == bucket else "",
+            ]
+            for line in lines
+        ]
+        _table(f"up to {bucket.tokens} tokens per rank", ["all2all", "experts", "in parts of", "us", ""], rows)
 
 
 def _fail(error: EPMoEError) -> NoReturn:

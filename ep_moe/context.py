@@ -263,7 +263,10 @@ class EPContext:
                 total[name] = total.get(name, 0) + size
         if total:
             total["workspace"] = self.workspaces.reserved
-            shared = {(x.choice.all2all, x.geometry): x.plan()["transport"] for x in self._layers.values()}
+            shared: dict[Any, int] = {}
+            for layer in self._layers.values():
+                for key, size in layer.transport_bytes().items():
+                    shared[key] = max(shared.get(key, 0), size)
             total["transport"] = sum(shared.values())
         return total
 
@@ -271,9 +274,11 @@ class EPContext:
         """`MoELayer.tune` for every layer, measured once for layers of one shape. Collective."""
         found: dict[Any, list[int]] = {}
         for _, layer in sorted(self._layers.items()):
-            if layer.shape not in found:
-                found[layer.shape] = layer.tune(rows, cache=cache)
-            layer.experts.use(found[layer.shape])
+            for kernel in layer.kernels:
+                key = (kernel.name, *layer.shape)
+                if key not in found:
+                    found[key] = layer.tune_kernel(kernel, rows, cache)
+                kernel.use(found[key])
 
     # --- lifetime ----------------------------------------------------------------------------------------------
 

@@ -24,10 +24,12 @@ from ep_moe.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
+from ep_moe.picks import Pick
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats, layer_stats
 from ep_moe.router import Router
+from ep_moe.tuned import Tuned
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, scheme_of
@@ -43,6 +45,8 @@ class MoELayer(nn.Module):
     router: any callable x [T, H] -> Routing; default a `Router` of the configuration
     shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
     all2all, experts: backend names, "auto" lets `select` choose; a fused kernel is named under `experts`
+    tuned: what `ep-moe tune` measured for this layer here; all2all, experts and pipeline are then the fastest for the
+        tokens that any rank passes at most (`EPContext(max_tokens=)`, `EPContext.at_most`), and are not named
     wire: how rows are written while they travel; default plain, in the layer's dtype
     pipeline: a call of more tokens per rank travels in parts of so many, of which one is computed while the next
         travels and the last returns; needs a transport with fixed buffers, which need be no larger. Default: one part
@@ -69,6 +73,7 @@ class MoELayer(nn.Module):
         wire: Wire | None = None,
         pipeline: int | None = None,
         options: ExpertsOptions | None = None,
+        tuned: Tuned | None = None,
         name: str | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -76,12 +81,13 @@ class MoELayer(nn.Module):
         super().__init__()
         layout = context.layout
         self.config, self.context = config, context
-        self.wire, self.pipeline = wire or PLAIN_WIRE, pipeline
+        self.wire, self.tuned = wire or PLAIN_WIRE, tuned
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = options or ExpertsOptions()
-        asked = Asked(all2all, experts, quantization, self.wire, self.pipeline, options, dtype, router)
-        self.choice, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
+        asked = Asked(all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned)
+        self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
+        self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
         fused = self.choice.all2all == INSIDE
         kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
         if device is None:
@@ -110,6 +116,10 @@ class MoELayer(nn.Module):
             self.experts = kernel(config, self.expert_weights, context.links["ep"], geometry, options, shared)
         else:
             self.experts = kernel(config, self.expert_weights, context.workspaces, options)
+        self._others: dict[str, Experts] = {  # for fewer tokens, on the same weights
+            name: registry.load("experts", name)(config, self.expert_weights, context.workspaces, options)
+            for name in self.picks.kernels[1:]
+        }
         context.register(self)
 
     # --- the story ---------------------------------------------------------------------------------------------
@@ -179,25 +189,36 @@ class MoELayer(nn.Module):
         """Let the expert kernel find its fastest variant for each number of received rows, before any CUDA graph is
         captured. Collective: the rank with the most experts measures, with the weights that are loaded, and all ranks
         use what it found. cache: a folder that keeps findings by GPU, versions and shape, read and written by that
-        rank. Returns what was found, in the kernel's own terms."""
-        experts, placed = self.experts, self.placement.expert_map
+        rank. Returns what was found for `experts`, in the kernel's own terms."""
+        found = [self.tune_kernel(kernel, rows, cache) for kernel in self.kernels]
+        return found[0]
+
+    def tune_kernel(
+        self, kernel: Experts | FusedExperts, rows: Sequence[int], cache: str | Path | None = None
+    ) -> list[int]:
+        """`tune` for one of `kernels`."""
+        placed = self.placement.expert_map
         busiest = max(range(placed.num_ranks), key=placed.num_slots)
         found: list[int] = self.context.agreement.share(
             f"tune {self.name}",
-            lambda: experts.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
+            lambda: kernel.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
             owner=busiest * self.context.layout.etp,  # within the first EP group of those that run together
             deadline_s=TUNING_S,
         )
-        experts.use(found)
+        kernel.use(found)
         return found
 
     @property
+    def kernels(self) -> tuple[Experts | FusedExperts, ...]:
+        """`experts`, and those that a tuned layer has for other numbers of tokens."""
+        return (self.experts, *self._others.values())
+
+    @property
     def shape(self) -> tuple[Any, ...]:
-        """What a kernel's speed depends on; equal on all ranks."""
+        """What its kernels' speed depends on; equal on all ranks."""
         placed = self.placement.expert_map
         return (
             self.config,
-            self.choice.experts,
             self.expert_weights.scheme.name,
             self.dtype,
             self.experts.options,
@@ -222,14 +243,24 @@ class MoELayer(nn.Module):
         return self.expert_weights.get_parameter("w13").device
 
     @property
+    def pick(self) -> Pick:
+        """Transport and kernel under the bound in force."""
+        return self.picks.at(self.context.step_tokens)
+
+    @property
     def dispatcher(self) -> Dispatcher:
-        """The context's dispatcher for this layer's present dtype; a fused kernel has none."""
+        """The context's dispatcher for this layer's present dtype and the bound in force; a fused kernel has none."""
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
-        return self.context.dispatcher(self.choice.all2all, self.geometry)
+        pick = self.pick
+        return self.context.dispatcher(pick.choice.all2all, self._geometry(pick))
 
     @property
     def geometry(self) -> Geometry:
+        """Under the bound in force."""
+        return self._geometry(self.pick)
+
+    def _geometry(self, pick: Pick) -> Geometry:
         if isinstance(self.experts, FusedExperts):
             return self.experts.geometry
         expert_map = self.placement.expert_map
@@ -239,7 +270,7 @@ class MoELayer(nn.Module):
             cap=expert_map.cap,
             num_ranks=expert_map.num_ranks,
             dtype=self.dtype,
-            max_tokens=self.context.wire_tokens if self.pipeline is None else self.pipeline,
+            max_tokens=pick.room,
             wire=self.wire,
         )
 
@@ -247,7 +278,7 @@ class MoELayer(nn.Module):
 
     def plan(self) -> dict[str, int]:
         """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated. The workspace
-        and the transport's buffers (two sets with `pipeline`) are shared with the context's other layers;
+        and the transports' buffers (sets of them with `pipeline`) are shared with the context's other layers;
         `EPContext.plan` counts them once."""
         modules: dict[str, Any] = {
             "experts": self.expert_weights,
@@ -260,14 +291,14 @@ class MoELayer(nn.Module):
             for kind, module in modules.items()
             if isinstance(module, nn.Module)
         }
-        return held | {"workspace": self.experts.workspace_bytes(), "transport": self._transport_bytes()}
+        workspace = max(kernel.workspace_bytes() for kernel in self.kernels)
+        return held | {"workspace": workspace, "transport": sum(self.transport_bytes().values())}
 
-    def _transport_bytes(self) -> int:
+    def transport_bytes(self) -> dict[tuple[str, Geometry], int]:
+        """Buffers by transport and geometry."""
         if isinstance(self.experts, FusedExperts):
-            return self.experts.buffer_bytes(self.experts.geometry)
-        kind: type[Dispatcher] = registry.load("dispatchers", self.choice.all2all)
-        calls = 1 if self.pipeline is None else kind.calls_in_parts(self.geometry)
-        return kind.buffer_bytes(self.geometry) * calls
+            return {(INSIDE, self.experts.geometry): self.experts.buffer_bytes(self.experts.geometry)}
+        return self.picks.transport_bytes(self._geometry)
 
     def stats(self) -> LayerStats:
         """Load per expert and rank, as `layer_stats` says. Collective over the EP group, waits for the device."""
@@ -281,7 +312,8 @@ class MoELayer(nn.Module):
 
     def explain(self) -> list[select.Choice]:
         """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""
-        return select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
+        table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
+        return table if self.tuned is None else self.picks.explained(table)
 
     def extra_repr(self) -> str:
         c = self.config
@@ -289,7 +321,7 @@ class MoELayer(nn.Module):
             f"{self.name}: H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, "
             f"{c.activation.value}, ep={self.context.layout.ep}, etp={self.context.layout.etp}, "
             f"all2all={self.choice.all2all}, experts={self.choice.experts}, "
-            f"quantization={self.expert_weights.scheme.name}"
+            f"quantization={self.expert_weights.scheme.name}" + ("" if self.tuned is None else f", tuned: {self.picks}")
         )
 
     # --- checks ------------------------------------------------------------------------------------------------
@@ -323,11 +355,12 @@ class MoELayer(nn.Module):
         return isinstance(self.experts, FusedExperts) and self.experts.capabilities.routes
 
     def _not_differentiable(self) -> str:
-        if not self.experts.capabilities.differentiable:
-            return f"experts={self.choice.experts}"
+        for kernel in self.kernels:
+            if not kernel.capabilities.differentiable:
+                return f"experts={kernel.name}"
         if self.wire != PLAIN_WIRE:
             return f"{self.wire}"
-        return "" if self.dispatcher.capabilities.differentiable else f"all2all={self.choice.all2all}"
+        return "" if self.dispatcher.capabilities.differentiable else f"all2all={self.pick.choice.all2all}"
 
     def _routing_problem(self, rows: Tensor, routing: Routing) -> str | None:
         if not isinstance(routing, Routing):
@@ -360,7 +393,8 @@ class MoELayer(nn.Module):
         if isinstance(self.experts, FusedExperts):
             return Inside(self.experts, x, routed, self.context.step_tokens, self._stage)
         assert isinstance(routed, PhysicalRouting)
-        return Exchange(self.context, self.dispatcher, self.experts, x, routed)
+        kernel = self._others.get(self.pick.choice.experts, self.experts)
+        return Exchange(self.context, self.dispatcher, kernel, x, routed)
 
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device

@@ -15,8 +15,10 @@ from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.exchange import check_pipeline
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.fused.base import INSIDE, FusedExperts
+from ep_moe.picks import Pick, Picks, tuned_picks
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.router import Router
+from ep_moe.tuned import Tuned, layer_facts, machine_facts, versions
 from ep_moe.types import dtype_name
 from ep_moe.weights.schemes import scheme_of
 
@@ -33,16 +35,18 @@ class Asked:
     options: ExpertsOptions
     dtype: torch.dtype
     router: Any
+    tuned: Tuned | None = None
 
 
 def agree(
     context: EPContext, name: str, config: MoEConfig, asked: Asked, expert_map: ExpertMap | None
-) -> tuple[select.Choice, ExpertMap, dict[str, Any]]:
+) -> tuple[Picks, ExpertMap, dict[str, Any]]:
     """Choose backends and check that all ranks were given the same layer; all raise alike.
 
-    Returns the choice, the map, and the keywords of `select.explain` that led to it.
+    Returns what serves which calls, the map, and the keywords of `select.explain` that led to it.
     """
-    choice, problem, keywords = select.Choice("", "", "refused", ""), None, dict[str, Any]()
+    nothing = select.Choice("", "", "refused", "")
+    picks, problem, keywords = Picks([Pick(None, nothing, None, None)]), None, dict[str, Any]()
     try:
         if expert_map is None:
             expert_map = ExpertMap.linear(config.num_experts, context.layout.ep)
@@ -56,11 +60,17 @@ def agree(
             "expert_map": expert_map,
             "max_tokens": context.wire_tokens,
         }
-        choice = select.choose(config, context.layout, context.device, asked.dtype, **keywords)
-        if choice.all2all == INSIDE:
-            _check_fused(choice.experts, asked)
+        if asked.tuned is not None:
+            _check_tuned(asked.tuned, context, config, asked)
+            picks = tuned_picks(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
         else:
-            check_pipeline(asked.pipeline, context.wire_tokens, choice.all2all)
+            choice = select.choose(config, context.layout, context.device, asked.dtype, **keywords)
+            if choice.all2all == INSIDE:
+                _check_fused(choice.experts, asked)
+            else:
+                check_pipeline(asked.pipeline, context.wire_tokens, choice.all2all)
+            most = context.wire_tokens
+            picks = Picks([Pick(most, choice, asked.pipeline, asked.pipeline or most)])
     except EPMoEError as error:
         problem = error
     facts = {
@@ -72,18 +82,44 @@ def agree(
         **flat_facts(asked.options, "ExpertsOptions"),
         **flat_facts(asked.wire, "Wire"),
         "pipeline": asked.pipeline,
-        "all2all": choice.all2all,
-        "experts": choice.experts,
+        "all2all": picks.last.choice.all2all,
+        "experts": picks.last.choice.experts,
+        "tuned": None if asked.tuned is None else str(picks),
     }
     context.agreement.same(f"MoELayer {name}", facts, problem)
     assert expert_map is not None
-    if asked.experts == select.AUTO and (doubt := select.untried(choice.experts, context.device)) is not None:
+    _warn(context, asked, picks.last.choice.experts)
+    return picks, expert_map, keywords
+
+
+def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Asked) -> None:
+    for name, value, free in (
+        ("all2all", asked.all2all, select.AUTO),
+        ("experts", asked.experts, select.AUTO),
+        ("pipeline", asked.pipeline, None),
+    ):
+        if value != free:
+            raise ConfigError(
+                f"{name}={value!r} beside tuned, which says it per number of tokens; leave out one of them"
+            )
+    if context.wire_tokens is None:
+        raise ConfigError("tuned picks by the tokens that a rank passes at most; state them: EPContext(max_tokens=...)")
+    here = machine_facts(context.device, context.layout.ep, context.layout.etp)
+    wrong = tuned.mismatch(here, layer_facts(config, asked.quantization, asked.wire, asked.dtype))
+    if wrong is not None:
+        raise ConfigError(f"tuned is for another machine or layer: {wrong}; run ep-moe tune for this one")
+
+
+def _warn(context: EPContext, asked: Asked, experts: str) -> None:
+    if asked.tuned is not None:
+        if (changed := asked.tuned.other_versions(versions())) is not None:
+            warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=4)
+    elif asked.experts == select.AUTO and (doubt := select.untried(experts, context.device)) is not None:
         warnings.warn(
             f"{doubt}; see whether tests/gpu/test_blackwell.py of ep_moe's repository passes on this GPU, then name "
-            f"experts={choice.experts!r}",
-            stacklevel=3,
+            f"experts={experts!r}",
+            stacklevel=4,
         )
-    return choice, expert_map, keywords
 
 
 def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:

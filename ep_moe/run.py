@@ -26,6 +26,7 @@ from ep_moe.parallel.local_ranks import run_local_ranks
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.run_eplb import Rebalanced, rebalance
 from ep_moe.select import AUTO
+from ep_moe.tuned import Tuned
 from ep_moe.weights.schemes import PLAIN, SCHEMES
 
 LAPTOP_RANKS = 4
@@ -43,6 +44,7 @@ class RunOptions:
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
     reference: also run the untouched model in one process
     redundant: experts that have a second copy; eplb: rebalance the experts, and read the text again
+    tuned: a file of `ep-moe tune`
     """
 
     model: str | None = None
@@ -61,6 +63,7 @@ class RunOptions:
     reference: bool = True
     redundant: int = 0
     eplb: bool = False
+    tuned: str | None = None
     deadline_s: float = 300.0
 
     @property
@@ -137,7 +140,9 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
     assert options.tp is not None
     parallel = ParallelConfig(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp)
     folder = Path(options.model) if options.model else Path(str(DEMO))
-    with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s) as context:
+    tuned = None if options.tuned is None else Tuned.load(options.tuned)
+    tokens = None if tuned is None else options.batch * options.window
+    with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s, max_tokens=tokens) as context:
         dtype = _dtype(options.dtype, folder)
         windows = _windows(options, folder)
         experts = read_moe_config(folder, context).num_experts
@@ -149,6 +154,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
             all2all=options.all2all,
             experts=options.experts,
             quantization=options.quantization,
+            tuned=tuned,
         )
         if int(windows.max()) >= model.config.vocab_size:
             raise ConfigError(
@@ -225,6 +231,8 @@ def _check(options: RunOptions) -> None:
             raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}")
     if options.model is not None and not Path(options.model).is_dir():
         raise ConfigError(f"--model {options.model} is not a folder")
+    if options.tuned is not None:
+        Tuned.load(options.tuned)  # what is wrong with the file is said before ranks start
     if options.text is not None and not Path(options.text).is_file():
         raise ConfigError(f"--text {options.text} is not a file")
     if options.model is not None and options.text is None:

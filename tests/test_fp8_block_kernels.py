@@ -16,6 +16,7 @@ if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4
     pytest.skip("Triton's interpreter (3.6) takes arrays for numbers, NumPy 2.4 does not", allow_module_level=True)
 
 from ep_moe.experts import fp8_block_kernels as kernels
+from ep_moe.experts import pair_kernels
 from ep_moe.types import Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -228,7 +229,7 @@ def check_reduce(rows, top_k, size, device=DEVICE, dtype=torch.bfloat16, weighte
     slots[0] = -1
     weights = torch.rand(rows, top_k, device=device) if weighted else None
     out = torch.full((rows, size), float("nan"), device=device, dtype=dtype)
-    kernels.reduce_pairs(y, slots, weights, out)
+    pair_kernels.reduce_pairs(y, slots, weights, out)
     valid = (slots >= 0) & (slots < rows * top_k)
     factor = torch.where(valid, 1.0 if weights is None else weights.double(), 0.0)
     parts = y.double()[slots.clamp(0, rows * top_k - 1).long()] * factor.unsqueeze(-1)
@@ -239,7 +240,8 @@ def check_reduce(rows, top_k, size, device=DEVICE, dtype=torch.bfloat16, weighte
     assert bool((out[~valid.any(1)] == 0).all())
 
 
-def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int32, only=None):
+def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int32, only=None, base=0):
+    """base: ids as they travelled, among those of other ranks, and a sixth of the picks with weight 0."""
     ids = torch.randint(0, experts, (rows, top_k), device=device, dtype=dtype)
     if only is not None:
         ids.fill_(only)
@@ -248,8 +250,15 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
     source = torch.full((pairs,), -7, dtype=torch.int32, device=device)
     slots = torch.full((rows, top_k), -7, dtype=torch.int32, device=device)
     ends = torch.full((experts,), -7, dtype=torch.int32, device=device)
-    space = torch.full((kernels.group_workspace(pairs, experts),), -7, dtype=torch.int32, device=device)
-    kernels.group_pairs(ids, experts, source, slots, ends, space)
+    space = torch.full((pair_kernels.group_workspace(pairs, experts),), -7, dtype=torch.int32, device=device)
+    weights = None
+    sent = ids
+    if base:
+        weights = torch.where(torch.rand(rows, top_k, device=device) < 1 / 6, 0.0, 1.0)
+        others = torch.where(torch.rand(rows, top_k, device=device) < 0.5, base - 1, base + experts)
+        sent = torch.where(ids < 0, others, ids + base)
+        ids = torch.where(weights == 0, -1, ids)
+    pair_kernels.group_pairs(sent, experts, source, slots, ends, space, base=base, weights=weights)
     flat = torch.where(ids < 0, experts, ids).flatten().long()
     order = flat.argsort(stable=True)
     total = int((flat < experts).sum())
@@ -310,6 +319,7 @@ def test_reduce(rows, top_k, size, weighted):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_group(rows, top_k, experts, dtype):
     check_group(rows, top_k, experts, dtype=dtype)
+    check_group(rows, top_k, experts, dtype=dtype, base=64)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -321,7 +331,7 @@ def test_no_rows():
     check_group(0, 2, 3)
     none = torch.empty(0, 128, device=DEVICE)
     kernels.quantize_rows(none.bfloat16(), none.to(E4M3), torch.empty(0, 1, device=DEVICE))
-    kernels.reduce_pairs(none.bfloat16(), torch.empty(0, 2, dtype=torch.int32, device=DEVICE), None, none)
+    pair_kernels.reduce_pairs(none.bfloat16(), torch.empty(0, 2, dtype=torch.int32, device=DEVICE), None, none)
     _, _, b, b_scale = random_operands(0, 2, 128, 128, DEVICE)
     ends = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     kernels.grouped_gemm(none.to(E4M3), torch.empty(0, 1, device=DEVICE), b, b_scale, ends, none)

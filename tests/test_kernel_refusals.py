@@ -10,6 +10,7 @@ import torch
 
 from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.layer_choice import Asked, agree
@@ -34,7 +35,7 @@ def hopper(monkeypatch):
     """An H200 with both libraries, as far as the choice looks: it runs nothing."""
     here = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
-    for kernel in (FlashInferCutlassExperts, Fp8BlockTritonExperts):
+    for kernel in (Bf16TritonExperts, FlashInferCutlassExperts, Fp8BlockTritonExperts):
         monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))
     return here
 
@@ -48,7 +49,8 @@ def reason(kernel: str, scheme: str = "none", dtype: torch.dtype = BF16, *, devi
 @pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_hopper_has_a_kernel_for_every_scheme(scheme):
     found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES[scheme])
-    assert found.experts == ("fp8_block_triton" if scheme == "fp8_block" else "flashinfer_cutlass")
+    own = {"none": "bf16_triton", "fp8_block": "fp8_block_triton"}
+    assert found.experts == own.get(scheme, "flashinfer_cutlass")
     assert reason("flashinfer_cutlass", scheme) is None
     assert reason("reference", scheme) is None
 
@@ -78,6 +80,9 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
         return choose(config(**fields), layout(), GPU, dtype, scheme=SCHEMES[scheme]).experts
 
     assert chosen("fp8_block", expert_bias=True) == "flashinfer_cutlass"
+    assert chosen("none", expert_bias=True) == "flashinfer_cutlass"
+    assert chosen("none", torch.float16) == "flashinfer_cutlass"
+    assert chosen("none", inner=192) == "flashinfer_cutlass"
     assert chosen("fp8_block", torch.float16) == "fp8_block_triton"
     assert chosen("none", torch.float32) == "reference"
     assert chosen("mxfp4", torch.float16) == "reference"
@@ -125,6 +130,11 @@ def test_missing_libraries(monkeypatch):
         ("flashinfer_cutlass", "none", torch.float32, {}, "dtype float32 is not among bfloat16, float16"),
         ("flashinfer_cutlass", "mxfp4", torch.float16, {}, "quantization mxfp4 needs bfloat16"),
         ("flashinfer_cutlass", "fp8_block", torch.float16, {}, "quantization fp8_block needs bfloat16"),
+        ("bf16_triton", "fp8_block", BF16, {}, "quantization fp8_block is not among none"),
+        ("bf16_triton", "none", torch.float16, {}, "dtype float16 is not among bfloat16"),
+        ("bf16_triton", "none", BF16, {"expert_bias": True}, "it has no expert biases (expert_bias=True)"),
+        ("bf16_triton", "none", BF16, {"inner": 256, "etp": 4},
+         "intermediate_size / etp must be a multiple of 128 in bfloat16, got 64"),
         ("fp8_block_triton", "none", BF16, {}, "quantization none is not among fp8_block"),
         ("fp8_block_triton", "fp8_block", BF16, {"expert_bias": True},
          "it has no expert biases (expert_bias=True)"),

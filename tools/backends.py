@@ -27,6 +27,7 @@ RUN = {
     "flashinfer_cutlass": "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN",
     "flashinfer_cutedsl": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
     "flashinfer_trtllm": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
+    "bf16_triton": "1 and 4 H200",
     "fp8_block_triton": "1 and 4 H200",
     "flashinfer_mega_bf16": "4 H200, one host; on CPU, gloo, over an emulation",
     "flashinfer_mega_fp8": "4 H200, one host; on CPU, gloo, over an emulation",
@@ -52,8 +53,6 @@ MISSING = (
     "",
     "Not run: more than one node, GPUs other than H200. What is for Blackwell, and how it was checked: "
     "[blackwell.md](blackwell.md).",
-    "Rows in nvfp4 on the wire: on 4 H200 everything but the replays passed; what failed there is mended, and was not",
-    "run there again.",
 )
 
 

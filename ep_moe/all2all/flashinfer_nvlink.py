@@ -139,7 +139,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             "dtype": g.dtype,
         }
         config = {
-            "extra_payload_bytes_per_token": 16 * number,
+            "extra_payload_bytes_per_token": 128 * number,  # sizes are padded to 128 bytes, and equal ones are shared
             "use_low_precision_combine": g.wire.combine == "fp8",
         }
         try:

@@ -10,6 +10,8 @@ wire      bytes that leave the busiest rank: rows, ids and weights out, rows bac
 p2p       copies between the same GPUs, all at once, measured in the same run: bytes/s
 floor     wire / p2p
 raw       the library's own calls on ids that are ready, where there is a library: what our adapter adds
+load      (--load) FlashInfer's own calls in a workspace with room for EPLB's statistics, without and with every rank's
+          int32 counts of the experts riding on dispatch to all ranks
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import csv
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +58,12 @@ class Line:
     wire_bytes: int
     floor_us: float
     raw_us: float | None = None
+    without_load_us: float | None = None
+    with_load_us: float | None = None
 
 
 def measure(
-    context: EPContext, names: Sequence[str], hidden: Sequence[int], tokens: Sequence[int]
+    context: EPContext, names: Sequence[str], hidden: Sequence[int], tokens: Sequence[int], *, load: bool = False
 ) -> tuple[list[Line], float]:
     rate = p2p_rate(context)
     lines: list[Line] = []
@@ -74,7 +79,7 @@ def measure(
                             Console().print(f"{name}: {reason}")
                         continue
                     line = Line(name, rows, size, count, 0.0, False, sent, sent / rate * 1e6)
-                    time_transport(context, line, x, routing)
+                    time_transport(context, line, x, routing, load=load)
                     lines.append(line)
     return lines, rate
 
@@ -121,7 +126,7 @@ def wire_bytes(context: EPContext, routing: PhysicalRouting, geometry: Geometry)
     return int(wanted.sum()) * (out + geometry.hidden_size * DTYPE.itemsize)
 
 
-def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting) -> None:
+def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting, *, load: bool = False) -> None:
     geometry = geometry_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(geometry, context.links["ep"])
     rows, scale = round_rows(x, geometry.wire)
@@ -136,10 +141,12 @@ def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalR
     pair()
     if line.transport == "flashinfer_nvlink":
         calls.append(flashinfer_pair(dispatcher, rows, scale, routing))
+        if load and line.rows == "plain":
+            calls += load_pairs(context, geometry, rows, routing)
     times = (replayed if line.captured else eager)(calls, before=dist.barrier)
-    line.us = slowest(context, times[0])
-    if len(times) > 1:
-        line.raw_us = slowest(context, times[1])
+    found = zip(("us", "raw_us", "without_load_us", "with_load_us"), times, strict=False)
+    for name, us in found:
+        setattr(line, name, slowest(context, us))
     torch.cuda.synchronize()
     dist.barrier()
     dispatcher.destroy()
@@ -154,6 +161,29 @@ def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: P
         communication.combine(communication.get_combine_input_buffer(DTYPE))
 
     return pair
+
+
+def load_pairs(context: EPContext, geometry: Geometry, x: Tensor, routing: PhysicalRouting) -> list[Callable[[], Any]]:
+    """FlashInfer's own calls without and with `eplb_local_stats`, in a workspace of their own."""
+    from ep_moe.all2all.flashinfer_nvlink import communication
+
+    link, ids = context.links["ep"], routing.ids.int()
+    group = {"world_size": link.size, "rank": link.rank, "device": x.device.index, "process_group": link.group}
+    params = {
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "max_tokens_per_rank": geometry.max_tokens,
+        "hidden_size": geometry.hidden_size,
+        "dtype": DTYPE,
+    }
+    library = communication(group, params, {"eplb_stats_num_experts": EXPERTS})
+    counts = ids.flatten().long().bincount(minlength=EXPERTS).int()
+
+    def pair(stats: Tensor | None) -> None:
+        library.dispatch(x, ids, routing.weights, eplb_local_stats=stats)
+        library.combine(library.get_combine_input_buffer(DTYPE))
+
+    return [partial(pair, None), partial(pair, counts)]
 
 
 def p2p_rate(context: EPContext) -> float:
@@ -178,7 +208,7 @@ def busiest(context: EPContext, count: int) -> int:
 
 def table(lines: list[Line], rate: float) -> Table:
     found = Table(title=f"dispatch + combine, E={EXPERTS}, K={TOP_K}; p2p {rate / 1e9:.0f} GB/s")
-    numbers = ("us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us")
+    numbers = ("us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us", "no load us", "load us")
     for name in ("H", "T", "transport", "rows", *numbers, ""):
         found.add_column(name, no_wrap=True, justify="left" if name in ("transport", "rows", "") else "right")
     for line in lines:
@@ -193,6 +223,8 @@ def table(lines: list[Line], rate: float) -> Table:
             f"{line.floor_us / line.us:.0%}",
             "" if line.raw_us is None else f"{line.raw_us:.1f}",
             "" if line.raw_us is None else f"{line.us - line.raw_us:+.1f}",
+            "" if line.without_load_us is None else f"{line.without_load_us:.1f}",
+            "" if line.with_load_us is None else f"{line.with_load_us:.1f}",
             "" if line.captured else "eager",
         )
     return found
@@ -224,15 +256,16 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=list(registry.targets("dispatchers")))
     parser.add_argument("--hidden", nargs="+", type=int, default=HIDDEN)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--load", action="store_true", help="FlashInfer's EPLB statistics riding on dispatch, too")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parser.parse_args()
     with EPContext.from_torchrun() as context:
         torch.cuda.set_device(context.device)
-        lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens)
+        lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens, load=asked.load)
         if context.layout.rank:
             return
-    Console(width=130).print(table(lines, rate))
+    Console(width=150).print(table(lines, rate))
     if asked.csv is not None:
         with asked.csv.open("w", newline="") as file:
             writer = csv.writer(file)

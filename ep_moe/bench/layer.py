@@ -1,87 +1,278 @@
-"""Whole routed layers, whoever computes them: pairs of transport and kernel, and fused kernels, on the same routes.
+"""Whole routed layers, ours and every peer's, on the same rows, routes and weights in one run.
 
-    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.layer [--models NAME ...] [--tokens T ...] [--csv F]
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.layer [--models NAME ...] [--tokens T ...] [--csv F] ...
 
 Microseconds of one layer call, the slowest rank's median of CUDA-graph replays that take turns; uniform routing, tuned
-experts, no shared experts, a context made for that many tokens.
+experts, no shared experts, a context made for that many tokens. A graph holds several calls, because the ranks' skew
+after the barrier is not the layer's.
 
-x best       of the fastest line with weights of the same kind
+rows         what travels: out / back
+x peer       the fastest peer with weights of the same kind / this line: above 1 is ahead
+x apart      of the floor that computes and moves rows in turn; x overlap: of the one that does both at once
+error        largest difference from the first line, over its largest magnitude; WRONG beyond ERRORS. A guard against
+             timing what computes something else, no proof
+host us      of the host for one eager call, at one token per rank
+stages       dispatch, experts and combine from a profile of replays, rest before the rows set out
+memory       (--memory) bytes that `plan()` names, and that were really taken by one layer in a context of its own: held
+             after a call, and at the peak of a call
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-from collections.abc import Sequence
+import gc
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 
-from ep_moe.bench.all2all import slowest
-from ep_moe.bench.overlap import Variant, batch, build, tune
-from ep_moe.bench.timing import replayed
-from ep_moe.config import MoEConfig, load_model_config
+from ep_moe.bench import floors, memory, stages
+from ep_moe.bench.all2all import p2p_rate, slowest
+from ep_moe.bench.experts import Rates, measure_rates
+from ep_moe.bench.layer_report import Line, plot, stage_table, table, write
+from ep_moe.bench.overlap import Variant, batch
+from ep_moe.bench.peers import Entry, Peers, Source
+from ep_moe.bench.timing import captured, host, in_turns
+from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
-from ep_moe.errors import BackendUnavailable
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
+from ep_moe.parallel.link import all_gather_single
+from ep_moe.select import AUTO
+from ep_moe.types import Routing
+from ep_moe.weights.schemes import SCHEMES
 
-MODELS = ("qwen3-30b-a3b",)
+MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (1, 16, 128, 1024, 8192)
-VARIANTS: tuple[Variant, ...] = (
+VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire, transport; the last as in bench.overlap
     ("flashinfer_cutlass", "none", "plain", "nvlink_p2p", ()),
     ("flashinfer_cutlass", "none", "plain", "flashinfer_nvlink", ()),
-    ("flashinfer_mega_bf16", "none", "plain", "auto", ()),
+    ("bf16_triton", "none", "plain", "nvlink_p2p", ()),
+    ("flashinfer_mega_bf16", "none", "plain", AUTO, ()),
     ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", ()),
     ("fp8_block_triton", "fp8_block", "fp8_block", "flashinfer_nvlink", ()),
-    ("flashinfer_mega_fp8", "fp8_block", "plain", "auto", ()),
+    ("flashinfer_cutlass", "fp8_block", "plain", "nvlink_p2p", ()),
+    ("flashinfer_cutlass", "fp8_static", "plain", "nvlink_p2p", ()),
+    ("flashinfer_mega_fp8", "fp8_block", "plain", AUTO, ()),
 )
+OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whatever the wire is called
+REPLAYS = 15
+Made = TypeVar("Made")
 
 
-@dataclass
-class Line:
-    model: str
-    tokens: int
-    experts: str
-    scheme: str
-    rows: str
-    all2all: str
-    us: float
+@dataclass(frozen=True)
+class Machine:
+    """p2p: bytes/s."""
+
+    rates: Rates
+    p2p: float
 
 
-def measure(model: str, config: MoEConfig, tokens: int, variants: Sequence[Variant]) -> list[Line]:
-    """Variants that cannot run here are left out, with their reasons on rank 0's output."""
-    with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
-        made = []
-        for variant in variants:
-            try:
-                made.append((variant, build(context, config, variant)))
-            except BackendUnavailable as error:
-                if dist.get_rank() == 0:
-                    Console().print(f"{variant[0]} with {variant[3]}: {error}")
-        tune(context, [tokens])
-        x, routing = batch(context, config, tokens)
-        calls = [partial(layer.forward_routed, x, routing) for _, layer in made]
-        times = [slowest(context, us) for us in replayed(calls, repeat=2, before=dist.barrier)]
-        return [
-            Line(model, tokens, experts, scheme, rows, layer.choice.all2all, us)
-            for ((experts, scheme, rows, _, _), layer), us in zip(made, times, strict=True)
-        ]
+def measure(
+    context: EPContext,
+    model: str,
+    config: MoEConfig,
+    variants: Sequence[Variant],
+    machine: Machine,
+    *,
+    peers: bool = True,
+) -> list[Line]:
+    """What cannot run here is left out, with its reason on rank 0's output. Collective."""
+    tokens = context.max_tokens or 1
+    x, routing = batch(context, config, tokens)
+    layers = {variant: layer for variant in variants if (layer := built(context, config, variant)) is not None}
+    sources = tuned(context, tokens, layers)
+    entries = [ours(variant, layer, x, routing) for variant, layer in layers.items() if variant[:2] in sources]
+    joined = Peers(context, config, x, routing, sources)
+    recipes = joined.recipes() if peers else {}
+    entries += [entry for name, make in recipes.items() if (entry := attempt(context, name, make)) is not None]
+    lines = timed(context, model, entries, floors_of(context, config, routing, machine))
+    for line, entry in zip(lines, entries, strict=True):
+        if entry.owner == "ours" and not math.isnan(line.us):
+            extras(context, line, entry.call)
+    for entry in entries:
+        entry.close()
+    joined.close()
+    return compared([line for line in lines if not math.isnan(line.us)])
 
 
-def table(lines: list[Line]) -> Table:
-    found = Table(title=f"{lines[0].model}, {lines[0].tokens} tokens per rank")
-    for name in ("experts", "weights", "rows", "all2all", "us", "x best"):
-        found.add_column(name, no_wrap=True, justify="right" if name in ("us", "x best") else "left")
+def built(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer | None:
+    return attempt(context, f"{variant[0]}, {variant[1]}, with {variant[3]}", partial(filled, context, config, variant))
+
+
+def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
+    """A layer with random weights, equal on all ranks. Three kinds of expert, that a row at the wrong one shows."""
+    kernel, scheme, rows, all2all, _ = variant
+    layer = MoELayer(
+        config,
+        context,
+        all2all=all2all,
+        experts=kernel,
+        quantization=scheme,
+        wire=Wire(dispatch=rows),
+        dtype=torch.bfloat16,
+    )
+    # far from the seeds of rows: rows equal to weights would have products as large as nowhere else, and saturate fp8
+    generator = torch.Generator(device=context.device).manual_seed(1_000_003)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=context.device) / 50
+
+    w13, w2 = random(config.w13_rows, config.hidden_size), random(config.hidden_size, config.intermediate_size)
+    kinds = []
+    for kind in range(3):
+        tensors = {"w13": w13, "w2": w2 / 2**kind}
+        if SCHEMES[scheme].activations.calibrated:
+            scales = {"w13_input_scale": 0.02, "w2_input_scale": 0.1}
+            tensors |= {name: torch.tensor(value, device=context.device) for name, value in scales.items()}
+        kinds.append(SCHEMES[scheme].quantize(tensors, torch.bfloat16))
+    for expert in layer.expert_weights.local_experts:
+        layer.update_expert(expert, **kinds[expert % 3])
+    return layer
+
+
+def tuned(context: EPContext, tokens: int, layers: dict[Variant, MoELayer]) -> dict[tuple[str, str], Source]:
+    """By kernel and scheme, each measured once; those that fail are left out."""
+    rows = [min(context.layout.ep * tokens, ExpertsOptions().chunk_rows)]
+    sources: dict[tuple[str, str], Source] = {}
+    for (kernel, scheme, *_), layer in layers.items():
+        if (kernel, scheme) in sources:
+            layer.experts.use(sources[kernel, scheme].tiles)
+            continue
+        tiles = attempt(context, f"{kernel}, {scheme}, tuning", partial(layer.tune, rows))
+        if tiles is not None:
+            sources[kernel, scheme] = Source(layer, tiles)
+    return sources
+
+
+def ours(variant: Variant, layer: MoELayer, x: Tensor, routing: Routing) -> Entry:
+    kernel, scheme, rows, _, _ = variant
+    weights = "bf16" if scheme == "none" else "fp8"
+    out = OUT.get(kernel, "bf16" if rows == "plain" else "fp8")
+    call = partial(layer.forward_routed, x, routing)
+    return Entry("ours", name_of(variant), scheme, weights, f"{out} / bf16", call)
+
+
+def name_of(variant: Variant) -> str:
+    kernel, _, _, all2all, _ = variant
+    return kernel if all2all == AUTO else f"{kernel} + {all2all}"
+
+
+def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | None:
+    """What `make` gives; None on all ranks, with the reason on rank 0's output, where it fails on any."""
+    made, reason = None, None
+    try:
+        made = make()
+        if context.device.type == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:  # whatever a library raises: the others are still to be measured
+        reason = f"{type(error).__name__}: {error}"
+    reasons: list[str | None] = [None] * context.layout.ep
+    dist.all_gather_object(reasons, reason, group=context.links["ep"].group)
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if failed and context.layout.rank == 0:
+        Console(width=130).print(f"left out: {what}: {failed[0]}", markup=False)
+    return None if failed else made
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[str, floors.Floor]) -> list[Line]:
+    """In the order of the entries; `us` is NaN for one that fails."""
+    graphs: dict[int, Callable[[], Any]] = {}
+    lines, tokens, reference = [], context.max_tokens or 0, None
+    repeat = calls_per_graph(tokens)
+    for number, entry in enumerate(entries):
+        out = attempt(context, f"{entry.name}, {entry.scheme}", lambda call=entry.call: call().clone())  # type: ignore[misc]
+        floor = least[entry.weights]
+        line = Line(
+            model, context.layout.ep, tokens, entry.owner, entry.name, entry.scheme, entry.weights, entry.rows,
+            torch.nan, torch.inf, floor.apart, floor.overlap,
+        )  # fmt: skip
+        lines.append(line)
+        if out is None:
+            continue
+        reference = out if reference is None else reference
+        line.error = slowest(context, relative_error(out, reference))
+        graph = attempt(context, f"{entry.name}, {entry.scheme}, captured", partial(captured, entry.call, repeat))
+        if graph is not None:
+            graphs[number] = graph.replay
+    found = in_turns(list(graphs.values()), repeat, REPLAYS, dist.barrier)
+    for number, us in zip(graphs, found, strict=True):
+        lines[number].us = slowest(context, us)
+    return lines
+
+
+def calls_per_graph(tokens: int) -> int:
+    return 10 if tokens <= 128 else 4 if tokens <= 1024 else 2
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """The largest difference over the largest magnitude; infinite where something is no number."""
+    apart = (out.float() - reference.float()).abs().max() / reference.float().abs().max()
+    return float(apart.nan_to_num(torch.inf))
+
+
+def extras(context: EPContext, line: Line, call: Callable[[], Any]) -> None:
+    """What is measured of our own lines alone."""
+    what = f"{line.name}, {line.scheme}"
+    split = attempt(context, f"{what}, stages", partial(stages.measure, context, call))
+    if split is not None:
+        line.dispatch_us, line.experts_us = split.dispatch, split.experts
+        line.combine_us, line.rest_us = split.combine, split.rest
+    if line.tokens == 1:
+        own = attempt(context, f"{what}, on the host", partial(host, call, before=dist.barrier))
+        line.host_us = None if own is None else slowest(context, own)
+
+
+def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: Machine) -> dict[str, floors.Floor]:
+    ids = routing.ids.long().contiguous()
+    everyone = ids.new_empty(context.layout.ep * len(ids), ids.shape[1])
+    all_gather_single(everyone, ids, group=context.links["ep"].group)
+    load = floors.load_of(everyone.view(context.layout.ep, *ids.shape), config.num_experts)
+    return {name: floors.floor(config, load, kind, machine.rates, machine.p2p) for name, kind in floors.KINDS.items()}
+
+
+def compared(lines: list[Line]) -> list[Line]:
+    """With the ratio to the fastest right peer that has weights of the same kind."""
     for line in lines:
-        best = min(other.us for other in lines if other.scheme == line.scheme)
-        found.add_row(line.experts, line.scheme, line.rows, line.all2all, f"{line.us:.0f}", f"{line.us / best:.2f}")
-    return found
+        peers = [p.us for p in lines if (p.owner, p.weights, p.wrong) == ("peer", line.weights, False)]
+        line.x_peer = min(peers) / line.us if peers else None
+    return lines
+
+
+def machine_of() -> Machine:
+    with EPContext.from_torchrun() as context:
+        rates, p2p = measure_rates(context.device), p2p_rate(context)
+    swept()
+    return Machine(rates, p2p)
+
+
+def swept() -> None:
+    """Layers and graphs refer to each other; memory that nobody holds goes back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: Sequence[Line]) -> None:
+    """The memory of our own lines, each layer alone in a context."""
+    for variant in variants:
+        swept()
+        with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
+            held = memory.measure(context, config, partial(built, context, config, variant))
+        for line in lines:
+            if held is not None and (line.owner, line.name, line.scheme) == ("ours", name_of(variant), variant[1]):
+                line.plan_bytes, line.held_bytes, line.peak_bytes = dataclasses.astuple(held)
 
 
 def main() -> None:
@@ -89,22 +280,37 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--experts", nargs="+", default=sorted({variant[0] for variant in VARIANTS}))
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--memory", nargs="*", type=int, default=(), metavar="T", help="tokens to weigh layers at, too")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
     asked = parser.parse_args()
     torch.cuda.set_device(local_device())
-    lines: list[Line] = []
+    machine, lines, console = machine_of(), list[Line](), Console(width=150)
+    variants = [variant for variant in VARIANTS if variant[0] in asked.experts]
+    first = dist.get_rank() == 0
+    if first:
+        console.print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {machine.rates.copy / 1e12:.2f} TB/s, "
+            f"bf16 {machine.rates.bf16 / 1e12:.0f}, fp8 {machine.rates.fp8 / 1e12:.0f} TFLOP/s, "
+            f"peer to peer {machine.p2p / 1e9:.0f} GB/s"
+        )
     for model in asked.models:
         config = dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
         for tokens in asked.tokens:
-            found = measure(model, config, tokens, [one for one in VARIANTS if one[0] in asked.experts])
+            with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
+                found = measure(context, model, config, variants, machine, peers=not asked.no_peers)
+            swept()
+            if tokens in asked.memory:
+                weighed(config, tokens, variants, found)
+                swept()
             lines += found
-            if dist.get_rank() == 0:
-                Console(width=130).print(table(found))
-    if asked.csv is not None and dist.get_rank() == 0:
-        with asked.csv.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([field.name for field in dataclasses.fields(Line)])
-            writer.writerows(dataclasses.astuple(line) for line in lines)
+            if first and found:
+                console.print(table(found), stage_table(found))
+                if asked.csv is not None:  # so far: a run that ends early has left something
+                    write(lines, asked.csv)
+    if first and asked.plot is not None:
+        plot(lines, asked.plot)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ def replayed(
     before: Callable[[], Any] = lambda: None,
 ) -> list[float]:
     """Median microseconds of each call inside a CUDA graph of `repeat` of them. before: what precedes each replay."""
-    graphs = [_captured(call, repeat) for call in calls]
-    return _medians([graph.replay for graph in graphs], repeat, replays, before)
+    graphs = [captured(call, repeat) for call in calls]
+    return in_turns([graph.replay for graph in graphs], repeat, replays, before)
 
 
 def eager(
@@ -31,10 +32,31 @@ def eager(
     before: Callable[[], Any] = lambda: None,
 ) -> list[float]:
     """The same without a graph: the host's work counts where the GPU waits for it."""
-    return _medians([lambda call=call: [call() for _ in range(repeat)] for call in calls], repeat, replays, before)  # type: ignore[misc]
+    return in_turns([lambda call=call: [call() for _ in range(repeat)] for call in calls], repeat, replays, before)  # type: ignore[misc]
 
 
-def _medians(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, before: Callable[[], Any]) -> list[float]:
+def host(
+    call: Callable[[], Any], *, calls: int = 20, samples: int = 10, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Median over `samples` of the microseconds that the host needs for a call: `calls` back to back, of which none
+    waits for the device: it is idle when they begin, and its queue has room for all their kernels.
+    before: what precedes each sample."""
+    on_gpu, times = torch.cuda.is_available(), list[float]()
+    for _ in range(samples + _WARM):
+        before()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / calls)
+        if on_gpu:
+            torch.cuda.synchronize()
+    return statistics.median(times[_WARM:])
+
+
+def in_turns(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, before: Callable[[], Any]) -> list[float]:
+    """Median microseconds of a call, of which each of `calls` is `repeat`."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(replays + _WARM):
         for call, own in zip(calls, times, strict=True):
@@ -49,13 +71,13 @@ def _medians(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, befo
     return [statistics.median(own[_WARM:]) for own in times]
 
 
-def _captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
+def captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `repeat` calls, after three outside it."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # one that fails leaves its stream on
         for _ in range(repeat):
             call()
     return graph

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.micro_rows import nvfp4_rows
+from ep_moe.experts.operator import operator
 from ep_moe.experts.row_kernels import clean_ids
 from ep_moe.weights.cutedsl import mma_view
 from ep_moe.workspace import Shapes, carve, carved_bytes
@@ -91,7 +92,7 @@ def own_bytes(rows: int, hidden: int, slots: int, top_k: int) -> int:
     return carved_bytes(own_shapes(rows, hidden, slots, top_k))
 
 
-@torch.library.custom_op("ep_moe::cutedsl_moe", mutates_args=("out", "workspace"))
+@operator("cutedsl_moe")
 def cutedsl_moe(
     out: Tensor,
     workspace: Tensor,
@@ -164,11 +165,6 @@ def cutedsl_moe(
             w2_alpha=own["alpha2"],
         )
         out[part].copy_(y)
-
-
-@cutedsl_moe.register_fake
-def _(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def send_elsewhere(ids: Tensor, slots: int) -> None:

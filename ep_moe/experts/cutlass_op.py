@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ep_moe.experts.fp8_scales import Inputs, TensorScales, column_scales, round_rows
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.experts.operator import operator
 from ep_moe.experts.row_kernels import clean_ids, row_extremes
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
@@ -137,7 +138,7 @@ def own_bytes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, to
     return carved_bytes(own_shapes(runner, rows, hidden, inner, slots, top_k, weighted=True))
 
 
-@torch.library.custom_op("ep_moe::cutlass_moe", mutates_args=("out", "workspace"))
+@operator("cutlass_moe")
 def cutlass_moe(
     out: Tensor,
     workspace: Tensor,
@@ -238,11 +239,6 @@ def cutlass_moe(
             base_activation_type=activation,
             workspace_buffer=own["rest"],
         )
-
-
-@cutlass_moe.register_fake
-def _(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def run_moe(runner: Runner, **arguments: Any) -> None:

@@ -101,7 +101,8 @@ class FlashInferCuteDslExperts(Experts):
         if out is None:
             out = torch.empty(len(x), config.hidden_size, dtype=weights.dtype, device=x.device)
         clamped = config.activation is Activation.SWIGLU_CLAMPED
-        torch.ops.ep_moe.cutedsl_moe(
+        assert ids is not None
+        cutedsl_op.cutedsl_moe(
             out,
             self.workspace(),
             x,

@@ -147,7 +147,8 @@ class FlashInferCutlassExperts(Experts):
             out = torch.empty(len(x), self.config.hidden_size, dtype=weights.dtype, device=x.device)
         self._advise()
         names = cutlass_op.scale_names(weights.scheme.name)
-        torch.ops.ep_moe.cutlass_moe(
+        assert ids is not None
+        cutlass_op.cutlass_moe(
             out,
             self.workspace(),
             x,

@@ -116,7 +116,8 @@ class FlashInferTrtllmExperts(Experts):
             out = torch.empty(len(x), self.config.hidden_size, dtype=weights.dtype, device=x.device)
         if self._clamp is None:
             self._clamp = clamp_constants(self.config, weights.num_slots, weights.device)
-        torch.ops.ep_moe.trtllm_moe(
+        assert ids is not None
+        trtllm_op.trtllm_moe(
             out,
             self.workspace(),
             x,

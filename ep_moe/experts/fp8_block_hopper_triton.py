@@ -74,7 +74,7 @@ def _gemm(
             [
                 (_multiply, (operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, WIDE,
                              ACTIVATION, UP_FIRST, SMALLEST, GROUPS, 0)),
-                (_copy, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES)),
+                (_copy, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, 128)),
             ],
             [1],
             [COPY_REGISTERS],
@@ -86,7 +86,7 @@ def _gemm(
                              ACTIVATION, UP_FIRST, SMALLEST, GROUPS, 0)),
                 (_multiply, (operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, WIDE,
                              ACTIVATION, UP_FIRST, SMALLEST, GROUPS, 1)),
-                (_copy, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES)),
+                (_copy, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, 128)),
             ],
             [4, 1],
             [REGISTERS, COPY_REGISTERS],
@@ -123,6 +123,7 @@ def _place(tile, start, end, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, GROUP_M
 def _copy(
     a, b, operands, to, ring, groups,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
 ):  # fmt: skip
     n = operands[2]
     second = operands[3]
@@ -152,10 +153,10 @@ def _copy(
                 mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * 128)
                 for i in gl.static_range(PARTS_M):
                     buffer = a_ring.index(stage * PARTS_M + i)
-                    tma.async_copy_global_to_shared(a, [row + i * 64, k * 128], bar, buffer)
+                    tma.async_copy_global_to_shared(a, [row + i * 64, k * BLOCK_K], bar, buffer)
                 for i in gl.static_range(PARTS_N):
                     buffer = b_ring.index(stage * PARTS_N + i)
-                    tma.async_copy_global_to_shared(b, [b_row + i * second, k * 128], bar, buffer)
+                    tma.async_copy_global_to_shared(b, [b_row + i * second, k * BLOCK_K], bar, buffer)
                 stage += 1
                 if stage == STAGES:
                     stage = 0

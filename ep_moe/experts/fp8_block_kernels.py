@@ -1,10 +1,11 @@
 """Expert GEMMs with DeepSeek's fp8 blocks, in Triton: e4m3 weights with a scale for each 128 x 128 block, e4m3 rows
 with a scale for each 128 values.
 
-A forward pass is `group_pairs` (rows by expert), `quantize_pairs`, `grouped_gemm`, `activate_and_quantize` (on Hopper
-both in one: `grouped_gemm_activate`), `grouped_gemm`, `reduce_pairs`. Nothing here allocates, waits for the device or
-tunes at run time: whoever calls brings every output, and all of it can be captured in a CUDA graph. How many rows there
-are is known to the device alone; work beyond them is not started. Row counts on the host (M) are upper bounds.
+A forward pass is `pair_kernels.group_pairs` (rows by expert), `quantize_pairs`, `grouped_gemm`, `activate_and_quantize`
+(on Hopper both in one: `grouped_gemm_activate`), `grouped_gemm`, `pair_kernels.reduce_pairs`. Nothing here allocates,
+waits for the device or tunes at run time: whoever calls brings every output, and all of it can be captured in a CUDA
+graph. How many rows there are is known to the device alone; work beyond them is not started. Row counts on the host (M)
+are upper bounds.
 
 Letters: L experts, M rows (of all experts), K and N a product's inner and outer size, N also received rows; both
 multiples of 128.
@@ -20,6 +21,7 @@ import triton
 from torch import Tensor
 
 from ep_moe.experts import fp8_block_kernels_triton as kernels
+from ep_moe.experts.pair_kernels import multiprocessors
 from ep_moe.types import Activation
 
 BLOCK = 128
@@ -27,7 +29,6 @@ SMALLEST_AMAX = 1e-10  # below it a group's scale is SMALLEST_AMAX / 448, so tha
 # tuned on an H200
 TILE = 4096  # values of a tile of the kernels that quantise
 PROGRAMS = 64  # of such a kernel, a multiprocessor
-REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
 
 
 @dataclass(frozen=True)
@@ -211,83 +212,22 @@ def activate_and_quantize(
     )  # fmt: skip
 
 
-def reduce_pairs(y: Tensor, slots: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    """out[n] = the sum over k of weights[n, k] * y[slots[n, k]], in float32, k from 0 upwards; zero where row n has no
-    pair.
-
-    y: bf16 or fp16 [M, H]; slots: int32 or int64 [N, K], below 0 or at least M for none; weights: float32 [N, K], None
-    for ones; out: [N, H]
-    """
-    n, top_k = slots.shape
-    size = out.shape[-1]
-    if not n:
-        return
-    block = min(REDUCE_BLOCK, triton.next_power_of_2(size))
-    kernels.reduce[(n, triton.cdiv(size, block))](
-        y, slots, weights, out, y.shape[0], size,
-        TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=REDUCE_WARPS,
-    )  # fmt: skip
-
-
-def group_workspace(num_pairs: int, num_experts: int) -> int:
-    """How many int32 `group_pairs` needs to work."""
-    return (-(-num_pairs // _pairs_per_program(num_pairs)) + 1) * num_experts
-
-
-def _pairs_per_program(num_pairs: int) -> int:
-    return max(256, int(triton.next_power_of_2(-(-num_pairs // 1024))))
-
-
-def group_pairs(
-    local_ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor
-) -> None:
-    """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
-
-    local_ids: int32 or int64 [N, K], anything outside 0 .. L - 1 is no expert
-    source_row: int32 [N * K], the row n of each sorted pair, -1 beyond the last
-    slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
-    workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
-    """
-    pairs = local_ids.numel()
-    mine = _pairs_per_program(pairs)
-    blocks = triton.cdiv(pairs, mine)
-    if not blocks:
-        ends.zero_()
-        return
-    lanes = triton.next_power_of_2(num_experts)
-    chunk = max(16, min(256, 8192 // lanes))
-    totals, before = workspace[:num_experts], workspace[num_experts:]
-    kernels.count_pairs[(blocks,)](
-        local_ids, before, pairs, blocks, num_experts, EXPERTS=lanes, CHUNK=chunk, PAIRS=mine, num_warps=8
-    )
-    kernels.sum_counts[(num_experts,)](before, totals, blocks, CHUNK=1024)
-    kernels.place_pairs[(blocks,)](
-        local_ids, before, totals, source_row, slots, ends, pairs, blocks, num_experts, local_ids.shape[1],
-        EXPERTS=lanes, CHUNK=chunk, PAIRS=mine, num_warps=8,
-    )  # fmt: skip
-
-
 def _tiling(rows: int, size: int, device: torch.device) -> tuple[int, int, int]:
     """Columns and rows of a tile, and how many programs walk over the tiles."""
     columns = next(c for c in (1024, 512, 256, BLOCK) if size % c == 0)
     tall = TILE // columns
     tiles = triton.cdiv(rows, tall) * (size // columns)
-    return columns, tall, min(tiles, _multiprocessors(device) * PROGRAMS)
+    return columns, tall, min(tiles, multiprocessors(device) * PROGRAMS)
 
 
 def _programs(rows: int, experts: int, n: int, config: GemmConfig, device: torch.device) -> int:
     """No more than there can be tiles."""
     tiles = (rows // config.block_m + 1 + experts) * -(-n // min(config.block_n, BLOCK))
-    return min(tiles, max(1, _multiprocessors(device) - config.spare_sms) * config.programs)
+    return min(tiles, max(1, multiprocessors(device) - config.spare_sms) * config.programs)
 
 
 def _groups(counts: Tensor | None) -> int:
     return 1 if counts is None else counts.numel()
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 @cache

@@ -88,8 +88,9 @@ def _store_quantized(
 @triton.jit
 def _quantized(value, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     value = tl.reshape(value, [ROWS, COLUMNS // 128, 128])
-    step = tl.maximum(tl.max(tl.abs(value), 2), SMALLEST) / 448.0
-    quantized = (value * (1.0 / step)[:, :, None]).to(tl.float8e4nv)
+    # exact division, so that rows rounded on a GPU and on a CPU have the same bits
+    step = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 2), SMALLEST), 448.0)
+    quantized = (value * tl.div_rn(1.0, step)[:, :, None]).to(tl.float8e4nv)
     return tl.reshape(quantized, [ROWS, COLUMNS]), step
 
 
@@ -205,74 +206,3 @@ def activate(
                 up = tl.maximum(up, -bound, propagate_nan=tl.PropagateNan.ALL)
                 value = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
         _store_quantized(value, row, column, valid, out, scale, size, SMALLEST, ROWS, COLUMNS)
-
-
-@triton.jit
-def reduce(
-    y, slots, weights, out, rows, size, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(TOP_K):
-        slot = tl.load(slots + n * TOP_K + i).to(tl.int64)
-        valid = (slot >= 0) & (slot < rows)
-        value = tl.load(y + slot * size + at, mask=inside & valid, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.load(weights + n * TOP_K + i, mask=valid, other=0.0)
-        total += value
-    tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def count_pairs(ids, counts, pairs, blocks, experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr):
-    """counts[e, b]: pairs of expert e among the PAIRS pairs of program b."""
-    block = tl.program_id(0)
-    lane = tl.arange(0, EXPERTS)
-    count = tl.zeros([EXPERTS], tl.int32)
-    for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        expert = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
-        count += tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
-    tl.store(counts + lane * blocks + block, count, mask=lane < experts)
-
-
-@triton.jit
-def sum_counts(counts, totals, blocks, CHUNK: tl.constexpr):
-    """counts[e, b] becomes the sum over earlier b; totals[e] that over all."""
-    mine = counts + tl.program_id(0) * blocks
-    total = 0
-    for start in range(0, blocks, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        count = tl.load(mine + at, mask=at < blocks, other=0)
-        tl.store(mine + at, total + tl.cumsum(count, 0) - count, mask=at < blocks)
-        total += tl.sum(count)
-    tl.store(totals + tl.program_id(0), total)
-
-
-@triton.jit
-def place_pairs(
-    ids, before, totals, source_row, slots, ends, pairs, blocks, experts, top_k,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0)
-    lane = tl.arange(0, EXPERTS)
-    count = tl.load(totals + lane, mask=lane < experts, other=0)
-    earlier = tl.load(before + lane * blocks + block, mask=lane < experts, other=0)
-    end = tl.cumsum(count, 0)
-    total = tl.sum(count)
-    if block == 0:
-        tl.store(ends + lane, end, mask=lane < experts)
-    place = end - count + earlier
-    for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        inside = pair < pairs
-        expert = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32)
-        mine = ((expert[:, None] == lane[None, :]) & (lane < experts)[None, :]).to(tl.int32)
-        slot = tl.sum(mine * (tl.cumsum(mine, 0) - 1 + place[None, :]), 1)
-        valid = inside & (expert >= 0) & (expert < experts)
-        tl.store(slots + pair, tl.where(valid, slot, -1), mask=inside)
-        tl.store(source_row + slot, pair // top_k, mask=valid)
-        tl.store(source_row + pair, -1, mask=inside & (pair >= total))
-        place += tl.sum(mine, 0)

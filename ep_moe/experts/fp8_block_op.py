@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ep_moe.experts.operator import operator
 from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
@@ -27,7 +28,7 @@ def shapes(pairs: int, rows: int, hidden: int, w13_rows: int, inner: int, slots:
         "ends": ((slots,), torch.int32),
     }
     if rows:
-        from ep_moe.experts.fp8_block_kernels import group_workspace
+        from ep_moe.experts.pair_kernels import group_workspace
 
         found |= {
             "y": ((pairs, hidden), dtype),
@@ -42,13 +43,14 @@ def scratch_bytes(pairs: int, rows: int, hidden: int, w13_rows: int, inner: int,
     return carved_bytes(shapes(pairs, rows, hidden, w13_rows, inner, slots, dtype))
 
 
-@torch.library.custom_op("ep_moe::fp8_block_moe", mutates_args=("out", "workspace"))
+@operator("fp8_block_moe")
 def fp8_block_moe(
     out: Tensor,
     workspace: Tensor,
     x: Tensor,
     x_scale: Tensor | None,
     ids: Tensor | None,
+    base: int,
     weights: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
@@ -63,9 +65,10 @@ def fp8_block_moe(
     chunk: int,
     spare_sms: int,
 ) -> None:
-    """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None. Either ids (int [N, K], local, -1 for
-    none) and weights (float32 [N, K], None for 1), or starts and ends (int32 [L], the rows of each expert) and weights
-    (float32 [N] or None).
+    """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None
+
+    Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
+    pick of weight 0 is none), or starts and ends (int32 [L], each expert's rows) and weights (float32 [N] or None).
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     spare_sms: multiprocessors that the products leave free
@@ -83,12 +86,7 @@ def fp8_block_moe(
     rows = max(1, chunk // ids.shape[1])
     for start in range(0, len(x), rows):
         part = slice(start, min(start + rows, len(x)))
-        step.rank_major(x[part], _part(x_scale, part), ids[part], _part(weights, part), out[part], expected)
-
-
-@fp8_block_moe.register_fake
-def _(*args: object, **kwargs: object) -> None:
-    return None
+        step.rank_major(x[part], _part(x_scale, part), ids[part], base, _part(weights, part), out[part], expected)
 
 
 def _part(tensor: Tensor | None, part: slice) -> Tensor | None:
@@ -141,20 +139,30 @@ class _Step:
         self._matrices(own, own["starts"], None, out, len(x) * expected)
 
     def rank_major(
-        self, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor | None, out: Tensor, expected: float
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        ids: Tensor,
+        base: int,
+        weights: Tensor | None,
+        out: Tensor,
+        expected: float,
     ) -> None:
         from ep_moe.experts import fp8_block_kernels as kernels
+        from ep_moe.experts import pair_kernels
 
         pairs, slots = ids.numel(), len(self.w2)
         own = self._carve(pairs, len(x), out.dtype)
-        kernels.group_pairs(ids, slots, own["source"], own["slots"], own["ends"], own["sorting"])
+        pair_kernels.group_pairs(
+            ids, slots, own["source"], own["slots"], own["ends"], own["sorting"], base=base, weights=weights
+        )
         counts = own["ends"][-1:]
         if x_scale is None:
             kernels.quantize_pairs(x, own["slots"], own["rows"], own["row_scale"])
         else:
             kernels.copy_pairs(x, x_scale, own["slots"], own["rows"], own["row_scale"])
         self._matrices(own, None, counts, own["y"], len(x) * expected)
-        kernels.reduce_pairs(own["y"], own["slots"], weights, out)
+        pair_kernels.reduce_pairs(own["y"], own["slots"], weights, out)
 
     def _matrices(
         self, own: dict[str, Tensor], starts: Tensor | None, counts: Tensor | None, out: Tensor, expected: float

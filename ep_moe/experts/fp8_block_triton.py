@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ep_moe.experts import fp8_block_op
 from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.experts.layouts import expected_pairs
 from ep_moe.types import Activation, Received, RowLayout, Weighting
 
 
@@ -34,6 +35,7 @@ class Fp8BlockTritonExperts(Experts):
         max_compute_capability=(9, 0),
         devices=frozenset({"cuda"}),
         row_formats=frozenset({"plain", "fp8_block"}),
+        wire_ids=True,
         spare_sms=True,
     )
 
@@ -66,12 +68,15 @@ class Fp8BlockTritonExperts(Experts):
         if x.numel() == 0 or weights.num_slots == 0:
             return out.zero_()
         starts, ends = self._bounds(received)
-        torch.ops.ep_moe.fp8_block_moe(
+        wire = received.wire_ids
+        ids = received.local_ids if wire is None else wire.ids
+        fp8_block_op.fp8_block_moe(
             out.view(-1, config.hidden_size),
             self.workspace(),
             x.view(-1, config.hidden_size),
             None if received.x_scale is None else received.x_scale.view(-1, config.hidden_size // fp8_block_op.BLOCK),
-            received.local_ids,
+            ids,
+            0 if wire is None else wire.base,
             self._weights(received),
             starts,
             ends,
@@ -82,7 +87,7 @@ class Fp8BlockTritonExperts(Experts):
             config.activation.value,
             config.activation_alpha,
             config.activation_limit,
-            self._expected(received),
+            expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1]),
             self.pairs,
             self.options.spare_sms,
         )
@@ -111,10 +116,3 @@ class Fp8BlockTritonExperts(Experts):
             return None
         assert received.weights is not None
         return received.weights if received.layout is RowLayout.RANK_MAJOR else received.weights.flatten()
-
-    def _expected(self, received: Received) -> float:
-        """Pairs per row, if the router is uniform: the tile is chosen for as many."""
-        if received.layout is not RowLayout.RANK_MAJOR:
-            return 1.0
-        top_k, share = self.config.top_k, self.weights.num_slots / self.config.num_experts
-        return top_k * share / (1 - (1 - share) ** top_k) if share < 1 else float(top_k)

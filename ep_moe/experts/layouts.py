@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ep_moe.config import Wire
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.experts.wire_rows import widen_rows
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.wire_ids import to_local
@@ -68,6 +68,15 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
     wire = Wire(dispatch=received.format, input_scale=received.input_scale)
     x = widen_rows(received.x, received.x_scale, wire, dtype)
     return dataclasses.replace(received, x=x, x_scale=None, format="plain", input_scale=None)
+
+
+def expected_pairs(config: MoEConfig, num_slots: int, picks: int) -> float:
+    """Local experts of a received row on average, if the router is uniform. picks: ids of a row, 1 for rows that were
+    repeated per expert."""
+    if picks == 1:
+        return 1.0
+    share = num_slots / config.num_experts
+    return config.top_k * share / (1 - (1 - share) ** config.top_k) if share < 1 else float(config.top_k)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.experts.operator import operator
 from ep_moe.experts.row_kernels import clean_ids
 from ep_moe.weights.microscale import MX_BLOCK, NVFP4_BLOCK
 from ep_moe.workspace import Shapes, carve, carved_bytes
@@ -259,7 +260,7 @@ def own_bytes(scheme: str, rows: int, hidden: int, top_k: int) -> int:
     return carved_bytes(own_shapes(scheme, rows, hidden, top_k, weighted=True))
 
 
-@torch.library.custom_op("ep_moe::trtllm_moe", mutates_args=("out", "workspace"))
+@operator("trtllm_moe")
 def trtllm_moe(
     out: Tensor,
     workspace: Tensor,
@@ -325,11 +326,6 @@ def trtllm_moe(
                 output=out[part],
             ),
         )
-
-
-@trtllm_moe.register_fake
-def _(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def routed(packed: Tensor, slots: int) -> dict[str, Any]:

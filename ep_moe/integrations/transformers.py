@@ -24,6 +24,7 @@ from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.tuned import Tuned
 from ep_moe.types import Activation
 from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, load_layers, read_experts
 from ep_moe.weights.families import names_of
@@ -146,6 +147,7 @@ def expert_parallel(
     experts: str = select.AUTO,
     quantization: str = PLAIN.name,
     options: ExpertsOptions | None = None,
+    tuned: Tuned | None = None,
 ) -> PreTrainedModel:
     """Replace the MoE blocks of a model, in place, and return it. Made by all ranks alike.
 
@@ -168,6 +170,7 @@ def expert_parallel(
             experts=experts,
             quantization=quantization,
             options=options,
+            tuned=tuned,
             name=name,
             device=first.device,
             dtype=first.dtype,
@@ -193,6 +196,7 @@ def load_pretrained(
     experts: str = select.AUTO,
     quantization: str = PLAIN.name,
     options: ExpertsOptions | None = None,
+    tuned: Tuned | None = None,
     progress: bool = True,
 ) -> PreTrainedModel:
     """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
@@ -212,6 +216,7 @@ def load_pretrained(
         experts=experts,
         quantization=quantization,
         options=options,
+        tuned=tuned,
     )
     model.to_empty(device=context.device)
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}

@@ -75,6 +75,8 @@ class Placement(nn.Module):
     def forward(self, routing: Routing) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
         that the dispatcher refuses it on all ranks together."""
+        if routing.ids.is_cuda:
+            return PhysicalRouting(PhysicalIds(self._place_on_gpu(routing.ids)), routing.weights)
         experts = self.expert_map.num_experts
         ids = routing.ids.long()
         valid = (ids >= 0) & (ids < experts)
@@ -86,6 +88,15 @@ class Placement(nn.Module):
         self._count(safe, physical, valid)
         unknown = torch.where(ids == EMPTY, ids, self.expert_map.num_physical)
         return PhysicalRouting(PhysicalIds(physical.where(valid, unknown)), routing.weights)
+
+    @torch.no_grad()
+    def _place_on_gpu(self, ids: Tensor) -> Tensor:
+        from ep_moe.placement.placement_triton import place
+
+        out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+        tables = (self.logical_to_physical, self.replica_count, self.expert_load, self.slot_load, self.counting)
+        place(ids.contiguous(), *tables, out, self._ep_rank * _RANK_FACTOR)
+        return out
 
     @torch.no_grad()
     def _count(self, logical: Tensor, physical: Tensor, valid: Tensor) -> None:

@@ -34,7 +34,7 @@ def settled(balancer, check, most=3000):
 @pytest.mark.parametrize(
     ("scheme", "experts"),
     [
-        ("none", "flashinfer_cutlass"),
+        ("none", "bf16_triton"),
         ("fp8_block", "fp8_block_triton"),
         ("fp8_dynamic", "flashinfer_cutlass"),
         ("mxfp4", "flashinfer_cutlass"),

@@ -205,7 +205,8 @@ on_gpus = pytest.mark.skipif(
     ("scheme", "experts", "options"),
     [
         ("none", "flashinfer_cutlass", {"all2all": "flashinfer_nvlink"}),
-        ("none", "flashinfer_cutlass", {}),
+        ("none", "bf16_triton", {}),
+        ("none", "bf16_triton", {"pipeline": 8}),
         ("fp8_block", "fp8_block_triton", {"pipeline": 8, "wire": Wire(dispatch="fp8_block")}),
         ("none", "flashinfer_cutlass", {"pipeline": 8, "all2all": "flashinfer_nvlink"}),
         ("fp8_block", "fp8_block_triton", {}),

@@ -143,6 +143,23 @@ def test_deepseek_share(scheme):
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("tuned", [False, True], ids=["", "tuned"])
+@pytest.mark.parametrize("scheme", ["fp8_static", "fp8_dynamic", "fp8_block"])
+def test_scales_of_experts_that_differ_by_factors(scheme, tuned):
+    """One expert's scale in the place of another's would be seen; random experts' are all alike."""
+    build.cache_clear()
+    experts, tensors = build(*QWEN3, scheme)
+    for expert, own in enumerate(tensors):
+        own["w2_scale"] = own["w2_scale"] / 2 ** (expert % 3)
+        own["w13_scale"] = own["w13_scale"] / 2 ** (expert % 2)
+        experts.weights.update_expert(expert, own)
+    if tuned:
+        experts.use(experts.tune([64, 1024], None))
+    for count in (3, 64, 1024):
+        check(experts, tensors, rows(*QWEN3, count))
+    build.cache_clear()
+
+
 @pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_no_rows_and_rows_for_nobody(scheme):
     experts, _ = build(*SMALL, scheme)

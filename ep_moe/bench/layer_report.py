@@ -1,0 +1,121 @@
+"""Lines of `bench.layer` as tables, CSV and panels."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # beyond which a line computes something else
+
+
+@dataclass
+class Line:
+    """Times in microseconds, memory in bytes; None: not measured, or not to be had."""
+
+    model: str
+    ranks: int
+    tokens: int
+    owner: str
+    name: str
+    scheme: str
+    weights: str
+    rows: str
+    us: float
+    error: float
+    floor_apart_us: float
+    floor_overlap_us: float
+    x_peer: float | None = None
+    host_us: float | None = None
+    dispatch_us: float | None = None
+    experts_us: float | None = None
+    combine_us: float | None = None
+    rest_us: float | None = None
+    plan_bytes: int | None = None
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def wrong(self) -> bool:
+        return not self.error <= ERRORS[self.weights]
+
+
+def table(lines: Sequence[Line]) -> Table:
+    first = lines[0]
+    floor = ", ".join(
+        f"{kind} {found[0].floor_apart_us:.0f} / {found[0].floor_overlap_us:.0f}"
+        for kind in ERRORS
+        if (found := [line for line in lines if line.weights == kind])
+    )
+    title = f"{first.model}, EP{first.ranks}, {first.tokens} tokens per rank; floors apart / overlapped: {floor} us"
+    shown = Table(title=title)
+    numbers = ("us", "x peer", "x apart", "x overlap", "error", "host us")
+    for name in ("", "what", "weights", "rows", *numbers):
+        shown.add_column(name, no_wrap=True, justify="right" if name in numbers else "left")
+    for line in sorted(lines, key=lambda line: (line.weights, line.us)):
+        shown.add_row(
+            line.owner, line.name, line.scheme, line.rows, f"{line.us:.1f}", _number(line.x_peer),
+            f"{line.us / line.floor_apart_us:.2f}", f"{line.us / line.floor_overlap_us:.2f}",
+            f"{line.error:.3f}" + (" WRONG" if line.wrong else ""), _number(line.host_us, 0),
+        )  # fmt: skip
+    return shown
+
+
+def stage_table(lines: Sequence[Line]) -> Table:
+    """Of our own lines."""
+    shown = Table(title="stages of our lines, us; memory, MiB")
+    numbers = ("us", "dispatch", "experts", "combine", "rest", "plan", "held", "peak", "plan / held", "plan / peak")
+    for name in ("what", "weights", *numbers):
+        shown.add_column(name, no_wrap=True, justify="right" if name in numbers else "left")
+    for line in lines:
+        if line.owner != "ours":
+            continue
+        times = (line.us, line.dispatch_us, line.experts_us, line.combine_us, line.rest_us)
+        sizes = (line.plan_bytes, line.held_bytes, line.peak_bytes)
+        shares = (line.plan_bytes / size if size and line.plan_bytes else None for size in sizes[1:])
+        shown.add_row(
+            line.name,
+            line.scheme,
+            *(_number(us, 1) for us in times),
+            *(_number(None if size is None else size / 2**20, 0) for size in sizes),
+            *(_number(share, 3) for share in shares),
+        )
+    return shown
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def write(lines: Sequence[Line], file: Path) -> None:
+    with file.open("w", newline="") as target:
+        writer = csv.writer(target, lineterminator="\n")
+        writer.writerow([field.name for field in dataclasses.fields(Line)])
+        writer.writerows(dataclasses.astuple(line) for line in lines)
+
+
+def plot(lines: Sequence[Line], file: Path) -> None:
+    """Microseconds over tokens: a row of panels for each kind of weights, a column for each model."""
+    from matplotlib.figure import Figure
+
+    models, kinds = list(dict.fromkeys(line.model for line in lines)), sorted({line.weights for line in lines})
+    figure = Figure(figsize=(6 * len(models) + 4, 4 * len(kinds)), layout="constrained")
+    for row, kind in zip(figure.subplots(len(kinds), len(models), squeeze=False), kinds, strict=True):
+        names = list(dict.fromkeys((x.owner, x.name, x.scheme) for x in lines if x.weights == kind))
+        for axes, model in zip(row, models, strict=True):
+            here = [line for line in lines if (line.model, line.weights) == (model, kind)]
+            for number, name in enumerate(names):
+                own = [line for line in here if (line.owner, line.name, line.scheme) == name and not line.wrong]
+                style = "o-" if name[0] == "ours" else "x--"
+                label = ", ".join(name) if kind == "fp8" else ", ".join(name[:2])
+                axes.plot([x.tokens for x in own], [x.us for x in own], style, color=f"C{number}", label=label)
+            for field, style in (("floor_apart_us", "k-."), ("floor_overlap_us", "k:")):
+                floor = {line.tokens: getattr(line, field) for line in here}
+                axes.plot(list(floor), list(floor.values()), style, label=field.removesuffix("_us").replace("_", ", "))
+            axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us", title=f"{model}, {kind}")
+        row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    figure.savefig(file, dpi=110)

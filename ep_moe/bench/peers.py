@@ -1,0 +1,257 @@
+"""What a user has without this package, on one host of Hopper GPUs: FlashInfer's parts joined by hand, NCCL's
+collectives around its experts, and its own fused kernels. Each is called as its authors would call it: nothing of our
+adapters runs between the parts, no id is renumbered, no row copied.
+
+The weights are those of our layers, whose layout is FlashInfer's; the tiles are those that our tuner found, because the
+autotuner of 0.7.2 ends within minutes only sometimes. Experts lie in order, and so a logical id is the physical one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.all2all.flashinfer_nvlink import communication
+from ep_moe.config import MoEConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.experts import cutlass_op
+from ep_moe.experts.fp8_scales import Inputs, TensorScales, round_rows
+from ep_moe.fused.base import FusedGeometry
+from ep_moe.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.collectives import reduce_scatter_single
+from ep_moe.parallel.link import all_gather_single
+from ep_moe.types import Activation, Routing
+
+DTYPE = torch.bfloat16
+CUTLASS = "flashinfer_cutlass"
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # rows, global ids, weights; where the result goes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the bench.
+
+    weights: "bf16" or "fp8"; rows: what travels out and back; call: a layer call's result [T, H]
+    close: gives back what it holds alone; collective
+    """
+
+    owner: str
+    name: str
+    scheme: str
+    weights: str
+    rows: str
+    call: Callable[[], Tensor]
+    close: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer whose weights a peer reads, and what its kernel's tuner found."""
+
+    layer: MoELayer
+    tiles: list[int]
+
+
+class Rounding:
+    """Rows in E4M3 with the checkpoint's one scale (fp8 per tensor), as their sender writes them."""
+
+    def __init__(self, source: Source, x: Tensor) -> None:
+        weights: Any = source.layer.experts.weights
+        names = cutlass_op.scale_names("fp8_static")
+        self._w13, self._w2, first, second = (weights.get_parameter(name) for name in names)
+        self._inputs = Inputs(first, second, dynamic=False)
+        self._rows = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        each = torch.empty_like(self._w13)  # float32 [L]
+        self._scales = TensorScales(each, each.clone(), each.clone(), torch.empty_like(each[0]))
+
+    @property
+    def quant_scales(self) -> list[Tensor]:
+        """Of `cutlass_fused_moe`; filled by each call."""
+        scales = self._scales
+        return [scales.alpha1, scales.quant2, scales.alpha2, scales.input_scale]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        round_rows(x, self._w13, self._w2, self._inputs, self._rows, self._scales)
+        return self._rows
+
+
+class DefaultMegaFp8(FlashInferMegaFp8):
+    """FlashInfer's own choices: E4M3 rows out, and back too, summed over a rank's routes first."""
+
+    @classmethod
+    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
+        return {}
+
+
+class Peers:
+    """Peers of one batch. x: bf16 [T, H]; routing: [T, K]; sources: by kernel and scheme."""
+
+    def __init__(
+        self,
+        context: EPContext,
+        config: MoEConfig,
+        x: Tensor,
+        routing: Routing,
+        sources: Mapping[tuple[str, str], Source],
+    ) -> None:
+        self.link, self.device, self.config = context.links["ep"], context.device, config
+        self.x = x
+        self.ids, self.weights = routing.ids.int().contiguous(), routing.weights.contiguous()
+        self._sources = sources
+        self._scratch: Tensor | None = None
+        self._library: Any = None
+
+    def recipes(self) -> dict[str, Callable[[], Entry]]:
+        """How each is made: collective, and each for itself, so that one that cannot run takes no other with it."""
+        if self.config.activation is not Activation.SWIGLU:
+            return {}
+        hand, nccl = "FlashInfer one-sided + CUTLASS", "NCCL AG/RS + CUTLASS"
+        made: dict[str, Callable[..., Entry]] = {
+            f"{hand}, bf16": partial(self.hand_made, hand, "none"),
+            f"{hand}, fp8 per tensor": partial(self.hand_made, hand, "fp8_static"),
+            f"{hand}, fp8 128 x 128": partial(self.hand_made, hand, "fp8_block"),
+            "FlashInfer mega bf16": partial(self.mega, "FlashInfer mega", FlashInferMegaBf16, "none", "bf16 / bf16"),
+            "FlashInfer mega fp8": partial(self.mega, "FlashInfer mega", DefaultMegaFp8, "fp8_block", "fp8 / fp8"),
+            f"{nccl}, bf16": partial(self.gathered, nccl, nullcontext),
+            f"{nccl}, bf16, grouped": partial(self.gathered, f"{nccl}, grouped", self._grouped),
+        }
+        return made
+
+    def hand_made(self, name: str, scheme: str) -> Entry:
+        """Rows by one-sided writes, experts that write straight into the buffer which combine reads. fp8 per tensor:
+        the sender rounds its rows, once."""
+        rounding = Rounding(self._source(CUTLASS, scheme), self.x) if scheme in cutlass_op.PRE_ROUNDED else None
+        experts = self._experts(scheme, self.link.size * len(self.x), rounding, all2all=True)
+        library, tokens = self._communication(), len(self.x)
+
+        def call() -> Tensor:
+            x = self.x if rounding is None else rounding(self.x)
+            arrived = library.dispatch(x, self.ids, self.weights, hidden_states_scale=None, max_tokens_per_rank=tokens)
+            out = library.get_combine_input_buffer(DTYPE)
+            experts(arrived.hidden_states, arrived.topk_ids, arrived.topk_weights, out)
+            combined: Tensor = library.combine(out)
+            return combined
+
+        rows = "bf16 / bf16" if rounding is None else "fp8 / bf16"
+        return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", rows, call)
+
+    def gathered(self, name: str, together: Callable[[], AbstractContextManager[Any]]) -> Entry:
+        """All ranks' rows to all, each computes its own experts' share of every row, and the shares are summed."""
+        own = (self.x, self.ids, self.weights)
+        whole = [tensor.new_empty(self.link.size * len(tensor), *tensor.shape[1:]) for tensor in own]
+        shares, out = torch.empty_like(whole[0]), torch.empty_like(self.x)
+        experts = self._experts("none", len(shares), None, all2all=False)
+
+        def call() -> Tensor:
+            with together():
+                for all_ranks, mine in zip(whole, own, strict=True):  # as bytes: gloo groups but tensors of one dtype
+                    all_gather_single(all_ranks.view(torch.uint8), mine.view(torch.uint8), group=self.link.group)
+            experts(whole[0], whole[1], whole[2], shares)
+            reduce_scatter_single(out, shares, group=self.link.group)
+            return out
+
+        return Entry("peer", name, "none", "bf16", "bf16 / bf16", call)
+
+    def mega(self, name: str, kind: type[FlashInferMega], scheme: str, rows: str) -> Entry:
+        """One of FlashInfer's fused kernels, with buffers of its own and ids that are ready."""
+        experts: Any = self._source(kind.name, scheme).layer.experts
+        bundle = experts.bundle({key: tensor.detach() for key, tensor in experts.weights.named_parameters()})
+        window = Window(kind, experts.geometry, self.link, self.device, bundle)
+        call = partial(window.run, bundle, self.x, self.ids, self.weights)
+        return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", rows, call, window.destroy)
+
+    def close(self) -> None:
+        """Collective; the entries first."""
+        if self._library is not None:
+            self._library.destroy()
+        self._library = self._scratch = None
+
+    # --- parts -------------------------------------------------------------------------------------------------
+
+    def _source(self, kernel: str, scheme: str) -> Source:
+        if (kernel, scheme) not in self._sources:
+            raise ConfigError(
+                f"it reads the weights of a layer of {kernel} in {scheme}, and there is none: name {kernel}"
+            )
+        return self._sources[kernel, scheme]
+
+    def _communication(self) -> Any:
+        """The hand-made peers share it: one call at a time."""
+        if self._library is None:
+            group = {
+                "world_size": self.link.size,
+                "rank": self.link.rank,
+                "device": self.device.index,
+                "process_group": self.link.group,
+            }
+            params = {
+                "num_experts": self.config.num_experts,
+                "top_k": self.config.top_k,
+                "max_tokens_per_rank": len(self.x),
+                "hidden_size": self.config.hidden_size,
+                "dtype": DTYPE,
+            }
+            alone = {"extra_payload_bytes_per_token": 0, "use_low_precision_combine": False}
+            self._library = communication(group, params, alone)
+        return self._library
+
+    def _grouped(self) -> AbstractContextManager[Any]:
+        """The three gathers as one launch of NCCL."""
+        return dist.distributed_c10d._coalescing_manager(self.link.group)
+
+    def _experts(self, scheme: str, rows: int, rounding: Rounding | None, *, all2all: bool) -> Experts:
+        """`cutlass_fused_moe` of this rank's share, with global ids: those of other ranks, and -1, are skipped
+        (`start_expert`, `end_expert` in cutlass_fused_moe_kernels.cuh). all2all: rows without an expert here need no
+        zeros, for nobody reads them."""
+        from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+
+        source, config = self._source(CUTLASS, scheme), self.config
+        kernel: Any = source.layer.experts
+        runner, weights = kernel.runner, kernel.weights
+        share = {"ep_size": self.link.size, "ep_rank": self.link.rank}
+        size = cutlass_fused_moe_workspace_size(
+            rows,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_experts,
+            config.top_k,
+            x_dtype=runner.input,
+            weight_dtype=runner.weight,
+            output_dtype=runner.output,
+            device=self.device,
+            **share,
+            **runner.flags,
+        )
+        if self._scratch is None or self._scratch.numel() < size:  # read at each call, and captured when all are made
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+        scales = [weights.get_parameter(part) for part in ("w13_scale", "w2_scale")] if scheme == "fp8_block" else []
+        if rounding is not None:
+            scales = rounding.quant_scales
+
+        def call(x: Tensor, ids: Tensor, routing_weights: Tensor, out: Tensor) -> None:
+            cutlass_fused_moe(
+                x,
+                ids,
+                routing_weights,
+                weights.get_parameter("w13"),
+                weights.get_parameter("w2"),
+                DTYPE,
+                scales,
+                output=out,
+                enable_alltoall=all2all,
+                profile_ids=cutlass_op.tactic_for(source.tiles, rows),
+                workspace_buffer=self._scratch,
+                **share,
+                **runner.flags,
+            )
+
+        return call

@@ -1,0 +1,271 @@
+"""A model of larger EP groups: bytes on the wire, floors of a routed layer, and crossovers, for 1 to 64 ranks.
+
+    python -m ep_moe.bench.scaling [--models NAME ...] [--ranks R ...] [--tokens T ...] [--per-host N] [--csv F] ...
+
+Nothing is measured here and no device is touched; `--measured` sets files of bench.layer and bench.all2all beside it.
+What the model says and leaves out: docs/scaling.md.
+
+in turn      microseconds of dispatch, then experts, then combine
+overlapped   the larger of experts and wire, as if one hid the other completely
+w, p, n      which of three the overlapped floor is: weights read, matrix products, the links
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ep_moe.bench.all2all import EXPERTS, TOP_K
+from ep_moe.bench.scaling_model import (
+    KINDS,
+    PER_HOST,
+    deduplicated,
+    faster_between,
+    floor,
+    gathered,
+    per_route,
+    remote_ranks,
+    saved_by_dedup,
+    tokens_text,
+    wire_bound_from,
+)
+from ep_moe.config import MoEConfig, Wire, load_model_config
+from ep_moe.eplb.price import H200
+from ep_moe.errors import ConfigError
+
+MODELS = ("qwen3-30b-a3b", "deepseek-v3")
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+TOKENS = (1, 16, 128, 1024, 8192)  # of each rank
+TOTALS = (64, 1024, 8192, 65536)  # of the whole job
+EXTRA_US = (-20.0, 10.0)  # what deduplication costs more than a gather at any number of tokens
+
+
+# --- what was measured ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A captured transport's time as fixed + tokens * slope, beside the model's slope at that run's peer-to-peer rate.
+
+    fixed: microseconds at the fewest tokens; slope: between the two largest numbers of tokens; in us
+    """
+
+    transport: str
+    rows: str
+    hidden: int
+    fixed: float
+    slope: float
+    model: float
+
+
+def read(file: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    if not file.is_file():
+        raise ConfigError(f"--measured {file} does not exist; write it with bench.layer or bench.all2all and --csv")
+    with file.open(newline="") as text:
+        lines = list(csv.DictReader(text))
+    missing = [name for name in columns if not lines or name not in lines[0]]
+    if missing:
+        raise ConfigError(f"{file} has no column {missing[0]}; write it with bench.layer or bench.all2all and --csv")
+    return lines
+
+
+def layer_lines(file: Path, ranks: int) -> list[list[str]]:
+    """Cells of each line of `bench.layer` with weights in bf16 or fp8, beside the model's floors, in the order of the
+    tokens. ranks: where the file does not say."""
+    found = []
+    for line in sorted(read(file, ("model", "tokens", "us")), key=lambda line: (line["model"], int(line["tokens"]))):
+        scheme = line.get("weights") or line.get("scheme") or "none"
+        weights = "bf16" if scheme == "none" else scheme.split("_")[0]
+        if not line["us"] or weights not in KINDS:
+            continue
+        rows = line.get("rows") or "plain"  # out, or out / back
+        out, _, back = rows.partition("/")
+        wire = Wire(dispatch="fp8_block" if "fp8" in out else "plain", combine="fp8" if "fp8" in back else "plain")
+        kind = dataclasses.replace(KINDS[weights], wire=wire)
+        own, us = int(line.get("ranks") or ranks), float(line["us"])
+        least = floor(load_model_config(line["model"]).moe, kind, own, int(line["tokens"]))
+        what = line.get("name") or " ".join(line.get(name) or "" for name in ("experts", "all2all"))
+        cells = [line["model"], str(own), line["tokens"], what, weights, rows, f"{us:.0f}", str(least)]
+        found.append([*cells, f"{us / least.in_turn:.2f}", f"{us / least.overlapped:.2f}"])
+    return found
+
+
+def slopes(file: Path, ranks: int) -> list[Slope]:
+    """Of each transport, row format and H of a file of `bench.all2all`, of one host. Eager lines say how long the host
+    took, and are left out."""
+    series: dict[tuple[str, str, int], list[dict[str, str]]] = {}
+    for line in read(file, ("transport", "rows", "hidden", "tokens", "us", "captured", "wire_bytes", "floor_us")):
+        if line["captured"] != "True":
+            continue
+        series.setdefault((line["transport"], line["rows"], int(line["hidden"])), []).append(line)
+    found = []
+    for (transport, rows, hidden), lines in series.items():
+        lines.sort(key=lambda line: int(line["tokens"]))
+        if len(lines) < 3:
+            continue
+        first, (low, high) = lines[0], lines[-2:]
+        slope = (float(high["us"]) - float(low["us"])) / (int(high["tokens"]) - int(low["tokens"]))
+        rate = float(high["wire_bytes"]) / float(high["floor_us"]) * 1e6
+        machine = dataclasses.replace(H200, link_bytes_per_s=rate)
+        way = (per_route if transport == "pplx" else deduplicated)(benched(hidden), ranks, ranks)
+        model = sum(way.us(benched(hidden), Wire(dispatch=rows), machine))
+        found.append(Slope(transport, rows, hidden, float(first["us"]), slope, model))
+    return found
+
+
+def benched(hidden: int) -> MoEConfig:
+    """What `bench.all2all` sends."""
+    return MoEConfig(hidden_size=hidden, intermediate_size=1, num_experts=EXPERTS, top_k=TOP_K)
+
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+
+def floors_table(title: str, first: str, lines: Iterable[tuple[str, Sequence[object]]], ranks: Sequence[int]) -> Table:
+    found = Table(title=title)
+    for name in (first, *(f"R = {count}" for count in ranks)):
+        found.add_column(name, no_wrap=True, justify="right")
+    for name, cells in lines:
+        found.add_row(name, *map(str, cells))
+    return found
+
+
+def print_model(console: Console, name: str, asked: argparse.Namespace) -> None:
+    config, ranks, per_host = load_model_config(name).moe, asked.ranks, asked.per_host
+    for kind in KINDS.values():
+        weak = [(str(t), [floor(config, kind, r, t, per_host=per_host) for r in ranks]) for t in asked.tokens]
+        strong = [(str(t), [floor(config, kind, r, t / r, per_host=per_host) for r in ranks]) for t in asked.totals]
+        title = f"{name}, {kind.name}: floor in turn/overlapped, us"
+        console.print(floors_table(f"{title}, tokens per rank fixed", "T per rank", weak, ranks))
+        console.print(floors_table(f"{title}, tokens of the job fixed", "T of all", strong, ranks))
+
+
+def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespace) -> None:
+    ranks = [count for count in asked.ranks if count > 1]
+    extra = [f"{us:+g} us" for us in asked.extra_us]
+    found = Table(title="KiB out + back per token, and what deduplication saves over a gather")
+    for column in ("model", "rows", "R", "d_r", "dedup KiB", "per route KiB", "AG + RS KiB", "saves ns", *extra):
+        found.add_column(column, no_wrap=True, justify="left" if column in ("model", "rows") else "right")
+    for name in models:
+        config = load_model_config(name).moe
+        for kind in KINDS.values():
+            for count in ranks:
+                rows = [way(config, count, asked.per_host) for way in (deduplicated, per_route, gathered)]
+                sizes = (f"{sum(one.bytes(config, kind.wire)) / 1024:.1f}" for one in rows)
+                saved = saved_by_dedup(config, kind, count, asked.per_host)
+                reached = f"{remote_ranks(config.num_experts, config.top_k, count):.3f}"
+                pays = (tokens_text(faster_between(us, saved)) for us in asked.extra_us)
+                found.add_row(name, kind.name, str(count), reached, *sizes, f"{saved * 1e3:.1f}", *pays)
+    console.print(found)
+    bound = Table(title="smallest R from which on the wire takes longer than the experts")
+    for column in ("model", "weights, rows", *(f"T = {count}" for count in asked.tokens)):
+        bound.add_column(column, no_wrap=True)
+    for name in models:
+        config = load_model_config(name).moe
+        for kind in KINDS.values():
+            cells = (wire_bound_from(config, kind, count, asked.per_host) or "never" for count in asked.tokens)
+            bound.add_row(name, kind.name, *map(str, cells))
+    console.print(bound)
+
+
+def print_measured(console: Console, file: Path, asked: argparse.Namespace) -> None:
+    if "transport" not in read(file, ("us",))[0]:
+        found = Table(title=f"{file.name}: measured, and its multiple of the model's floors")
+        for name in ("model", "R", "T", "what", "weights", "rows", "us", "floor", "/ turn", "/ over"):
+            found.add_column(name, no_wrap=True, justify="left" if name in ("model", "what") else "right")
+        for cells in layer_lines(file, asked.measured_ranks):
+            found.add_row(*cells)
+        console.print(found)
+        return
+    lines = slopes(file, asked.measured_ranks)
+    found = Table(title=f"{file.name}: us at the fewest tokens, then ns per token, beside the model's")
+    for name in ("transport", "rows", "H", "fixed", "ns", "model", "ratio"):
+        found.add_column(name, no_wrap=True, justify="left" if name in ("transport", "rows") else "right")
+    for line in sorted(lines, key=lambda line: (line.hidden, line.rows != "plain")):
+        numbers = (f"{line.fixed:.0f}", f"{line.slope * 1e3:.1f}", f"{line.model * 1e3:.1f}")
+        found.add_row(line.transport, line.rows, str(line.hidden), *numbers, f"{line.slope / line.model:.2f}")
+    console.print(found)
+
+
+def lines_of(models: Sequence[str], asked: argparse.Namespace) -> list[dict[str, object]]:
+    """Of the CSV: each model, kind, R and T of both tables."""
+    found: list[dict[str, object]] = []
+    for name in models:
+        config = load_model_config(name).moe
+        for kind in KINDS.values():
+            for ranks in asked.ranks:
+                for tokens in sorted({*asked.tokens, *(total / ranks for total in asked.totals)}):
+                    own = floor(config, kind, ranks, tokens, per_host=asked.per_host)
+                    out, back = deduplicated(config, ranks, asked.per_host).bytes(config, kind.wire)
+                    line = {"model": name, "weights": kind.name, "ranks": ranks, "tokens": tokens}
+                    sizes = {"out_bytes": tokens * out, "back_bytes": tokens * back}
+                    us = {f"{key}_us": value for key, value in dataclasses.asdict(own).items()}
+                    ends = {"in_turn_us": own.in_turn, "overlapped_us": own.overlapped, "bound": own.bound}
+                    found.append({**line, **sizes, **us, **ends})
+    return found
+
+
+def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    ranks, marks = asked.ranks, {"w": "s", "p": "^", "n": "o"}
+    figure = Figure(figsize=(5 * len(models) + 2, 8), layout="constrained")
+    grid = figure.subplots(len(KINDS), len(models), squeeze=False)
+    for column, name in enumerate(models):
+        config = load_model_config(name).moe
+        for row, kind in enumerate(KINDS.values()):
+            axes = grid[row][column]
+            for index, tokens in enumerate(asked.tokens):
+                found = [floor(config, kind, r, tokens, per_host=asked.per_host) for r in ranks]
+                axes.plot(ranks, [one.overlapped for one in found], f"C{index}-", label=f"T = {tokens}")
+                axes.plot(ranks, [one.in_turn for one in found], f"C{index}:")
+                for count, one in zip(ranks, found, strict=True):
+                    axes.plot(count, one.overlapped, f"C{index}{marks[one.bound]}")
+            axes.set_xscale("log", base=2)
+            axes.set(yscale="log", xlabel="ranks", ylabel="us", title=f"{name}, {kind.name}", xticks=ranks)
+            axes.set_xticklabels(ranks)
+    for label, mark in zip(("weights read", "matrix products", "wire"), "s^o", strict=True):
+        axes.plot([], [], f"k{mark}", label=label)
+    axes.plot([], [], "k:", label="in turn")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(file, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of each rank")
+    parser.add_argument("--totals", nargs="+", type=int, default=TOTALS, help="tokens of the whole job")
+    parser.add_argument("--per-host", type=int, default=PER_HOST, help="ranks that NVLink joins")
+    parser.add_argument("--extra-us", nargs="+", type=float, default=EXTRA_US, help="of deduplication at any T")
+    parser.add_argument("--measured", nargs="+", type=Path, default=(), help="files of bench.layer or bench.all2all")
+    parser.add_argument("--measured-ranks", type=int, default=4, help="where such a file does not say")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    asked = parser.parse_args()
+    console = Console(width=140)
+    for name in asked.models:
+        print_model(console, name, asked)
+    print_wire(console, asked.models, asked)
+    for file in asked.measured:
+        print_measured(console, file, asked)
+    if asked.csv is not None:
+        lines = lines_of(asked.models, asked)
+        with asked.csv.open("w", newline="") as text:
+            writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
+    if asked.plot is not None:
+        plot(asked.models, asked, asked.plot)
+
+
+if __name__ == "__main__":
+    main()

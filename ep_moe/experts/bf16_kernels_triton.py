@@ -1,0 +1,139 @@
+"""The Triton kernels behind `bf16_kernels`, but for the GEMM for Hopper: products of few rows with many weights, which
+read each expert's weights once and are bound by that."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# ruff: noqa: N806  (constants of the compiler are upper case)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ep_moe.experts.pair_kernels_triton import local_experts
+
+
+@triton.jit
+def _listed(mine, pair, first, ROWS: tl.constexpr):
+    """Pairs `first` to `first` + ROWS of those that are mine, -1 where there are fewer."""
+    place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    wanted = first + tl.arange(0, ROWS)
+    hit = mine[None, :] & (place[None, :] == wanted[:, None])
+    return tl.max(tl.where(hit, pair[None, :], -1), 1)
+
+
+@triton.jit
+def _activate(gate, up, alpha, bound, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu2":
+        positive = tl.where(gate < 0.0, 0.0, gate)
+        value = positive * positive
+    elif ACTIVATION == "swiglu":
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "geglu":
+        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        tl.static_assert(ACTIVATION == "swiglu_clamped")
+        gate = tl.where(gate > bound, bound, gate)
+        up = tl.where(up > bound, bound, up)
+        up = tl.where(up < -bound, -bound, up)
+        value = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    return value
+
+
+@triton.jit
+def first_product(
+    x, ids, weights, source, ends, w13, out, base, pairs, hidden, inner, alpha, bound,
+    TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[p] = activation(w13[e] @ x[p // TOP_K]) for each pair p of expert e; a program has BLOCK_N columns of one.
+
+    SORTED: `source` holds the pairs by expert, `ends` one past each expert's last, and out's rows are in that order;
+    else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs."""
+    columns = inner // BLOCK_N
+    expert = tl.program_id(0) // columns
+    column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.arange(0, PAIRS)
+    if SORTED:
+        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        count = tl.load(ends + expert) - start
+    else:
+        start = 0
+        mine = local_experts(ids, weights, base, pair, pairs, WEIGHTED) == expert
+        count = tl.sum(mine.to(tl.int32))
+    k = tl.arange(0, BLOCK_K)
+    GATED: tl.constexpr = ACTIVATION != "relu2"
+    rows = inner * 2 if GATED else inner
+    w_at = w13 + expert.to(tl.int64) * rows * hidden + column[None, :] * hidden + k[:, None]
+    for first in range(0, count, BLOCK_M):
+        if SORTED:
+            at = first + tl.arange(0, BLOCK_M)
+            row = tl.load(source + start + at, mask=at < count, other=-1)
+            to = start + at
+        else:
+            listed = _listed(mine, pair, first, BLOCK_M)
+            row = tl.where(listed >= 0, listed // TOP_K, -1)
+            to = listed
+        valid = row >= 0
+        x_at = x + tl.maximum(row, 0).to(tl.int64)[:, None] * hidden + k[None, :]
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
+            left = tl.load(x_at + i, mask=valid[:, None], other=0.0)
+            gate = tl.dot(left, tl.load(w_at + i), gate)
+            if GATED:
+                up = tl.dot(left, tl.load(w_at + inner * hidden + i), up)
+        value = _activate(gate, up, alpha, bound, ACTIVATION)
+        out_at = out + to.to(tl.int64)[:, None] * inner + column[None, :]
+        tl.store(out_at, value.to(out.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def second_product(
+    act, ids, weights, ends, w2, out, base, pairs, hidden, inner,
+    PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[r] = w2[e] @ act[r] for each row r of expert e, in the order that `first_product` left them in."""
+    columns = hidden // BLOCK_N
+    expert = tl.program_id(0) // columns
+    column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.arange(0, PAIRS)
+    if SORTED:
+        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        count = tl.load(ends + expert) - start
+    else:
+        mine = local_experts(ids, weights, base, pair, pairs, WEIGHTED) == expert
+        count = tl.sum(mine.to(tl.int32))
+    k = tl.arange(0, BLOCK_K)
+    w_at = w2 + expert.to(tl.int64) * hidden * inner + column[None, :] * inner + k[:, None]
+    for first in range(0, count, BLOCK_M):
+        if SORTED:
+            at = first + tl.arange(0, BLOCK_M)
+            row = tl.where(at < count, start + at, -1)
+        else:
+            row = _listed(mine, pair, first, BLOCK_M)
+        valid = row >= 0
+        a_at = act + tl.maximum(row, 0).to(tl.int64)[:, None] * inner + k[None, :]
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
+            total = tl.dot(tl.load(a_at + i, mask=valid[:, None], other=0.0), tl.load(w_at + i), total)
+        out_at = out + row.to(tl.int64)[:, None] * hidden + column[None, :]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def reduce_unsorted(
+    y, ids, weights, out, base, slots, size, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out[n] = the sum over k of weights[n, k] * y[n * TOP_K + k] where ids[n, k] is a local expert, k upwards."""
+    n = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        local = local_experts(ids, weights, base, n * TOP_K + i, (n + 1) * TOP_K, WEIGHTED)
+        valid = (local >= 0) & (local < slots)
+        weight = tl.load(weights + n * TOP_K + i) if WEIGHTED else 1.0
+        value = tl.load(y + (n * TOP_K + i) * size + at, mask=inside & valid, other=0.0).to(tl.float32)
+        total += tl.where(valid, weight * value, 0.0)
+    tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)

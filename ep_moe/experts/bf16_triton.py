@@ -1,0 +1,84 @@
+"""`bf16_triton`: unquantised experts in bf16 on Hopper by this project's own kernels.
+
+Weights are read as the checkpoint has them, rows where the transport left them, ids as they travelled. Nothing is
+tuned at run time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts import bf16_op
+from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.experts.layouts import expected_pairs
+from ep_moe.types import Activation, Received, RowLayout, Weighting
+from ep_moe.weights.schemes import PLAIN
+
+UNIT = 128  # hidden and intermediate sizes are multiples of it
+
+
+class Bf16TritonExperts(Experts):
+    name = "bf16_triton"
+    capabilities = ExpertsCapabilities(
+        layouts=frozenset({RowLayout.RANK_MAJOR}),
+        weightings=frozenset(Weighting),
+        activations=frozenset(Activation),
+        dtypes=frozenset({torch.bfloat16}),
+        schemes=frozenset({PLAIN.name}),
+        biases=False,
+        etp=True,
+        alignment_bytes=2 * UNIT,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,
+        differentiable=False,
+        min_compute_capability=(9, 0),
+        max_compute_capability=(9, 0),
+        devices=frozenset({"cuda"}),
+        wire_ids=True,
+        spare_sms=True,
+    )
+
+    @classmethod
+    def available(cls) -> str | None:
+        return None if importlib.util.find_spec("triton") else "Triton is not installed; use a CUDA build of torch"
+
+    @property
+    def picks(self) -> int:
+        """Of one pass."""
+        return self.options.chunk_rows * self.config.top_k
+
+    def workspace_bytes(self) -> int:
+        if not self.weights.num_slots:
+            return 0
+        config = self.config
+        inner = config.intermediate_size // self.weights.etp.size
+        return bf16_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
+
+    def compute(self, received: Received, out: Tensor | None) -> Tensor:
+        x, weights, config, wire = received.x, self.weights, self.config, received.wire_ids
+        out = torch.empty_like(x) if out is None else out
+        if x.numel() == 0 or weights.num_slots == 0:
+            return out.zero_()
+        ids = received.local_ids if wire is None else wire.ids
+        assert ids is not None
+        bf16_op.bf16_moe(
+            out,
+            self.workspace(),
+            x,
+            ids,
+            0 if wire is None else wire.base,
+            received.weights if received.weighting is Weighting.EXPERTS else None,
+            weights.get_parameter("w13"),
+            weights.get_parameter("w2"),
+            config.activation.value,
+            config.activation_alpha,
+            config.activation_limit,
+            expected_pairs(config, weights.num_slots, ids.shape[1]),
+            self.picks,
+            self.options.spare_sms,
+        )
+        return out

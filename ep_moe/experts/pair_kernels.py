@@ -1,0 +1,96 @@
+"""Pairs of a received row and a local expert: sorted by expert before the products, summed up by row after them.
+
+Nothing here allocates or waits for the device: whoever calls brings every output.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from ep_moe.experts import pair_kernels_triton as kernels
+
+# tuned on an H200
+REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
+
+
+def reduce_pairs(y: Tensor, slots: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    """out[n] = the sum over k of weights[n, k] * y[slots[n, k]], in float32, k from 0 upwards; zero where row n has no
+    pair.
+
+    y: bf16 or fp16 [M, H]; slots: int32 or int64 [N, K], below 0 or at least M for none; weights: float32 [N, K], None
+    for ones; out: [N, H]
+    """
+    n, top_k = slots.shape
+    size = out.shape[-1]
+    if not n:
+        return
+    block = min(REDUCE_BLOCK, triton.next_power_of_2(size))
+    kernels.reduce[(n, triton.cdiv(size, block))](
+        y, slots, weights, out, y.shape[0], size,
+        TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=REDUCE_WARPS,
+    )  # fmt: skip
+
+
+def copy_rows(x: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Each row of x into all rows of the output that `slots` names; the others are left as they are.
+
+    x: [N, H]; slots: int32 [N, K], below 0 or at least M for none; out: [M, H]
+    """
+    rows, size = x.shape
+    if not rows:
+        return
+    block = min(1024, triton.next_power_of_2(size))
+    kernels.copy_rows[(rows, triton.cdiv(size, block))](
+        x, slots, out, out.shape[0], size, TOP_K=slots.shape[1], BLOCK=block
+    )
+
+
+def group_workspace(num_pairs: int, num_experts: int) -> int:
+    """How many int32 `group_pairs` needs to work."""
+    return (-(-num_pairs // _pairs_per_program(num_pairs)) + 1) * num_experts
+
+
+def _pairs_per_program(num_pairs: int) -> int:
+    return max(256, int(triton.next_power_of_2(-(-num_pairs // 1024))))
+
+
+def group_pairs(
+    ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
+    base: int = 0, weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
+
+    ids: int32 or int64 [N, K], an expert is ids - base, anything outside 0 .. L - 1 none
+    weights: float32 [N, K]; a pair of weight 0 counts as none
+    source_row: int32 [N * K], the row n of each sorted pair, -1 beyond the last
+    slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
+    workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
+    """
+    pairs, top_k = ids.numel(), ids.shape[1]
+    if not pairs:
+        ends.zero_()
+        return
+    lanes = triton.next_power_of_2(num_experts)
+    chunk = max(16, min(256, 8192 // lanes))
+    weighted = weights is not None
+    mine = _pairs_per_program(pairs)
+    blocks = triton.cdiv(pairs, mine)
+    totals, before = workspace[:num_experts], workspace[num_experts:]
+    kernels.count_pairs[(blocks,)](
+        ids, weights, base, before, pairs, blocks, num_experts,
+        EXPERTS=lanes, CHUNK=chunk, PAIRS=mine, WEIGHTED=weighted, num_warps=8,
+    )  # fmt: skip
+    kernels.sum_counts[(num_experts,)](before, totals, blocks, CHUNK=1024)
+    kernels.place_pairs[(blocks,)](
+        ids, weights, base, before, totals, source_row, slots, ends, pairs, blocks, num_experts, top_k,
+        EXPERTS=lanes, CHUNK=chunk, PAIRS=mine, WEIGHTED=weighted, num_warps=8,
+    )  # fmt: skip
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4

@@ -1,0 +1,105 @@
+"""The Triton kernels behind `pair_kernels`."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def local_experts(ids, weights, base, pair, pairs, WEIGHTED: tl.constexpr):
+    """Of each pair, counted from `base`; -1 beyond the last, and for a pair of weight 0."""
+    inside = pair < pairs
+    expert = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32) - base
+    if WEIGHTED:
+        inside = inside & (tl.load(weights + pair, mask=inside, other=0.0) != 0.0)
+    return tl.where(inside, expert, -1)
+
+
+@triton.jit
+def count_pairs(
+    ids, weights, base, counts, pairs, blocks, experts,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """counts[e, b]: pairs of expert e among the PAIRS pairs of program b."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS)
+    count = tl.zeros([EXPERTS], tl.int32)
+    for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
+        expert = local_experts(ids, weights, base, start + tl.arange(0, CHUNK), pairs, WEIGHTED)
+        count += tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
+    tl.store(counts + lane * blocks + block, count, mask=lane < experts)
+
+
+@triton.jit
+def sum_counts(counts, totals, blocks, CHUNK: tl.constexpr):
+    """counts[e, b] becomes the sum over earlier b; totals[e] that over all."""
+    mine = counts + tl.program_id(0) * blocks
+    total = 0
+    for start in range(0, blocks, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        count = tl.load(mine + at, mask=at < blocks, other=0)
+        tl.store(mine + at, total + tl.cumsum(count, 0) - count, mask=at < blocks)
+        total += tl.sum(count)
+    tl.store(totals + tl.program_id(0), total)
+
+
+@triton.jit
+def place_pairs(
+    ids, weights, base, before, totals, source_row, slots, ends, pairs, blocks, experts, top_k,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS)
+    count = tl.load(totals + lane, mask=lane < experts, other=0)
+    earlier = tl.load(before + lane * blocks + block, mask=lane < experts, other=0)
+    end = tl.cumsum(count, 0)
+    total = tl.sum(count)
+    if block == 0:
+        tl.store(ends + lane, end, mask=lane < experts)
+    place = end - count + earlier
+    for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        expert = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
+        mine = ((expert[:, None] == lane[None, :]) & (lane < experts)[None, :]).to(tl.int32)
+        slot = tl.sum(mine * (tl.cumsum(mine, 0) - 1 + place[None, :]), 1)
+        valid = (expert >= 0) & (expert < experts)
+        tl.store(slots + pair, tl.where(valid, slot, -1), mask=pair < pairs)
+        tl.store(source_row + slot, pair // top_k, mask=valid)
+        tl.store(source_row + pair, -1, mask=(pair < pairs) & (pair >= total))
+        place += tl.sum(mine, 0)
+
+
+@triton.jit
+def reduce(
+    y, slots, weights, out, rows, size, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        slot = tl.load(slots + n * TOP_K + i).to(tl.int64)
+        valid = (slot >= 0) & (slot < rows)
+        value = tl.load(y + slot * size + at, mask=inside & valid, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights + n * TOP_K + i, mask=valid, other=0.0)
+        total += value
+    tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def copy_rows(x, slots, out, rows_out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    used = n < 0
+    for i in tl.static_range(TOP_K):
+        slot = tl.load(slots + n * TOP_K + i)
+        used = used | ((slot >= 0) & (slot < rows_out))
+    value = tl.load(x + n * size + at, mask=inside & used, other=0.0)
+    for i in tl.static_range(TOP_K):
+        slot = tl.load(slots + n * TOP_K + i).to(tl.int64)
+        tl.store(out + slot * size + at, value, mask=inside & (slot >= 0) & (slot < rows_out))

@@ -1,0 +1,182 @@
+"""`bf16_triton` against the float64 oracle; on a CPU its kernels for few rows in Triton's interpreter.
+
+`tests/gpu/test_bf16_triton_gpu.py` calls the same checks with a model's sizes, and on Hopper the large products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read as the kernels are imported
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+    pytest.skip("Triton's interpreter (3.6) takes arrays for numbers, NumPy 2.4 does not", allow_module_level=True)
+
+from ep_moe import Activation, ExpertMap, MoEConfig
+from ep_moe.experts import bf16_kernels as kernels
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.bf16_triton import Bf16TritonExperts
+from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.schemes import PLAIN
+from ep_moe.workspace import Workspaces
+
+if not torch.cuda.is_available():
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    _dot = InterpreterBuilder.create_dot
+
+    def _wide_dot(self, a, b, *rest):
+        """The interpreter (3.6) holds bf16 as integers, and multiplies those."""
+        a, b = (self.create_fp_ext(one, tl.float32) if one.dtype.scalar == tl.bfloat16 else one for one in (a, b))
+        return _dot(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = _wide_dot
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+BF16 = torch.bfloat16
+CUT_OFF = 1 if torch.cuda.is_available() else 2  # the interpreter's casts cut off: a whole step, not half of one
+SMALL = (MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4), 5)
+
+
+def build(config: MoEConfig, slots: int, **options) -> tuple[Bf16TritonExperts, list[dict]]:
+    weights = ExpertWeights(
+        config,
+        ExpertMap.uneven([slots, config.num_experts - slots]),
+        device=DEVICE,
+        dtype=BF16,
+        scheme=PLAIN,
+        preparation=Bf16TritonExperts.preparation,
+        trainable=False,
+    )
+    tensors = [random_expert(config, PLAIN, expert, BF16, DEVICE) for expert in range(slots)]
+    for expert, own in enumerate(tensors):
+        weights.update_expert(expert, own)
+    return Bf16TritonExperts(config, weights, Workspaces(DEVICE), ExpertsOptions(**options)), tensors
+
+
+def rows(config: MoEConfig, slots: int, count: int, seed: int = 0, empty: float = 0.6) -> Received:
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    columns = min(config.top_k, slots)
+    ids = torch.full((count, config.top_k), -1, device=DEVICE)
+    ids[:, :columns] = torch.rand(count, slots, generator=generator, device=DEVICE).topk(columns).indices
+    ids = torch.where(torch.rand(ids.shape, generator=generator, device=DEVICE) < empty, -1, ids)
+    return Received(
+        x=torch.randn(count, config.hidden_size, generator=generator, device=DEVICE).to(BF16),
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        handle=None,
+        local_ids=LocalIds(ids),
+        weights=torch.rand(ids.shape, generator=generator, device=DEVICE) + 0.1,
+    )
+
+
+def check(experts: Bf16TritonExperts, tensors: list[dict], received: Received) -> torch.Tensor:
+    y = experts(received, torch.full_like(received.x, torch.nan))
+    expected, limit = expected_and_limit(
+        experts.config, PLAIN, tensors, received.x, received.local_ids, received.weights, BF16
+    )
+    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert (y[(received.local_ids < 0).all(1)] == 0).all()
+    return y
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 65, 130], ids=str)  # of 4 picks each: unsorted up to 64
+def test_within_the_bound(count):
+    experts, tensors = build(*SMALL)
+    check(experts, tensors, rows(*SMALL, count))
+
+
+@pytest.mark.parametrize("count", [20, 90], ids=str)
+@pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
+def test_every_activation(activation, count):
+    config = dataclasses.replace(SMALL[0], activation=activation)
+    experts, tensors = build(config, SMALL[1])
+    check(experts, tensors, rows(config, SMALL[1], count))
+
+
+@pytest.mark.parametrize("count", [20, 90], ids=str)
+def test_every_row_on_one_expert(count):
+    experts, tensors = build(*SMALL)
+    received = rows(*SMALL, count)
+    received.local_ids.fill_(-1)[:, 1] = 4
+    check(experts, tensors, received)
+
+
+@pytest.mark.parametrize("count", [20, 90], ids=str)
+def test_no_rows_of_ours(count):
+    experts, tensors = build(*SMALL)
+    check(experts, tensors, rows(*SMALL, count, empty=1.0))
+    assert experts(rows(*SMALL, 0)).shape == (0, SMALL[0].hidden_size)
+
+
+@pytest.mark.parametrize("count", [20, 90], ids=str)
+def test_ids_as_they_travelled(count):
+    """Others' experts, ids beyond all, and picks of weight 0 are none; a pick of ours may stand anywhere."""
+    experts, _ = build(*SMALL)
+    received = rows(*SMALL, count)
+    base, local = 40, received.local_ids
+    others = torch.where(torch.arange(local.shape[1], device=DEVICE) % 2 == 0, 3, base + SMALL[1])
+    wire = torch.where(local < 0, others, local + base).int()
+    weights = received.weights.clone()
+    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])  # ours by its id, nobody's by its weight
+    weights[:, 3] = torch.where(local[:, 3] < 0, 0.0, weights[:, 3])
+    travelled = dataclasses.replace(
+        received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), base), weights=weights
+    )
+    assert torch.equal(experts(travelled), experts(received))
+
+
+@pytest.mark.parametrize("count", [20, 90], ids=str)
+def test_weights_are_left_to_combine(count):
+    """One row per pair, as CONTIGUOUS transports deliver them."""
+    experts, tensors = build(*SMALL)
+    counts = torch.tensor([count, 0, 3, 1, 7], device=DEVICE)
+    total = int(counts.sum())
+    received = Received(
+        x=rows(*SMALL, total).x,
+        layout=RowLayout.CONTIGUOUS,
+        weighting=Weighting.COMBINE,
+        handle=None,
+        expert_offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
+    )
+    ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), counts).unsqueeze(1)
+    expected, limit = expected_and_limit(SMALL[0], PLAIN, tensors, received.x, ids, None, BF16)
+    assert worst(experts(received), expected, CUT_OFF * limit) <= 1
+
+
+def test_passes_of_few_rows_give_the_same_answer():
+    whole, tensors = build(*SMALL)
+    parts, _ = build(*SMALL, chunk_rows=7)
+    received = rows(*SMALL, 90)
+    check(whole, tensors, received)
+    check(parts, tensors, received)
+
+
+def test_scratch_memory_is_enough_for_every_pass():
+    """`carve` would cut views short without an error."""
+    from ep_moe.experts.bf16_op import scratch_bytes, shapes
+    from ep_moe.workspace import carved_bytes
+
+    for most in (8, 250, 300, 2000):
+        room = scratch_bytes(most, 256, 128, 5)
+        assert all(carved_bytes(shapes(picks, 256, 128, 5)) <= room for picks in range(1, most + 1, 7))
+
+
+def test_how_a_call_is_cut():
+    def of(picks, expected, hopper=True):
+        return kernels.Cut.of(picks, expected, hopper=hopper)
+
+    assert not of(kernels.UNSORTED, 1000).sort
+    assert of(kernels.UNSORTED + 1, 1).sort
+    assert isinstance(of(10000, kernels.STREAMED + 1).first, kernels.Tiles)
+    assert isinstance(of(10000, kernels.STREAMED + 1, hopper=False).first, kernels.Streams)
+    assert [of(10000, count).first.block_m for count in (10, 22, 23, 200, 449)] == [16, 32, 64, 64, 128]
