@@ -1,4 +1,5 @@
-"""`bf16_triton` against the float64 oracle; on a CPU its kernels for few rows in Triton's interpreter.
+"""`bf16_triton` against the float64 oracle, and `fp8_block_triton` with few rows; on a CPU the kernels for few rows in
+Triton's interpreter.
 
 `tests/gpu/test_bf16_triton_gpu.py` calls the same checks with a model's sizes, and on Hopper the large products.
 """
@@ -19,13 +20,16 @@ if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4
     pytest.skip("Triton's interpreter (3.6) takes arrays for numbers, NumPy 2.4 does not", allow_module_level=True)
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts import bf16_kernels as kernels
-from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts import few_rows
+from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.bf16_kernels import tiles_for
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import PLAIN
+from ep_moe.weights.schemes import PLAIN, SCHEMES
 from ep_moe.workspace import Workspaces
 
 if not torch.cuda.is_available():
@@ -47,20 +51,23 @@ CUT_OFF = 1 if torch.cuda.is_available() else 2  # the interpreter's casts cut o
 SMALL = (MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4), 5)
 
 
-def build(config: MoEConfig, slots: int, **options) -> tuple[Bf16TritonExperts, list[dict]]:
+def build(
+    config: MoEConfig, slots: int, kind: type[Experts] = Bf16TritonExperts, **options
+) -> tuple[Experts, list[dict]]:
+    scheme = SCHEMES["fp8_block"] if kind is Fp8BlockTritonExperts else PLAIN
     weights = ExpertWeights(
         config,
         ExpertMap.uneven([slots, config.num_experts - slots]),
         device=DEVICE,
         dtype=BF16,
-        scheme=PLAIN,
-        preparation=Bf16TritonExperts.preparation,
+        scheme=scheme,
+        preparation=kind.preparation,
         trainable=False,
     )
-    tensors = [random_expert(config, PLAIN, expert, BF16, DEVICE) for expert in range(slots)]
+    tensors = [random_expert(config, scheme, expert, BF16, DEVICE) for expert in range(slots)]
     for expert, own in enumerate(tensors):
         weights.update_expert(expert, own)
-    return Bf16TritonExperts(config, weights, Workspaces(DEVICE), ExpertsOptions(**options)), tensors
+    return kind(config, weights, Workspaces(DEVICE), ExpertsOptions(**options)), tensors
 
 
 def rows(config: MoEConfig, slots: int, count: int, seed: int = 0, empty: float = 0.6) -> Received:
@@ -79,10 +86,10 @@ def rows(config: MoEConfig, slots: int, count: int, seed: int = 0, empty: float 
     )
 
 
-def check(experts: Bf16TritonExperts, tensors: list[dict], received: Received) -> torch.Tensor:
+def check(experts: Experts, tensors: list[dict], received: Received) -> torch.Tensor:
     y = experts(received, torch.full_like(received.x, torch.nan))
     expected, limit = expected_and_limit(
-        experts.config, PLAIN, tensors, received.x, received.local_ids, received.weights, BF16
+        experts.config, experts.weights.scheme, tensors, received.x, received.local_ids, received.weights, BF16
     )
     assert worst(y, expected, CUT_OFF * limit) <= 1
     assert (y[(received.local_ids < 0).all(1)] == 0).all()
@@ -161,22 +168,37 @@ def test_passes_of_few_rows_give_the_same_answer():
     check(parts, tensors, received)
 
 
-def test_scratch_memory_is_enough_for_every_pass():
-    """`carve` would cut views short without an error."""
-    from ep_moe.experts.bf16_op import scratch_bytes, shapes
-    from ep_moe.workspace import carved_bytes
+@pytest.mark.parametrize("count", [1, 40, 90], ids=str)
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda a: a.value)
+def test_blocks_within_the_bound(activation, count):
+    config = dataclasses.replace(SMALL[0], activation=activation)
+    experts, tensors = build(config, SMALL[1], Fp8BlockTritonExperts)
+    received = rows(config, SMALL[1], count)
+    check(experts, tensors, received)
 
-    for most in (8, 250, 300, 2000):
-        room = scratch_bytes(most, 256, 128, 5)
-        assert all(carved_bytes(shapes(picks, 256, 128, 5)) <= room for picks in range(1, most + 1, 7))
+
+@pytest.mark.parametrize("count", [40, 90], ids=str)
+def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
+    experts, _ = build(*SMALL, Fp8BlockTritonExperts)
+    received = rows(*SMALL, count)
+    if DEVICE.type == "cpu":  # whose casts to E4M3 differ from torch's: values that both hold
+        data, scale = round_blocks(received.x)
+        wide = (data.float().unflatten(-1, (-1, 128)) * 2**-4).flatten(-2)
+        received = dataclasses.replace(received, x=wide.to(BF16))
+    data, scale = round_blocks(received.x)
+    y = experts(dataclasses.replace(received, x=data, x_scale=scale, format="fp8_block"))
+    assert torch.equal(y, experts(received))
 
 
 def test_how_a_call_is_cut():
-    def of(picks, expected, hopper=True):
-        return kernels.Cut.of(picks, expected, hopper=hopper)
-
-    assert not of(kernels.UNSORTED, 1000).sort
-    assert of(kernels.UNSORTED + 1, 1).sort
-    assert isinstance(of(10000, kernels.STREAMED + 1).first, kernels.Tiles)
-    assert isinstance(of(10000, kernels.STREAMED + 1, hopper=False).first, kernels.Streams)
-    assert [of(10000, count).first.block_m for count in (10, 22, 23, 200, 449)] == [16, 32, 64, 64, 128]
+    of, of_blocks = few_rows.Cut.of, few_rows.Cut.of_blocks
+    assert not of(few_rows.UNSORTED, 1000).sort
+    assert of(few_rows.UNSORTED + 1, 1).sort
+    assert [of(10000, count).first.block_m for count in (10, 22, 23)] == [16, 32, 64]
+    assert of(10000, few_rows.FEW) is not None
+    assert of(10000, few_rows.FEW + 1) is None
+    assert not of_blocks(few_rows.UNSORTED, 1000, 7168).sort
+    assert [of_blocks(10000, count, 2048).first.block_m for count in (10, 11)] == [16, 64]
+    assert of_blocks(10000, few_rows.FEW_BLOCKS + 1, 2048) is None
+    assert of_blocks(10000, 1, 2176) is None
+    assert [tiles_for(count)[0].block_m for count in (49, 448, 449)] == [64, 64, 128]

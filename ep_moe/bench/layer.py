@@ -53,12 +53,16 @@ from ep_moe.weights.schemes import SCHEMES
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (1, 16, 128, 1024, 8192)
-VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire, transport; the last as in bench.overlap
+VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire, transport; parts that travel one by one
     ("flashinfer_cutlass", "none", "plain", "nvlink_p2p", ()),
     ("flashinfer_cutlass", "none", "plain", "flashinfer_nvlink", ()),
     ("bf16_triton", "none", "plain", "nvlink_p2p", ()),
+    ("bf16_triton", "none", "plain", "nvlink_p2p", (2,)),
+    ("bf16_triton", "none", "plain", "nvlink_p2p", (4,)),
     ("flashinfer_mega_bf16", "none", "plain", AUTO, ()),
     ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", ()),
+    ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", (2,)),
+    ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", (4,)),
     ("fp8_block_triton", "fp8_block", "fp8_block", "flashinfer_nvlink", ()),
     ("flashinfer_cutlass", "fp8_block", "plain", "nvlink_p2p", ()),
     ("flashinfer_cutlass", "fp8_static", "plain", "nvlink_p2p", ()),
@@ -66,6 +70,7 @@ VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire, transpor
 )
 OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whatever the wire is called
 REPLAYS = 15
+PARTS_FROM = 1024  # tokens per rank: below, weights are what takes time, and each part reads them again
 Made = TypeVar("Made")
 
 
@@ -89,6 +94,7 @@ def measure(
     """What cannot run here is left out, with its reason on rank 0's output. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
+    variants = [variant for variant in variants if not variant[4] or tokens >= PARTS_FROM]
     layers = {variant: layer for variant in variants if (layer := built(context, config, variant)) is not None}
     sources = tuned(context, tokens, layers)
     entries = [ours(variant, layer, x, routing) for variant, layer in layers.items() if variant[:2] in sources]
@@ -97,7 +103,7 @@ def measure(
     entries += [entry for name, make in recipes.items() if (entry := attempt(context, name, make)) is not None]
     lines = timed(context, model, entries, floors_of(context, config, routing, machine))
     for line, entry in zip(lines, entries, strict=True):
-        if entry.owner == "ours" and not math.isnan(line.us):
+        if entry.owner == "ours" and not math.isnan(line.us) and not entry.name.endswith(" parts"):
             extras(context, line, entry.call)
     for entry in entries:
         entry.close()
@@ -111,11 +117,12 @@ def built(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer |
 
 def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
     """A layer with random weights, equal on all ranks. Three kinds of expert, that a row at the wrong one shows."""
-    kernel, scheme, rows, all2all, _ = variant
+    kernel, scheme, rows, all2all, parts = variant
     layer = MoELayer(
         config,
         context,
         all2all=all2all,
+        pipeline=-(-(context.max_tokens or 1) // parts[0]) if parts else None,
         experts=kernel,
         quantization=scheme,
         wire=Wire(dispatch=rows),
@@ -163,8 +170,9 @@ def ours(variant: Variant, layer: MoELayer, x: Tensor, routing: Routing) -> Entr
 
 
 def name_of(variant: Variant) -> str:
-    kernel, _, _, all2all, _ = variant
-    return kernel if all2all == AUTO else f"{kernel} + {all2all}"
+    kernel, _, _, all2all, parts = variant
+    name = kernel if all2all == AUTO else f"{kernel} + {all2all}"
+    return f"{name}, {parts[0]} parts" if parts else name
 
 
 def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,11 @@ BF16 = torch.bfloat16
 
 def shapes(picks: int, hidden: int, inner: int, slots: int) -> Shapes:
     """Scratch for received rows with so many picks in all."""
-    from ep_moe.experts.bf16_kernels import UNSORTED
     from ep_moe.experts.pair_kernels import group_workspace
 
     return {
         "act": ((picks, inner), BF16),
-        "y": ((picks, hidden), torch.float32 if picks <= UNSORTED else BF16),
+        "y": ((picks, hidden), BF16),
         "source": ((picks,), torch.int32),
         "slots": ((picks,), torch.int32),
         "ends": ((slots,), torch.int32),
@@ -28,11 +29,7 @@ def shapes(picks: int, hidden: int, inner: int, slots: int) -> Shapes:
 
 
 def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:
-    """For passes of as many picks, and of fewer."""
-    from ep_moe.experts.bf16_kernels import UNSORTED
-
-    few = min(picks, UNSORTED)  # a pick takes more there
-    return max(carved_bytes(shapes(count, hidden, inner, slots)) for count in (picks, few))
+    return carved_bytes(shapes(picks, hidden, inner, slots))
 
 
 @operator("bf16_moe")
@@ -72,34 +69,29 @@ def _pass(
     out: Tensor, workspace: Tensor, x: Tensor, ids: Tensor, base: int, weights: Tensor | None, w13: Tensor, w2: Tensor,
     activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
-    from ep_moe.experts import bf16_kernels as kernels
-    from ep_moe.experts import pair_kernels
-    from ep_moe.experts.fp8_block_kernels import has_hopper
+    from ep_moe.experts import bf16_kernels, few_rows, pair_kernels
 
     rows, top_k = ids.shape
     slots, hidden, inner = w2.shape
     own = carve(workspace, shapes(rows * top_k, hidden, inner, slots))
     act, y, ends, places = own["act"], own["y"], own["ends"], own["slots"].view(rows, top_k)
-    cut = kernels.Cut.of(rows * top_k, rows * expected / slots, hopper=has_hopper(x.device))
+    each = rows * expected / slots
     found = (ids, weights, base)
-    if not cut.sort:
-        assert isinstance(cut.first, kernels.Streams)
-        assert isinstance(cut.second, kernels.Streams)
-        kernels.first_product(x, *found, w13, act, activation, cut.first, alpha=alpha, limit=limit)
-        kernels.second_product(act, *found, w2, y, cut.second)
-        kernels.reduce_unsorted(y, *found, slots, out)
+    clamp: dict[str, Any] = {"alpha": alpha, "limit": limit}
+    cut = few_rows.Cut.of(rows * top_k, each)
+    if cut is not None and not cut.sort:
+        few_rows.first_product(x, *found, w13, act, activation, cut.first, **clamp)
+        few_rows.second_product(act, *found, w2, y, cut.second)
+        few_rows.reduce_unsorted(y, *found, slots, out)
         return
     pair_kernels.group_pairs(ids, slots, own["source"], places, ends, own["sorting"], base=base, weights=weights)
-    lists = kernels.Lists(own["source"], ends)
-    if isinstance(cut.first, kernels.Tiles):
-        pair_kernels.copy_rows(x, places, y)  # y's room: the second product comes after
-        kernels.grouped_gemm(
-            y, w13, ends, act, cut.first, activation=activation, alpha=alpha, limit=limit, spare_sms=spare_sms
-        )
+    if cut is not None:
+        lists = few_rows.Lists(own["source"], ends)
+        few_rows.first_product(x, *found, w13, act, activation, cut.first, lists=lists, **clamp)
+        few_rows.second_product(act, *found, w2, y, cut.second, lists=lists)
     else:
-        kernels.first_product(x, *found, w13, act, activation, cut.first, lists=lists, alpha=alpha, limit=limit)
-    if isinstance(cut.second, kernels.Tiles):
-        kernels.grouped_gemm(act, w2, ends, y, cut.second, spare_sms=spare_sms)
-    else:
-        kernels.second_product(act, *found, w2, y, cut.second, lists=lists)
+        first, second = bf16_kernels.tiles_for(each)
+        pair_kernels.copy_rows(x, places, y)  # in the room of y, which is written after they are read
+        bf16_kernels.grouped_gemm(y, w13, ends, act, first, activation=activation, spare_sms=spare_sms, **clamp)
+        bf16_kernels.grouped_gemm(act, w2, ends, y, second, spare_sms=spare_sms)
     pair_kernels.reduce_pairs(y, places, weights, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,14 +149,23 @@ class _Step:
         out: Tensor,
         expected: float,
     ) -> None:
+        from ep_moe.experts import few_rows, pair_kernels
         from ep_moe.experts import fp8_block_kernels as kernels
-        from ep_moe.experts import pair_kernels
 
         pairs, slots = ids.numel(), len(self.w2)
         own = self._carve(pairs, len(x), out.dtype)
+        cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1])
+        if cut is not None and not cut.sort:
+            self._few(own, x, x_scale, (ids, weights, base), cut, None)
+            few_rows.reduce_unsorted(own["y"], ids, weights, base, slots, out)
+            return
         pair_kernels.group_pairs(
             ids, slots, own["source"], own["slots"], own["ends"], own["sorting"], base=base, weights=weights
         )
+        if cut is not None:
+            self._few(own, x, x_scale, (ids, weights, base), cut, few_rows.Lists(own["source"], own["ends"]))
+            pair_kernels.reduce_pairs(own["y"], own["slots"], weights, out)
+            return
         counts = own["ends"][-1:]
         if x_scale is None:
             kernels.quantize_pairs(x, own["slots"], own["rows"], own["row_scale"])
@@ -163,6 +173,29 @@ class _Step:
             kernels.copy_pairs(x, x_scale, own["slots"], own["rows"], own["row_scale"])
         self._matrices(own, None, counts, own["y"], len(x) * expected)
         pair_kernels.reduce_pairs(own["y"], own["slots"], weights, out)
+
+    def _few(
+        self,
+        own: dict[str, Tensor],
+        x: Tensor,
+        x_scale: Tensor | None,
+        found: tuple[Tensor, Tensor | None, int],
+        cut: Any,
+        lists: Any,
+    ) -> None:
+        """Both products of few rows. cut: `few_rows.Cut`; lists: `few_rows.Lists` or None"""
+        from ep_moe.experts import few_rows
+        from ep_moe.experts import fp8_block_kernels as kernels
+
+        if x_scale is None:
+            x, x_scale, whole = own["rows"][: len(x)], own["row_scale"][: len(x)], x
+            kernels.quantize_rows(whole, x, x_scale)
+        act = own["h"].view(-1)[: found[0].numel() * self.w2.shape[2]].view(-1, self.w2.shape[2])
+        few_rows.first_product(
+            x, *found, self.w13, act, self.activation, cut.first, lists=lists, alpha=self.alpha, limit=self.limit,
+            x_scale=x_scale, w13_scale=self.w13_scale,
+        )  # fmt: skip
+        few_rows.second_product(act, *found, self.w2, own["y"], cut.second, lists=lists, w2_scale=self.w2_scale)
 
     def _matrices(
         self, own: dict[str, Tensor], starts: Tensor | None, counts: Tensor | None, out: Tensor, expected: float

@@ -1,5 +1,4 @@
-"""The Triton kernels behind `bf16_kernels`, but for the GEMM for Hopper: products of few rows with many weights, which
-read each expert's weights once and are bound by that."""
+"""The Triton kernels behind `few_rows`."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # ruff: noqa: N806  (constants of the compiler are upper case)
@@ -40,8 +39,16 @@ def _activate(gate, up, alpha, bound, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _rounded(value, SMALLEST: tl.constexpr):
+    """A block of 128 columns as `fp8_block_kernels.quantize_rows` rounds it: E4M3, and the scale of each row."""
+    wide = value.to(tl.float32)
+    step = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), 1), SMALLEST), 448.0)
+    return (wide * tl.div_rn(1.0, step)[:, None]).to(tl.float8e4nv), step
+
+
+@triton.jit
 def first_product(
-    x, ids, weights, source, ends, w13, out, base, pairs, hidden, inner, alpha, bound,
+    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, base, pairs, hidden, inner, alpha, bound,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +58,8 @@ def first_product(
     else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs."""
     columns = inner // BLOCK_N
     expert = tl.program_id(0) // columns
-    column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    column = first_column + tl.arange(0, BLOCK_N)
     pair = tl.arange(0, PAIRS)
     if SORTED:
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -62,8 +70,13 @@ def first_product(
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     GATED: tl.constexpr = ACTIVATION != "relu2"
+    BLOCKS: tl.constexpr = w13_scale is not None  # of 128 x 128 weights in E4M3
     rows = inner * 2 if GATED else inner
     w_at = w13 + expert.to(tl.int64) * rows * hidden + column[None, :] * hidden + k[:, None]
+    k_blocks = hidden // 128
+    s_at = w13_scale
+    if BLOCKS:
+        s_at += (expert * (rows // 128) + first_column // 128) * k_blocks
     for first in range(0, count, BLOCK_M):
         if SORTED:
             at = first + tl.arange(0, BLOCK_M)
@@ -74,14 +87,33 @@ def first_product(
             row = tl.where(listed >= 0, listed // TOP_K, -1)
             to = listed
         valid = row >= 0
-        x_at = x + tl.maximum(row, 0).to(tl.int64)[:, None] * hidden + k[None, :]
+        safe = tl.maximum(row, 0).to(tl.int64)
+        x_at = x + safe[:, None] * hidden + k[None, :]
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if BLOCKS:
+            tl.static_assert(BLOCK_K == 128)
+            gate_scale = tl.load(s_at)
+            up_scale = tl.load(s_at + inner // 128 * k_blocks) if GATED else gate_scale
+            step = tl.load(x_scale + safe * k_blocks)
         for i in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
             left = tl.load(x_at + i, mask=valid[:, None], other=0.0)
-            gate = tl.dot(left, tl.load(w_at + i), gate)
-            if GATED:
-                up = tl.dot(left, tl.load(w_at + inner * hidden + i), up)
+            if BLOCKS:
+                # the next block's scales travel while this block is multiplied
+                block = tl.minimum(i // 128 + 1, k_blocks - 1)
+                next_gate = tl.load(s_at + block)
+                next_up = tl.load(s_at + inner // 128 * k_blocks + block) if GATED else next_gate
+                next_step = tl.load(x_scale + safe * k_blocks + block)
+                gate += tl.dot(left, tl.load(w_at + i)) * (step * gate_scale)[:, None]
+                if GATED:
+                    up += tl.dot(left, tl.load(w_at + inner * hidden + i)) * (step * up_scale)[:, None]
+                gate_scale = next_gate
+                up_scale = next_up
+                step = next_step
+            else:
+                gate = tl.dot(left, tl.load(w_at + i), gate)
+                if GATED:
+                    up = tl.dot(left, tl.load(w_at + inner * hidden + i), up)
         value = _activate(gate, up, alpha, bound, ACTIVATION)
         out_at = out + to.to(tl.int64)[:, None] * inner + column[None, :]
         tl.store(out_at, value.to(out.dtype.element_ty), mask=valid[:, None])
@@ -89,14 +121,15 @@ def first_product(
 
 @triton.jit
 def second_product(
-    act, ids, weights, ends, w2, out, base, pairs, hidden, inner,
-    PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    act, ids, weights, ends, w2, w2_scale, out, base, pairs, hidden, inner,
+    PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[r] = w2[e] @ act[r] for each row r of expert e, in the order that `first_product` left them in."""
     columns = hidden // BLOCK_N
     expert = tl.program_id(0) // columns
-    column = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    column = first_column + tl.arange(0, BLOCK_N)
     pair = tl.arange(0, PAIRS)
     if SORTED:
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -105,7 +138,12 @@ def second_product(
         mine = local_experts(ids, weights, base, pair, pairs, WEIGHTED) == expert
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
+    BLOCKS: tl.constexpr = w2_scale is not None
     w_at = w2 + expert.to(tl.int64) * hidden * inner + column[None, :] * inner + k[:, None]
+    k_blocks = inner // 128
+    s_at = w2_scale
+    if BLOCKS:
+        s_at += (expert * (hidden // 128) + first_column // 128) * k_blocks
     for first in range(0, count, BLOCK_M):
         if SORTED:
             at = first + tl.arange(0, BLOCK_M)
@@ -115,8 +153,18 @@ def second_product(
         valid = row >= 0
         a_at = act + tl.maximum(row, 0).to(tl.int64)[:, None] * inner + k[None, :]
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if BLOCKS:
+            tl.static_assert(BLOCK_K == 128)
+            scale = tl.load(s_at)
         for i in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
-            total = tl.dot(tl.load(a_at + i, mask=valid[:, None], other=0.0), tl.load(w_at + i), total)
+            left = tl.load(a_at + i, mask=valid[:, None], other=0.0)
+            if BLOCKS:
+                following = tl.load(s_at + tl.minimum(i // 128 + 1, k_blocks - 1))
+                left, step = _rounded(left, SMALLEST)
+                total += tl.dot(left, tl.load(w_at + i)) * (step * scale)[:, None]
+                scale = following
+            else:
+                total = tl.dot(left, tl.load(w_at + i), total)
         out_at = out + row.to(tl.int64)[:, None] * hidden + column[None, :]
         tl.store(out_at, total.to(out.dtype.element_ty), mask=valid[:, None])
 
