@@ -75,7 +75,7 @@ class Placement(nn.Module):
     def forward(self, routing: Routing) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
         that the dispatcher refuses it on all ranks together."""
-        if routing.ids.is_cuda:
+        if routing.ids.is_cuda and not torch.compiler.is_compiling():
             return PhysicalRouting(PhysicalIds(self._place_on_gpu(routing.ids)), routing.weights)
         experts = self.expert_map.num_experts
         ids = routing.ids.long()
