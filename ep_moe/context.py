@@ -191,8 +191,9 @@ class EPContext:
 
     def dispatcher(self, name: str, geometry: Geometry) -> Dispatcher:
         """The pool's dispatcher of that name and geometry, made on first use."""
-        kind: type[Dispatcher] = registry.load("dispatchers", name)
-        made: Dispatcher = self.pooled(name, geometry, lambda: kind(geometry, self.links["ep"]))
+        made: Dispatcher = self.pooled(
+            name, geometry, lambda: registry.load("dispatchers", name)(geometry, self.links["ep"])
+        )
         return made
 
     def pooled(self, name: str, geometry: Geometry, make: Callable[[], Any]) -> Any:

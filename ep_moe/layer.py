@@ -88,6 +88,7 @@ class MoELayer(nn.Module):
         asked = Asked(all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned)
         self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
         self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
+        self._geometries: dict[Any, Geometry] = {}
         fused = self.choice.all2all == INSIDE
         kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
         if device is None:
@@ -263,16 +264,19 @@ class MoELayer(nn.Module):
     def _geometry(self, pick: Pick) -> Geometry:
         if isinstance(self.experts, FusedExperts):
             return self.experts.geometry
-        expert_map = self.placement.expert_map
-        return Geometry(
-            hidden_size=self.config.hidden_size,
-            top_k=self.config.top_k,
-            cap=expert_map.cap,
-            num_ranks=expert_map.num_ranks,
-            dtype=self.dtype,
-            max_tokens=pick.room,
-            wire=self.wire,
-        )
+        key = (pick.room, self.dtype)
+        if key not in self._geometries:
+            expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
+            self._geometries[key] = Geometry(
+                hidden_size=self.config.hidden_size,
+                top_k=self.config.top_k,
+                cap=expert_map.cap,
+                num_ranks=expert_map.num_ranks,
+                dtype=self.dtype,
+                max_tokens=pick.room,
+                wire=self.wire,
+            )
+        return self._geometries[key]
 
     # --- what a user asks --------------------------------------------------------------------------------------
 

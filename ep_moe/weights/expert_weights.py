@@ -118,6 +118,11 @@ class ExpertWeights(nn.Module):
     def device(self) -> torch.device:
         return self.get_parameter("w13").device
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As any module's; without its walk through submodules, which layers would pay for at each call."""
+        found = self._parameters.get(target)
+        return super().get_parameter(target) if found is None else found
+
     def stored(self, name: str) -> Tensor | None:
         """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
         return self._parameters.get(name)
