@@ -48,7 +48,13 @@ def kinds() -> None:
 
 @functools.cache
 def checkpoint(config: MoEConfig, expert: int, seed: int = 0, scheme: str = "none", device=None) -> dict:
-    return random_expert(config, SCHEMES[scheme], 100 * seed + expert, torch.bfloat16, device or "cpu")
+    """With blocks whose scales differ by factors, so that one in the place of another is seen."""
+    tensors = random_expert(config, SCHEMES[scheme], 100 * seed + expert, torch.bfloat16, device or "cpu")
+    for name in ("w13_scale", "w2_scale"):
+        if name in tensors:
+            rows, columns = (torch.arange(size, device=device) for size in tensors[name].shape)
+            tensors[name] = tensors[name] * (1 + rows.unsqueeze(1) % 2 * 2) / (1 + columns % 2)
+    return tensors
 
 
 def build(context: EPContext, names: dict = BF16, config: MoEConfig = CONFIG, seed: int = 0, **options) -> MoELayer:
@@ -317,8 +323,8 @@ def gate_and_up_swapped(layer: MoELayer) -> None:
     turned.copy_(turned.roll(32 if w13.dtype.itemsize == 2 else 256, dims=1))
 
 
-def one_scale_doubled(layer: MoELayer) -> None:
-    layer.expert_weights.w2_scale[0, 1, 0] *= 2
+def one_scale_wrong(layer: MoELayer) -> None:
+    layer.expert_weights.w2_scale[0, 1, 0] *= 8
 
 
 def scales_transposed(layer: MoELayer) -> None:
@@ -334,7 +340,7 @@ def one_slot_stale(layer: MoELayer) -> None:
 def test_planted(names, world_size):
     kinds()
     plants = [fused_ids_off_by_one, logical_ids_for_physical, weights_forgotten, gate_and_up_swapped, one_slot_stale]
-    plants += [one_scale_doubled, scales_transposed] if names is FP8 else []
+    plants += [one_scale_wrong, scales_transposed] if names["quantization"] != "none" else []
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=MOST) as context:
         placed = ExpertMap.from_ranks([[7, 1, 2, 3, 0, 4], [6, 5, 8, 9, 3, 1]], 10)
         for plant in plants:
