@@ -197,8 +197,11 @@ def test_how_a_call_is_cut():
     assert [of(10000, count).first.block_m for count in (10, 22, 23)] == [16, 32, 64]
     assert of(10000, few_rows.FEW) is not None
     assert of(10000, few_rows.FEW + 1) is None
-    assert not of_blocks(few_rows.UNSORTED, 1000, 7168).sort
-    assert [of_blocks(10000, count, 2048).first.block_m for count in (10, 11)] == [16, 64]
-    assert of_blocks(10000, few_rows.FEW_BLOCKS + 1, 2048) is None
-    assert of_blocks(10000, 1, 2176) is None
+    light = few_rows.LIGHT
+    assert not of_blocks(few_rows.UNSORTED, 1000, 7168, 2 * light).sort
+    assert [of_blocks(10000, count, 2048, light).first.block_m for count in (10, 11)] == [16, 64]
+    assert of_blocks(10000, few_rows.FEW_BLOCKS + 1, 2048, light) is None
+    assert of_blocks(10000, 1, 2176, light) is None
+    assert of_blocks(10000, 10, 2048, 2 * light) is not None
+    assert of_blocks(10000, 11, 2048, 2 * light) is None
     assert [tiles_for(count)[0].block_m for count in (49, 448, 449)] == [64, 64, 128]

@@ -14,13 +14,14 @@ from ep_moe.workspace import Shapes, carve, carved_bytes
 BF16 = torch.bfloat16
 
 
-def shapes(picks: int, hidden: int, inner: int, slots: int) -> Shapes:
+def shapes(picks: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
     """Scratch for received rows with so many picks in all."""
     from ep_moe.experts.pair_kernels import group_workspace
 
-    return {
-        "act": ((picks, inner), BF16),
-        "y": ((picks, hidden), BF16),
+    products: Shapes = {"act": ((picks, inner), BF16), "y": ((picks, hidden), BF16)}
+    if not sort:
+        return products
+    return products | {
         "source": ((picks,), torch.int32),
         "slots": ((picks,), torch.int32),
         "ends": ((slots,), torch.int32),
@@ -73,17 +74,19 @@ def _pass(
 
     rows, top_k = ids.shape
     slots, hidden, inner = w2.shape
-    own = carve(workspace, shapes(rows * top_k, hidden, inner, slots))
-    act, y, ends, places = own["act"], own["y"], own["ends"], own["slots"].view(rows, top_k)
     each = rows * expected / slots
     found = (ids, weights, base)
     clamp: dict[str, Any] = {"alpha": alpha, "limit": limit}
     cut = few_rows.Cut.of(rows * top_k, each)
-    if cut is not None and not cut.sort:
+    sort = cut is None or cut.sort
+    own = carve(workspace, shapes(rows * top_k, hidden, inner, slots, sort=sort))
+    act, y = own["act"], own["y"]
+    if cut is not None and not sort:
         few_rows.first_product(x, *found, w13, act, activation, cut.first, **clamp)
         few_rows.second_product(act, *found, w2, y, cut.second)
         few_rows.reduce_unsorted(y, *found, slots, out)
         return
+    ends, places = own["ends"], own["slots"].view(rows, top_k)
     pair_kernels.group_pairs(ids, slots, own["source"], places, ends, own["sorting"], base=base, weights=weights)
     if cut is not None:
         lists = few_rows.Lists(own["source"], ends)

@@ -26,6 +26,7 @@ UNSORTED = 256  # picks up to which a program that looks through all of them is 
 FEW = 48  # rows of an expert up to which reading weights takes longer than multiplying, in bf16 and
 FEW_BLOCKS = 40  # in E4M3
 SHORT = 2048  # hidden size up to which the lists are faster in E4M3; measured at 2048 and 7168
+LIGHT = 32 * 2048 * 768  # numbers in w2 up to which they are with more than 10 rows: then launches are what they save
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Cut:
         return cls(True, Streams(64, 64, 64), Streams(64, 128, 64))
 
     @classmethod
-    def of_blocks(cls, picks: int, rows: float, hidden: int) -> Cut | None:
-        """The same for weights in E4M3."""
+    def of_blocks(cls, picks: int, rows: float, hidden: int, numbers: int) -> Cut | None:
+        """The same for weights in E4M3. hidden: H; numbers: of w2"""
         if picks <= UNSORTED:
             first = Streams(16, 64, 128) if picks <= UNSORTED // 4 else Streams(16, 128, 128, stages=3, warps=8)
             return cls(False, first, Streams(16, 128, 128, stages=3))
@@ -73,6 +74,8 @@ class Cut:
             return None
         if rows <= 10:
             return cls(True, Streams(16, 64, 128, stages=3), Streams(16, 128, 128, stages=3))
+        if numbers > LIGHT:
+            return None
         return cls(True, Streams(64, 32, 128), Streams(64, 128, 128, stages=3, warps=8))
 
 

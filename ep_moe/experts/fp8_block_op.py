@@ -154,7 +154,7 @@ class _Step:
 
         pairs, slots = ids.numel(), len(self.w2)
         own = self._carve(pairs, len(x), out.dtype)
-        cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1])
+        cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
         if cut is not None and not cut.sort:
             self._few(own, x, x_scale, (ids, weights, base), cut, None)
             few_rows.reduce_unsorted(own["y"], ids, weights, base, slots, out)

@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,10 @@ from ep_moe.errors import EPMoEError, InputError, PeerTimeout
 from ep_moe.parallel.device_mark import DeviceMark
 
 
-@dataclass(frozen=True)
-class Step:
-    """One collective step. number: running; where: layer; phase: stage; detail: backend; done: left again."""
+class Step(NamedTuple):
+    """One collective step. number: running; where: layer; phase: stage; detail: backend; done: left again.
+
+    A tuple, since each call of a layer makes some eight."""
 
     number: int
     where: str
@@ -185,7 +186,7 @@ class Ledger:
 
     def _beat(self, store: Store) -> None:
         self._beats += 1
-        store.set(f"beat/{self._rank}", json.dumps({"beat": self._beats, **asdict(self._step)}))
+        store.set(f"beat/{self._rank}", json.dumps({"beat": self._beats, **self._step._asdict()}))
 
     def _read(self, store: Store) -> dict[int, tuple[int, Step] | None]:
         found: dict[int, tuple[int, Step] | None] = {}

@@ -61,7 +61,7 @@ UNEVEN, ONE_ONLY = (5, 3, 0, 7), (0, 6, 0, 0)
 def make(config: MoEConfig, context: EPContext, all2all: str = "auto", expert_map: ExpertMap | None = None) -> MoELayer:
     """A layer with the same weights everywhere: integers in the experts of INTEGER, floats otherwise."""
     layer = MoELayer(config, context, all2all=all2all, expert_map=expert_map)
-    if config is INTEGER:
+    if config == INTEGER:
         return fill(layer)
     generator = torch.Generator().manual_seed(1)
     for expert in range(config.num_experts):
@@ -76,7 +76,7 @@ def make(config: MoEConfig, context: EPContext, all2all: str = "auto", expert_ma
 
 def data(config: MoEConfig, batch: int, tokens: int) -> tuple[Tensor, Routing | None, Tensor]:
     """x, routing (None: the layer routes) and the gradient that comes in from behind."""
-    if config is INTEGER:
+    if config == INTEGER:
         x, behind = integer_rows(tokens, 16, batch), integer_rows(tokens, 16, batch + 50)
         return x, integer_routing(tokens, config, batch), behind
     generator = torch.Generator().manual_seed(batch)
@@ -109,7 +109,7 @@ def one_process(config: MoEConfig, parts: list) -> dict[str, Tensor]:
     layer = single(config)
     x, behind = torch.cat([part[0] for part in parts]), torch.cat([part[2] for part in parts])
     routing = None
-    if config is INTEGER:
+    if config == INTEGER:
         routing = Routing(torch.cat([part[1].ids for part in parts]), torch.cat([part[1].weights for part in parts]))
     return backward(layer, x, routing, behind)
 
@@ -137,7 +137,7 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
     expected, found = one_process(config, parts), backward(layer, *parts[batch])
 
     def compare(actual: Tensor, wanted: Tensor, name: str) -> None:
-        atol = 0.0 if config is INTEGER or not wanted.numel() else BOUND * float(wanted.abs().max())
+        atol = 0.0 if config == INTEGER or not wanted.numel() else BOUND * float(wanted.abs().max())
         assert_same(actual, wanted, f"{what}, gradient of {name}", atol=atol)
 
     for name in ("x", "weights"):
@@ -148,7 +148,7 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
     for name, gradient in logical_gradients(config, layout, ranks).items():
         compare(gradient, expected[f"expert_weights.{name}"], name)
 
-    if config is INTEGER:
+    if config == INTEGER:
         return
     alone = one_process(config, [parts[batch]])
     for name in parameters:

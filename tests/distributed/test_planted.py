@@ -25,7 +25,7 @@ def differs(plant: Callable[[MoELayer], None], config: MoEConfig, all2all: str) 
     """The comparison holds before the error is planted, and fails on some rank after it."""
     with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
         layer = fill(MoELayer(config, context, all2all=all2all, expert_map=MAP))
-        bounds = {} if config is EXACT else {"rtol": 1e-5, "atol": 1e-2}
+        bounds = {} if config == EXACT else {"rtol": 1e-5, "atol": 1e-2}
         check_call(layer, context, tokens=8, what="before", **bounds)
         plant(layer)
         try:
