@@ -196,6 +196,7 @@ def test_tables_csv_and_panels(tmp_path):
     assert "WRONG" in text
     assert "0.900" in text, "plan / held"
     layer_report.write(lines, tmp_path / "lines.csv")
+    assert repr(layer_report.read(tmp_path / "lines.csv")) == repr(lines)  # some numbers are none
     rows = list(csv.DictReader((tmp_path / "lines.csv").open()))
     assert len(rows) == 8
     assert (rows[0]["dispatch_us"], rows[1]["dispatch_us"]) == ("4.5", "")

@@ -27,7 +27,7 @@ RUN = {
     "flashinfer_cutlass": "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN",
     "flashinfer_cutedsl": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
     "flashinfer_trtllm": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
-    "bf16_triton": "1 and 4 H200",
+    "bf16_triton": "1 and 2 H200",
     "fp8_block_triton": "1 and 4 H200",
     "flashinfer_mega_bf16": "4 H200, one host; on CPU, gloo, over an emulation",
     "flashinfer_mega_fp8": "4 H200, one host; on CPU, gloo, over an emulation",

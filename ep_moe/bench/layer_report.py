@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # beyond which a line computes something else
@@ -99,7 +102,7 @@ def write(lines: Sequence[Line], file: Path) -> None:
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
-    """Microseconds over tokens: a row of panels for each kind of weights, a column for each model."""
+    """Multiples of the overlapped floor over tokens: a row of panels for each kind of weights, a column for a model."""
     from matplotlib.figure import Figure
 
     models, kinds = list(dict.fromkeys(line.model for line in lines)), sorted({line.weights for line in lines})
@@ -108,14 +111,48 @@ def plot(lines: Sequence[Line], file: Path) -> None:
         names = list(dict.fromkeys((x.owner, x.name, x.scheme) for x in lines if x.weights == kind))
         for axes, model in zip(row, models, strict=True):
             here = [line for line in lines if (line.model, line.weights) == (model, kind)]
+            here.sort(key=lambda line: line.tokens)
             for number, name in enumerate(names):
                 own = [line for line in here if (line.owner, line.name, line.scheme) == name and not line.wrong]
                 style = "o-" if name[0] == "ours" else "x--"
                 label = ", ".join(name) if kind == "fp8" else ", ".join(name[:2])
-                axes.plot([x.tokens for x in own], [x.us for x in own], style, color=f"C{number}", label=label)
-            for field, style in (("floor_apart_us", "k-."), ("floor_overlap_us", "k:")):
-                floor = {line.tokens: getattr(line, field) for line in here}
-                axes.plot(list(floor), list(floor.values()), style, label=field.removesuffix("_us").replace("_", ", "))
-            axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us", title=f"{model}, {kind}")
+                times = [x.us / x.floor_overlap_us for x in own]
+                axes.plot([x.tokens for x in own], times, style, color=f"C{number}", label=label)
+            floor = {line.tokens: line.floor_apart_us / line.floor_overlap_us for line in here}
+            axes.plot(list(floor), list(floor.values()), "k-.", label="floor, apart")
+            axes.axhline(1, color="k", linestyle=":", label="floor, overlap")
+            axes.set(
+                xscale="log", xlabel="tokens per rank", ylabel="times the overlapped floor", title=f"{model}, {kind}"
+            )
         row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.savefig(file, dpi=110)
+
+
+def read(file: Path) -> list[Line]:
+    """What `write` wrote."""
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(Line)}
+    with file.open(newline="") as rows:
+        return [Line(**{name: _value(kinds[name], text) for name, text in row.items()}) for row in csv.DictReader(rows)]
+
+
+def _value(kind: str, text: str) -> Any:
+    if not text:
+        return None
+    return float(text) if "float" in kind else int(text) if "int" in kind else text
+
+
+def main() -> None:
+    """Tables and picture of a file that bench.layer wrote: python -m ep_moe.bench.layer_report FILE [--plot F]"""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--plot", type=Path)
+    asked = parser.parse_args()
+    lines = read(asked.file)
+    for key in dict.fromkeys((line.model, line.ranks, line.tokens) for line in lines):
+        Console(width=150).print(table([line for line in lines if (line.model, line.ranks, line.tokens) == key]))
+    if asked.plot is not None:
+        plot(lines, asked.plot)
+
+
+if __name__ == "__main__":
+    main()
