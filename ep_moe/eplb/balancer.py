@@ -207,7 +207,12 @@ class ExpertBalancer:
         return self._migration is None or self._migration.done
 
     def _plan(self, call: Any) -> None:
-        rest = {"rank": self._mover.link.rank, "budget": self.config.bytes_per_step, "ranks_per_node": self._per_node}
+        rest = {
+            "rank": self._mover.link.rank,
+            "budget": self.config.bytes_per_step,
+            "commit": self.config.bytes_per_commit,
+            "ranks_per_node": self._per_node,
+        }
         layers = [(layer.placement, layer.placement.expert_map, self._row_bytes(layer)) for layer in self.layers]
         self._decision, self._background = None, Background(partial(laid_out, call, layers, **rest))
         self._enter(State.PLANNING)
@@ -226,7 +231,7 @@ class ExpertBalancer:
 
     def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, Itinerary]]:
         pairs = zip(self.layers, decision.itineraries, strict=True)
-        return [(layer, part) for layer, part in pairs if part is not None]
+        return [(layer, part) for layer, parts in pairs for part in parts]
 
     def _row_bytes(self, layer: BalancedLayer) -> int:
         return SlotStore(layer.expert_weights, self._mover.checksum).row_bytes

@@ -16,6 +16,8 @@ class EPLBConfig:
     interval: steps from one plan to the next; 0: none by itself (`ExpertBalancer.move_to` is what moves experts)
     window: the last so many of them are counted
     bytes_per_step: what a rank sends, and what it receives, in one step
+    bytes_per_commit: what a rank rewrites between two forwards, where experts do not change places in larger cycles; a
+        layer that needs more is put in force in pieces, each a map of its own
     sync_every: steps between two looks at the other ranks while a rebalance is under way. A layer is put in force at
         such a step; nothing is exchanged while none is under way
     deadline_s: after that a rank that does not answer is lost, a transfer after half of it; at most the context's
@@ -29,6 +31,7 @@ class EPLBConfig:
     interval: int = 3000
     window: int = 1000
     bytes_per_step: int = 16 << 20
+    bytes_per_commit: int = 64 << 20
     sync_every: int = 2
     deadline_s: float | None = None
     nodes: int = 1
@@ -43,6 +46,7 @@ class EPLBConfig:
             ("interval", 0),
             ("window", 1),
             ("bytes_per_step", 1),
+            ("bytes_per_commit", 1),
             ("sync_every", 1),
             ("nodes", 1),
             ("groups", 1),

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from ep_moe.config import MoEConfig
 from ep_moe.eplb.balance import loads_by_rank, traffic
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.packing import Ints
+from ep_moe.eplb.pieces import pieces
 from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import LayerTime, Price, verdict
 from ep_moe.eplb.schedule import Itinerary, itinerary
@@ -30,12 +32,13 @@ Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
 @dataclass(frozen=True)
 class Decision:
     """maps: one per layer, the one in force where nothing moves; price: None where none was asked for
-    itineraries: this rank's part per layer, None where nothing moves
+    itineraries: this rank's part per layer, in pieces that are put in force one after the other; none where nothing
+        moves
     """
 
     maps: tuple[ExpertMap, ...]
     price: Price | None = None
-    itineraries: tuple[Itinerary | None, ...] = ()
+    itineraries: tuple[tuple[Itinerary, ...], ...] = ()
 
     @cached_property
     def digest(self) -> int:
@@ -90,17 +93,20 @@ def laid_out(
     *,
     rank: int,
     budget: int,
+    commit: int,
     ranks_per_node: int,
 ) -> Decision:
     """What `call` decides, checked, with all that a step would take long for.
 
     layers: placement, the map that was in force at the same step on all ranks, a slot's bytes
+    budget, commit: bytes of a step, and of what is put in force at once
     """
-    decision, parts = call(), []
+    decision, parts = call(), list[tuple[Itinerary, ...]]()
     for (placement, old, size), new in zip(layers, decision.maps, strict=True):
         placement.check(new)
         rest = {"row_bytes": size, "budget": budget, "ranks_per_node": ranks_per_node}
-        parts.append(None if old == new else itinerary(old, new, rank, **rest))
+        way = [old, *pieces(old, new, max(1, commit // size))]
+        parts.append(tuple(itinerary(one, next_one, rank, **rest) for one, next_one in pairwise(way)))
         time.sleep(_BREATH_S)
     decision = replace(decision, itineraries=tuple(parts))
     _ = decision.digest  # computed here and kept

@@ -13,7 +13,7 @@ from ep_moe.placement.stats import LayerStats
 class BalancerStats:
     """A snapshot of the host's; asking costs nothing.
 
-    steps: calls of `step`; rebalances, commits (of layers), rollbacks: since the beginning
+    steps: calls of `step`; rebalances, commits (of layers, or pieces of them), rollbacks: since the beginning
     skipped: windows that ended while a rebalance was still under way
     restarts: layers begun anew because their weights were updated on the way
     received_bytes: by this rank from others, of committed layers

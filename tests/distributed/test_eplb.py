@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ep_moe import ConfigError, EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.eplb.pact import State
+from ep_moe.eplb.pieces import pieces
 from ep_moe.eplb.price import H200
 from ep_moe.placement.placement import Replicas
 from ep_moe.testing import distributed, rank_device
@@ -31,15 +32,22 @@ from tests.helpers import assert_same, integer_expert, moved
 
 
 @distributed(2, 4)
-@pytest.mark.parametrize("budget", [ROW // 3, 2 * ROW + 5, 1 << 30], ids=["pieces", "two rows", "all at once"])
-def test_random_plans_one_after_the_other(budget, world_size):
+@pytest.mark.parametrize(
+    ("budget", "commit"),
+    [(ROW // 3, 1 << 30), (2 * ROW + 5, 1), (1 << 30, 2 * ROW + 5), (1 << 30, 1 << 30)],
+    ids=["parts of rows", "two rows, one put in force", "two put in force", "all at once"],
+)
+def test_random_plans_one_after_the_other(budget, commit, world_size):
     with context_of() as context:
         layers = make_layers(context, 2)
         cap = layers[0].placement.expert_map.cap
-        with ExpertBalancer(layers, context, on_request(bytes_per_step=budget)) as balancer:
+        with ExpertBalancer(layers, context, on_request(bytes_per_step=budget, bytes_per_commit=commit)) as balancer:
+            counted = 0
             for turn in range(4):
                 maps = [random_map(world_size, cap, 10 * turn + index) for index in range(2)]
                 addresses = [p.data_ptr() for layer in layers for p in layer.parameters()]
+                for layer, new in zip(layers, maps, strict=True):
+                    counted += len(pieces(layer.placement.expert_map, new, max(1, commit // ROW)))
                 balancer.move_to(maps)
                 all_alike(drive(balancer, layers, context))
                 assert [layer.placement.expert_map for layer in layers] == maps
@@ -48,9 +56,40 @@ def test_random_plans_one_after_the_other(budget, world_size):
                     assert_slots(layer)
                     check_call(layer, context, what=f"after plan {turn}")
             stats = balancer.stats()
-            assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (8, 4, 0, "")
+            assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (counted, 4, 0, "")
             assert stats.staging_bytes == 0, "memory is given back"
             assert sum(everywhere(stats.received_bytes)) > 0
+
+
+@distributed(2, 4)
+def test_a_layer_is_put_in_force_in_pieces(world_size):
+    """Experts that change places with one another, slot by slot: every map on the way serves, and is undone by none."""
+    with context_of() as context:
+        layers = make_layers(context, 2, redundant=0)
+        old = layers[0].placement.expert_map
+        table = [list(old.local(rank)) for rank in range(world_size)]
+        for slot in range(old.cap):
+            ranks = [rank for rank in range(world_size) if table[rank][slot] >= 0]
+            turned = [table[rank][slot] for rank in ranks[1:] + ranks[:1]]
+            for rank, expert in zip(ranks, turned, strict=True):
+                table[rank][slot] = expert
+        new = ExpertMap.from_ranks(table, 10)
+        with ExpertBalancer(layers, context, on_request(bytes_per_commit=2 * ROW - 1)) as balancer:
+            balancer.move_to([new, new])
+            seen = [old.to_json()]
+            while balancer.state is not State.IDLE:
+                check_call(layers[0], context, tokens=7, what=f"map {len(seen)}")
+                assert_slots(layers[0])
+                balancer.step()
+                now = layers[0].placement.expert_map.to_json()
+                seen += [now] if now != seen[-1] else []
+            all_alike(seen)
+            assert len(seen) == 1 + old.cap, "a slot of all ranks at a time"
+            assert balancer.stats().commits == 2 * old.cap
+            for layer in layers:
+                assert layer.placement.expert_map == new
+                assert_slots(layer)
+                check_call(layer, context)
 
 
 @distributed(2)

@@ -1,0 +1,64 @@
+"""A change of map in pieces that are small enough to be put in force between two forwards, each a whole map of its own.
+
+Writing a layer's slots takes the device what reading and writing them takes, and a forward waits for it. Slots can be
+written at different times unless an expert goes from one to another: then it would be nowhere meanwhile, or twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+
+
+def pieces(old: ExpertMap, new: ExpertMap, most: int) -> list[ExpertMap]:
+    """The maps on the way from `old` to `new`, of which the last is `new`; from each to the next a rank writes at most
+    `most` slots, or as many as a cycle of experts that change places needs. Pure: the same on all ranks."""
+    groups = _groups(old, new)
+    twice = old.allow_duplicates or new.allow_duplicates
+    way: list[ExpertMap] = []
+    slots, written = list(old.physical_to_logical), [0] * old.num_ranks
+    for number, group in enumerate(groups):
+        needs = _writes(group, new)
+        if any(written) and any(a + b > most for a, b in zip(written, needs, strict=True)):
+            way.append(ExpertMap(new.num_experts, new.num_ranks, tuple(slots), twice))
+            written = [0] * old.num_ranks
+        for slot in group:
+            slots[slot] = new.physical_to_logical[slot]
+        written = [a + b for a, b in zip(written, needs, strict=True)]
+        if number == len(groups) - 1:
+            way.append(new)
+    return way
+
+
+def _writes(group: Iterable[int], new: ExpertMap) -> list[int]:
+    """Slots that each rank writes; what an empty slot holds is no matter."""
+    counts = [0] * new.num_ranks
+    for slot in group:
+        counts[slot // new.cap] += new.physical_to_logical[slot] != EMPTY
+    return counts
+
+
+def _groups(old: ExpertMap, new: ExpertMap) -> list[list[int]]:
+    """Slots that change, those together that must change at once: all that an expert leaves and comes to."""
+    before, after = old.physical_to_logical, new.physical_to_logical
+    changed = [slot for slot in range(len(before)) if before[slot] != after[slot]]
+    parent = {slot: slot for slot in changed}
+
+    def root(slot: int) -> int:
+        while parent[slot] != slot:
+            parent[slot] = parent[parent[slot]]
+            slot = parent[slot]
+        return slot
+
+    left: dict[int, list[int]] = {}
+    for slot in changed:
+        left.setdefault(before[slot], []).append(slot)
+    for slot in changed:
+        expert = after[slot]
+        for other in left.get(expert, []) if expert != EMPTY else []:
+            parent[root(other)] = root(slot)
+    found: dict[int, list[int]] = {}
+    for slot in changed:
+        found.setdefault(root(slot), []).append(slot)
+    return sorted(found.values())

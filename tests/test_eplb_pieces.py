@@ -1,0 +1,92 @@
+"""Changes of map in pieces: every map on the way is whole, and no larger a step than cycles need."""
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_moe import ExpertMap, Placement
+from ep_moe.eplb.pieces import pieces
+from ep_moe.eplb.schedule import changed_slots, itinerary
+from ep_moe.placement.expert_map import EMPTY
+
+unhurried = settings(deadline=None)
+
+
+@st.composite
+def pairs(draw):
+    """Two maps of one geometry, with replicas and empty slots; where no rank of both holds an expert twice, that is not
+    allowed on the way either."""
+    ranks, cap = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    experts = draw(st.integers(1, ranks * cap))
+    spare = [draw(st.integers(EMPTY, experts - 1)) for _ in range(ranks * cap - experts)]
+    flats = [draw(st.permutations([*range(experts), *spare])) for _ in range(2)]
+    held = [[one for one in flat[r * cap : (r + 1) * cap] if one != EMPTY] for flat in flats for r in range(ranks)]
+    twice = any(len(set(rank)) < len(rank) for rank in held)
+    return [ExpertMap(experts, ranks, tuple(flat), allow_duplicates=twice) for flat in flats]
+
+
+def writes(old: ExpertMap, new: ExpertMap) -> int:
+    return max(len(changed_slots(old, new, rank)) for rank in range(old.num_ranks))
+
+
+@unhurried
+@given(pairs(), st.integers(1, 8))
+def test_every_map_on_the_way_is_whole(maps, most):
+    old, new = maps
+    way = pieces(old, new, most)
+    assert (way[-1] is new) if old != new else way == []
+    for before, after in pairwise([old, *way]):
+        assert before != after
+        for expert in range(old.num_experts):
+            # all of an expert's slots, or none of them, if it leaves any for another
+            counts = {one.replica_count[expert] for one in (old, new)}
+            assert after.replica_count[expert] >= min(counts)
+            assert after.replica_count[expert] <= max(counts)
+        for slot, expert in enumerate(after.physical_to_logical):
+            assert expert in (old.physical_to_logical[slot], new.physical_to_logical[slot])
+    assert sum(writes(a, b) for a, b in pairwise([old, *way])) >= writes(old, new)
+
+
+@unhurried
+@given(pairs())
+def test_pieces_are_as_small_as_cycles_allow(maps):
+    """With room for one slot a piece holds one group, and no group can be cut: some expert would be nowhere."""
+    old, new = maps
+    way = pieces(old, new, 1)
+    for before, after in pairwise([old, *way]):
+        changed = [
+            i
+            for i, (a, b) in enumerate(zip(before.physical_to_logical, after.physical_to_logical, strict=True))
+            if a != b
+        ]
+        if writes(before, after) > 1:
+            moved = {after.physical_to_logical[slot] for slot in changed} - {EMPTY}
+            assert moved & {before.physical_to_logical[slot] for slot in changed}, "nothing held them together"
+
+
+def test_a_rotation_comes_in_pieces_of_the_size_asked_for():
+    old = ExpertMap.linear(32, 4)
+    new = ExpertMap(32, 4, old.physical_to_logical[-8:] + old.physical_to_logical[:-8])
+    for most, count in ((1, 8), (2, 4), (3, 3), (8, 1), (100, 1)):
+        way = pieces(old, new, most)
+        assert len(way) == count
+        assert all(writes(a, b) <= most for a, b in pairwise([old, *way]))
+    placement = Placement(old)
+    for placed in pieces(old, new, 2):
+        placement.update(placed)
+
+
+def test_a_cycle_stays_whole():
+    old, new = ExpertMap.linear(6, 2), ExpertMap.from_ranks([[1, 2, 3], [4, 5, 0]], 6)
+    assert pieces(old, new, 1) == [new]
+
+
+def test_pieces_move_no_byte_twice():
+    old = ExpertMap.linear(32, 4)
+    new = ExpertMap(32, 4, old.physical_to_logical[-8:] + old.physical_to_logical[:-8])
+    way = [old, *pieces(old, new, 3)]
+    parts = [itinerary(a, b, 0, row_bytes=64, budget=1 << 20) for a, b in pairwise(way)]
+    assert sum(len(part.moves.transfers) for part in parts) == len(
+        itinerary(old, new, 0, row_bytes=64, budget=1 << 20).moves.transfers
+    )
