@@ -41,6 +41,7 @@ ROWS = (64, 512, 4096, 16384)
 VARIANTS = (
     ("reference", "none"),  # torch: sort, gather, grouped_mm; it waits for the host, and is timed eagerly
     ("flashinfer_cutlass", "none"),
+    ("bf16_triton", "none"),
     ("flashinfer_cutlass", "fp8_static"),
     ("flashinfer_cutlass", "fp8_dynamic"),
     ("flashinfer_cutlass", "fp8_block"),
