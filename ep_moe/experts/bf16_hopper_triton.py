@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ep_moe.experts.fp8_block_hopper_triton import _activate, _copy, _group, _place, _store
+from ep_moe.experts.hopper_tiles_triton import activate, copy_tiles, expert_tiles, store_tile, tile_place
 
 BLOCK_K = 64  # columns of a's and b's buffers: 128 bytes, as wide as shared memory is swizzled
 
@@ -71,7 +71,7 @@ def _gemm(
         gl.warp_specialize(
             [
                 (_multiply, (operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, ACTIVATION, 1, 0)),
-                (_copy, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, 64)),
+                (copy_tiles, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, 64)),
             ],
             [1],
             [COPY_REGISTERS],
@@ -81,7 +81,7 @@ def _gemm(
             [
                 (_multiply, (operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, ACTIVATION, 2, 0)),
                 (_multiply, (operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, ACTIVATION, 2, 1)),
-                (_copy, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, 64)),
+                (copy_tiles, (a, b, operands, to, ring, groups, BLOCK_M, BLOCK_N, WIDTH, GROUP_M, STAGES, 64)),
             ],
             [4, 1],
             [REGISTERS, COPY_REGISTERS],
@@ -109,14 +109,14 @@ def _multiply(
     tile = gl.program_id(0)
     expert = 0
     base = 0
-    start, end, count = _group(groups, expert, BLOCK_M, columns)
+    start, end, count = expert_tiles(groups, expert, BLOCK_M, columns)
     while expert < experts:
         if tile >= base + count:
             base += count
             expert += 1
-            start, end, count = _group(groups, expert, BLOCK_M, columns)
+            start, end, count = expert_tiles(groups, expert, BLOCK_M, columns)
         else:
-            row, column = _place(tile - base, start, end, BLOCK_M, WIDTH, GROUP_M, columns)
+            row, column = tile_place(tile - base, start, end, BLOCK_M, WIDTH, GROUP_M, columns)
             row += MY_M * 64
             column += MY_N * 128
             acc = gl.zeros([64, 128], gl.float32, MMA)
@@ -146,14 +146,14 @@ def _multiply(
                 acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(free.index(before))
             if ACTIVATION == "":
-                _store(to, acc, row, end, column, True, MMA)
+                store_tile(to, acc, row, end, column, True, MMA)
                 if TWO:
-                    _store(to, acc1, row, end, column + 128, True, MMA)
+                    store_tile(to, acc1, row, end, column + 128, True, MMA)
             elif ACTIVATION == "relu2":
                 gl.static_assert(TWO)
-                _store(to, _activate(to, acc, acc, ACTIVATION), row, end, column, True, MMA)
-                _store(to, _activate(to, acc1, acc1, ACTIVATION), row, end, column + 128, True, MMA)
+                store_tile(to, activate(to, acc, acc, ACTIVATION), row, end, column, True, MMA)
+                store_tile(to, activate(to, acc1, acc1, ACTIVATION), row, end, column + 128, True, MMA)
             else:
                 gl.static_assert(TWO)
-                _store(to, _activate(to, acc, acc1, ACTIVATION), row, end, column, True, MMA)
+                store_tile(to, activate(to, acc, acc1, ACTIVATION), row, end, column, True, MMA)
             tile += gl.num_programs(0)
