@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ep_moe import EPContext, MoEConfig, Wire
 from ep_moe.all2all import flashinfer_nvlink
-from ep_moe.bench import all2all, floors, layer, layer_report, memory, peers, stages, timing
+from ep_moe.bench import all2all, floors, layer, layer_report, memory, peers, scaling_model, stages, timing
 from ep_moe.bench.experts import Rates
 from ep_moe.bench.layer_report import Line
 from ep_moe.config import load_model_config
@@ -48,11 +48,18 @@ FLOORS = {
 }
 
 
+def expected_load(num_experts: int, top_k: int, ranks: int, tokens: int) -> floors.Load:
+    """Under uniform routing, of any rank."""
+    touched = scaling_model.experts_touched(num_experts, top_k, num_experts // ranks, ranks * tokens)
+    rows = tokens * scaling_model.remote_ranks(num_experts, top_k, ranks)
+    return floors.Load(touched, tokens * top_k, rows, 2 * rows)
+
+
 @pytest.mark.parametrize("model", FLOORS)
 def test_floors_are_those_worked_out_by_hand(model):
     config = load_model_config(model).moe
     for tokens, (apart, overlap, fp8) in FLOORS[model].items():
-        load = floors.expected_load(config.num_experts, config.top_k, 4, tokens)
+        load = expected_load(config.num_experts, config.top_k, 4, tokens)
         plain = floors.floor(config, load, floors.KINDS["bf16"], H200, P2P)
         rounded = floors.floor(config, load, floors.KINDS["fp8"], H200, P2P)
         found = (plain.apart, plain.overlap, rounded.overlap)
@@ -80,7 +87,7 @@ def test_load_of_a_batch():
 def test_load_of_uniform_routes_is_what_is_expected_of_them():
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(4, 2048, 64, generator=generator).topk(4).indices
-    found, wanted = floors.load_of(ids, 64), floors.expected_load(64, 4, 4, 2048)
+    found, wanted = floors.load_of(ids, 64), expected_load(64, 4, 4, 2048)
     assert found.experts == 16
     assert wanted.experts == pytest.approx(16)
     # a binomial's largest of 4 (or 8) is within 5 deviations of its mean

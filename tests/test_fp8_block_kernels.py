@@ -315,6 +315,17 @@ def test_reduce(rows, top_k, size, weighted):
     check_reduce(rows, top_k, size, weighted=weighted)
 
 
+@pytest.mark.parametrize("size", [128, 1280])
+def test_copy_rows(size):
+    """Into all places that are named, and nowhere else."""
+    x = torch.randn(5, size, device=DEVICE)
+    slots = torch.tensor([[3, -1], [0, 6], [-1, -1], [7, 2], [1, -1]], dtype=torch.int32, device=DEVICE)
+    room = torch.full((8, size), torch.nan, device=DEVICE)
+    pair_kernels.copy_rows(x, slots, room[:7])  # place 7 is beyond, places 4 and 5 are nobody's
+    assert torch.equal(room[[3, 0, 6, 2, 1]], x[[0, 1, 1, 3, 4]])
+    assert bool(room[[4, 5, 7]].isnan().all())
+
+
 @pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (300, 5, 6), (700, 3, 40)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_group(rows, top_k, experts, dtype):

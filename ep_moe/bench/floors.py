@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import comb
 
 from torch import Tensor
 
@@ -23,12 +22,12 @@ from ep_moe.config import MoEConfig
 class Kind:
     """What weights and rows are written in.
 
-    weight, rounds: bytes per number of a weight, and whether products run at the fp8 rate
+    weight, fp8_products: bytes per number of a weight, and whether products run at the fp8 rate
     out, back: bytes per number of a row on its way to the experts and back
     """
 
     weight: float
-    rounds: bool
+    fp8_products: bool
     out: float
     back: float
 
@@ -86,22 +85,13 @@ def load_of(ids: Tensor, num_experts: int) -> Load:
     )
 
 
-def expected_load(num_experts: int, top_k: int, ranks: int, tokens: int) -> Load:
-    """Under uniform routing, of any rank."""
-    held = num_experts // ranks
-    reached = 1 - comb(num_experts - held, top_k) / comb(num_experts, top_k)
-    touched = held * (1 - (1 - top_k / num_experts) ** (ranks * tokens))
-    rows = tokens * (ranks - 1) * reached
-    return Load(touched, tokens * top_k, rows, 2 * rows)
-
-
 def floor(config: MoEConfig, load: Load, kind: Kind, rates: Rates, p2p: float) -> Floor:
     """p2p: bytes/s of a link in one direction, while all are busy."""
     numbers = config.hidden_size * (config.w13_rows + config.intermediate_size)  # of an expert
     row_us = 1e6 * config.hidden_size * (kind.out + kind.back) / p2p
     return Floor(
         weights=1e6 * load.experts * numbers * kind.weight / rates.copy,
-        products=1e6 * 2 * load.pairs * numbers / (rates.fp8 if kind.rounds else rates.bf16),
+        products=1e6 * 2 * load.pairs * numbers / (rates.fp8 if kind.fp8_products else rates.bf16),
         wire=load.rows * row_us,
         link=load.both / 2 * row_us,
     )

@@ -5,7 +5,7 @@ weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block.
 itself. For more rows: `pair_kernels.group_pairs`, the same two products by lists, `pair_kernels.reduce_pairs`. Nothing
 here allocates or waits for the device.
 
-Letters: N received rows, K picks of a row, L experts
+Letters: N received rows, K picks of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ep_moe.experts.fp8_block_kernels import SMALLEST_AMAX
 from ep_moe.experts.pair_kernels import REDUCE_BLOCK, REDUCE_WARPS
 from ep_moe.types import Activation
 
-UNIT = 128  # hidden and intermediate sizes are multiples of it
 # on an H200
 UNSORTED = 256  # picks up to which a program that looks through all of them is faster than sorting them first
 FEW = 48  # rows of an expert up to which reading weights takes longer than multiplying, in bf16 and
