@@ -18,7 +18,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.wire_rows import round_rows
 from ep_moe.observe import stage
-from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, capturing
+from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
 
 Result = TypeVar("Result")
 
@@ -33,7 +33,8 @@ class Exchange:
         self, context: EPContext, dispatcher: Dispatcher, experts: Experts, x: Tensor, routing: PhysicalRouting
     ) -> None:
         self.context, self.dispatcher = context, dispatcher
-        self.experts: Callable[[Received, Tensor | None], Tensor] = experts
+        self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
+        self.to_peers = experts.capabilities.peer_out
         self.routing, self.bound = routing, context.step_tokens
         self.x, self.x_scale = round_rows(x, dispatcher.geometry.wire)
 
@@ -68,8 +69,12 @@ class Exchange:
         self.run()
         self.dispatcher.refuse(problem)
 
-    def _nan(self, received: Received, out: Tensor | None) -> Tensor:
+    def _nan(self, received: Received, out: Tensor | PeerRows | None) -> Tensor | PeerRows:
         """In the place of experts: no number may pass for a result."""
+        if isinstance(out, PeerRows):
+            for block in out.blocks:
+                block.fill_(torch.nan)
+            return out
         if out is not None:
             return out.fill_(torch.nan)
         g = self.dispatcher.geometry
@@ -113,12 +118,17 @@ class Exchange:
 
     def _return(self, received: Received) -> Tensor:
         with self._stage("experts"):
-            y = self.experts(received, received.out)
+            y = self._answers(received)
         with self._stage("combine"):
             return self.dispatcher.combine(y, received.handle)
 
-    def _computed(self, received: Received) -> Pending[Tensor]:
-        y = self.experts(received, received.out)
+    def _answers(self, received: Received) -> Tensor | PeerRows:
+        """The experts' rows, written where the transport would have them."""
+        to_peers = self.to_peers and received.peer_out is not None
+        return self.experts(received, received.peer_out if to_peers else received.out)
+
+    def _computed(self, received: Received) -> Pending[Tensor | PeerRows]:
+        y = self._answers(received)
         return Pending(lambda: y)
 
     def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
@@ -150,7 +160,7 @@ class Exchange:
         with self._stage(name):
             return pending.wait()
 
-    def _computed_beside(self, received: Received) -> Tensor:
+    def _computed_beside(self, received: Received) -> Tensor | PeerRows:
         with self._stage("experts"):
             return self.context.compute.start(self.x.device, partial(self._computed, received)).wait()
 

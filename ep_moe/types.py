@@ -83,6 +83,34 @@ class WireIds:
 
 
 @dataclass(frozen=True)
+class PeerRows:
+    """The experts' rows in the memory of the ranks that the received ones came from: row n is row n % bound of its
+    block n // bound.
+
+    blocks: R tensors [bound, H], as this rank sees them; addresses: int64 [R] on the device; offset: bytes: block r
+        begins at addresses[r] + offset; rank: whose own block lies here
+    """
+
+    blocks: tuple[Tensor, ...]
+    addresses: Tensor
+    offset: int
+    rank: int
+
+    @property
+    def bound(self) -> int:
+        return len(self.blocks[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.addresses.device
+
+    def write(self, y: Tensor) -> None:
+        """All rows. y: [N, H]"""
+        for block, rows in zip(self.blocks, y.split(self.bound), strict=True):
+            block.copy_(rows)
+
+
+@dataclass(frozen=True)
 class Received:
     """The rows that reached this rank's experts. It says itself what it is; nothing is implied by who
     made it. Valid until `combine`."""
@@ -100,6 +128,7 @@ class Received:
     x_scale: Tensor | None = None  # [..., H / block], and x is [..., H / packed]
     input_scale: float | None = None  # of nvfp4 rows
     out: Tensor | None = None  # [..., H] as x: where the transport would have the experts' rows, to spare a copy
+    peer_out: PeerRows | None = None  # or, RANK_MAJOR, rather there: then nobody has to fetch them
 
     def dense(self) -> Received:
         """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""

@@ -27,7 +27,7 @@ from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_rows import round_blocks
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
+from ep_moe.types import LocalIds, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, SCHEMES
 from ep_moe.workspace import Workspaces
@@ -166,6 +166,38 @@ def test_passes_of_few_rows_give_the_same_answer():
     received = rows(*SMALL, 90)
     check(whole, tensors, received)
     check(parts, tensors, received)
+
+
+def check_peers(experts: Experts, received: Received, ranks: int, rank: int) -> None:
+    """Each row where it came from, the same bits as in one tensor, and nothing else written."""
+    bound, hidden = len(received.x) // ranks, experts.config.hidden_size
+    memory = torch.full((ranks, ranks + 1, bound, hidden), torch.nan, dtype=BF16, device=DEVICE)
+    addresses = torch.tensor([memory[peer].data_ptr() for peer in range(ranks)], device=DEVICE)
+    blocks = tuple(memory[peer, rank + 1] for peer in range(ranks))
+    peers = PeerRows(blocks, addresses, (rank + 1) * bound * hidden * BF16.itemsize, rank)
+    assert experts(received, peers) is peers
+    ids = received.local_ids if received.wire_ids is None else received.wire_ids.ids - received.wire_ids.base
+    here = ((ids >= 0) & (ids < experts.weights.num_slots)).any(1, keepdim=True)
+    expected = torch.full_like(memory, torch.nan)
+    expected[:, rank + 1] = experts(received).where(here, torch.nan).view(ranks, bound, hidden)
+    assert torch.equal(memory.nan_to_num(99.0), expected.nan_to_num(99.0))
+    assert bool(here.any()), "the test writes"
+
+
+@pytest.mark.parametrize("kind", [Bf16TritonExperts, Fp8BlockTritonExperts])
+@pytest.mark.parametrize(
+    ("ranks", "rank", "bound", "chunk"),
+    [(1, 0, 3, 100), (2, 1, 1, 100), (4, 2, 6, 100), (4, 3, 24, 100), (4, 1, 24, 48), (3, 2, 9, 5), (2, 0, 40, 30)],
+)
+def test_written_to_peers(kind, ranks, rank, bound, chunk):
+    experts, _ = build(*SMALL, kind, chunk_rows=chunk)
+    received = rows(*SMALL, ranks * bound)
+    received.weights[::3] = 0.0  # with a weight of 0 a row is written, for whoever sent it reads it
+    check_peers(experts, received, ranks, rank)
+    wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
+    check_peers(
+        experts, dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40)), ranks, rank
+    )
 
 
 @pytest.mark.parametrize("count", [1, 40, 90], ids=str)

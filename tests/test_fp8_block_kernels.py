@@ -225,12 +225,18 @@ def check_gemm_activate(counts, inner, k, activation, device, config=None, up_fi
 
 def check_reduce(rows, top_k, size, device=DEVICE, dtype=torch.bfloat16, weighted=True):
     y = torch.randn(rows * top_k, size, device=device).bfloat16()
-    slots = torch.randint(-rows, rows * top_k + 1, (rows, top_k), device=device, dtype=torch.int32)
-    slots[0] = -1
+    slots = torch.randperm(rows * top_k, device=device).int().view(rows, top_k)
+    ids = torch.randint(5, 16, (rows, top_k), device=device)  # of which 7 to 12 are here
+    ids[0] = 6
     weights = torch.rand(rows, top_k, device=device) if weighted else None
+    if weights is not None:
+        weights[1:2, 0] = 0.0
     out = torch.full((rows, size), float("nan"), device=device, dtype=dtype)
-    pair_kernels.reduce_pairs(y, slots, weights, out)
-    valid = (slots >= 0) & (slots < rows * top_k)
+    valid = (ids >= 7) & (ids <= 12)
+    if weights is not None:
+        valid &= weights != 0
+    slots = slots.where(valid, -1)
+    pair_kernels.reduce(y, ids, weights, 7, 6, out, slots=slots)
     factor = torch.where(valid, 1.0 if weights is None else weights.double(), 0.0)
     parts = y.double()[slots.clamp(0, rows * top_k - 1).long()] * factor.unsqueeze(-1)
     expected = parts.sum(1)
@@ -342,7 +348,7 @@ def test_no_rows():
     check_group(0, 2, 3)
     none = torch.empty(0, 128, device=DEVICE)
     kernels.quantize_rows(none.bfloat16(), none.to(E4M3), torch.empty(0, 1, device=DEVICE))
-    pair_kernels.reduce_pairs(none.bfloat16(), torch.empty(0, 2, dtype=torch.int32, device=DEVICE), None, none)
+    pair_kernels.reduce(none.bfloat16(), torch.empty(0, 2, dtype=torch.int32, device=DEVICE), None, 0, 3, none)
     _, _, b, b_scale = random_operands(0, 2, 128, 128, DEVICE)
     ends = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     kernels.grouped_gemm(none.to(E4M3), torch.empty(0, 1, device=DEVICE), b, b_scale, ends, none)

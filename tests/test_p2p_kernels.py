@@ -28,7 +28,7 @@ class Memory:
 
 
 def workspaces(shape: Geometry, device: str) -> list[Workspace]:
-    shapes = p2p_kernels.place_shapes(shape, copies=True)
+    shapes = p2p_kernels.place_shapes(shape)
     size = carved_bytes(shapes)
     peers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(shape.num_ranks)]
     made = [Workspace(shape, rank, shapes, Memory(peer, peers)) for rank, peer in enumerate(peers)]
@@ -45,17 +45,17 @@ def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
     return (*round_rows(x, shape.wire), routing)
 
 
-@pytest.mark.parametrize("copy", [False, True], ids=["", "copy"])
+@pytest.mark.parametrize("way", ["read", "written", "copied"])  # the answers
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block"), NVFP4], ids=lambda wire: wire.dispatch)
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), [
     (2, 1, 128, torch.bfloat16), (3, 3, 384, torch.float16), (4, 8, 256, torch.float32), (4, 2, 2304, torch.bfloat16),
 ])  # fmt: skip
-def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, copy):
+def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way):
     shape = Geometry(hidden_size=hidden, top_k=top_k, cap=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire)
     bound = 7
-    found, wanted = workspaces(shape, DEVICE), workspaces(shape, "cpu")
+    found, wanted, copy = workspaces(shape, DEVICE), workspaces(shape, "cpu"), way == "copied"
     for rank in range(ranks):
         x, scale, routing = batch(shape, rank, (7, 0, 3, 5)[rank], ids_dtype)
         if copy:
@@ -87,16 +87,20 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, cop
         theirs.places["answers"][2] = torch.nan if theirs.rank else 0.0
         ours.places["answers"].copy_(theirs.places["answers"])
     for ours, theirs in zip(found, wanted, strict=True):
-        if copy:
+        if way != "read":
             p2p_kernels.give_copies(theirs, bound)
-            p2p_kernels_triton.tell_copies(ours)
+        if way == "copied":
+            p2p_kernels.tell_given(theirs)
+            p2p_kernels_triton.tell_given(ours)
+            assert all(int(peer["flags"][1, ours.rank]) == 1 for peer in ours.peers), "told"
     for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
-        take = p2p_kernels.take_copies if copy else p2p_kernels.receive
-        expected = take(wanted[rank], tokens, bound, blocks)
-        found[rank].places["copies"].copy_(wanted[rank].places["copies"])
-        if copy:
-            found[rank].places["flags"].fill_(1)
-        out = p2p_kernels_triton.receive(found[rank], tokens, bound, blocks, copied=copy)
+        if way == "read":
+            expected = p2p_kernels.receive(wanted[rank], tokens, bound, blocks)
+            out = p2p_kernels_triton.receive(found[rank], tokens, bound, blocks)
+        else:
+            found[rank].places["arrived"].copy_(wanted[rank].places["arrived"])
+            expected = p2p_kernels.take(wanted[rank], tokens, bound, blocks, tell=way == "written")
+            out = p2p_kernels_triton.receive(found[rank], tokens, bound, blocks, arrived=True, tell=way == "written")
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
         assert out.dtype == dtype
     for ours in found:

@@ -26,7 +26,7 @@ MAPS = [ExpertMap.linear(12, 4), ExpertMap.redundant(10, 4, 6), ExpertMap.uneven
 @pytest.mark.parametrize("ep_rank", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_same_ids_and_loads(expert_map, ep_rank, dtype):
-    for tokens, top_k in ((0, 2), (1, 1), (3, 2), (301, 3)):
+    for tokens, top_k in ((0, 2), (1, 1), (3, 2), (301, 3), (1500, 3)):
         ids = torch.randint(-2, expert_map.num_experts + 2, (tokens, top_k), dtype=dtype)  # unknown ones among them
         there = Placement(expert_map, ep_rank=ep_rank)
         expected = there(Routing(LogicalIds(ids), torch.ones(ids.shape))).ids

@@ -162,8 +162,8 @@ def test_buffers_are_counted_from_shapes():
     # 512 rows there and back; top-3 travels as 4 ids and 4 weights of 4 bytes
     assert FlashInferNVLinkDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 4 * 8)
     assert PplxDispatcher.buffer_bytes(shape) == 5 * 512 * 512
-    # 512 places of all, aligned to 256 bytes, and 8 flags
-    assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 2 * 4 * 3) + 256
+    # 512 places of all, two for answers, aligned to 256 bytes, and 8 flags
+    assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (3 * 512 + 2 * 4 * 3) + 256
     assert LocalDispatcher.buffer_bytes(shape) == 0
 
 

@@ -22,7 +22,7 @@ from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.row_formats import ROW_FORMATS, RowFormat
-from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
+from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
 Result = TypeVar("Result")
 
@@ -41,6 +41,7 @@ class DispatcherCapabilities:
     dispatch_formats, combine_formats: of `Wire`
     scale_alignment_bytes: that the scales of a row must be a multiple of
     static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
+    peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
     """
 
     layout: RowLayout
@@ -59,6 +60,7 @@ class DispatcherCapabilities:
     combine_formats: frozenset[str] = frozenset({"plain"})
     scale_alignment_bytes: int = 4
     static: bool = False
+    peer_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +193,9 @@ class Dispatcher(ABC):
         `experts.wire_rows.round_rows` writes them for the geometry's wire."""
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
-    def combine(self, y: Tensor, handle: Any) -> Tensor:
-        """The experts' rows, in the order received, to [T, H]: the sum over ranks."""
+    def combine(self, y: Tensor | PeerRows, handle: Any) -> Tensor:
+        """The experts' rows, in the order received, to [T, H]: the sum over ranks. y: those rows, or
+        `Received.peer_out` if that is where they were written, by all ranks alike."""
         return self._begin_combine(y, handle).wait()
 
     def dispatch_start(
@@ -210,15 +213,15 @@ class Dispatcher(ABC):
         max_tokens: the most tokens that any rank has in this call, the same on all; default the geometry's. Fewer spare
             a static transport's receiver empty rows.
         """
-        return self._beside(x, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
+        return self._beside(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
 
-    def combine_start(self, y: Tensor, handle: Any) -> Pending[Tensor]:
+    def combine_start(self, y: Tensor | PeerRows, handle: Any) -> Pending[Tensor]:
         """As `dispatch_start`, for the way back. y must not be written before `wait()`."""
-        return self._beside(y, lambda: self._begin_combine(y, handle))
+        return self._beside(y.device, lambda: self._begin_combine(y, handle))
 
-    def _beside(self, x: Tensor, call: Callable[[], Pending[Result]]) -> Pending[Result]:
+    def _beside(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
         """For transports whose `_dispatch` and `_combine` run on the current stream: a stream beside it."""
-        return call() if self._side is None else self._side.start(x.device, call)
+        return call() if self._side is None else self._side.start(device, call)
 
     def _begin_dispatch(
         self,
@@ -241,10 +244,10 @@ class Dispatcher(ABC):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
         return self._guarded("dispatch", pending, self._told)
 
-    def _begin_combine(self, y: Tensor, handle: Any) -> Pending[Tensor]:
+    def _begin_combine(self, y: Tensor | PeerRows, handle: Any) -> Pending[Tensor]:
         with self.link.ledger.step("combine", self.name):
-            pending = self._combine(y, handle)
-        if self.capabilities.static and y.is_cuda and not capturing(y.device):
+            pending = self._combine_written(handle) if isinstance(y, PeerRows) else self._combine(y, handle)
+        if self.capabilities.static and y.device.type == "cuda" and not capturing(y.device):
             self.link.ledger.mark(y.device)
         return self._guarded("combine", pending)
 
@@ -259,6 +262,10 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def _combine(self, y: Tensor, handle: Any) -> Pending[Tensor]: ...
+
+    def _combine_written(self, handle: Any) -> Pending[Tensor]:
+        """The experts' rows are in `Received.peer_out`."""
+        raise AssertionError(f"{self.name} offers no peer_out")
 
     def _guarded(
         self, phase: str, pending: Pending[Any], told: Callable[[Any], Any] = lambda found: found

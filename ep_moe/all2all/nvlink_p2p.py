@@ -1,5 +1,6 @@
-"""`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory, and sums
-the experts' answers straight from there: two kernels in all. Beside other work, large calls go by copy engines.
+"""`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
+experts' last kernel writes its answers straight back, where it can, or they are read from where it left them: two
+kernels in all. Beside other work, large calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
 rows set out, and whoever wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row goes
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +31,8 @@ from ep_moe.all2all.p2p_kernels import (
     receive,
     send,
     send_copies,
-    take_copies,
+    take,
+    tell_given,
 )
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable
@@ -68,6 +71,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         devices=frozenset({"cuda"}),
         dispatch_formats=frozenset(ROW_FORMATS),
         static=True,
+        peer_out=True,
     )
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
@@ -89,7 +93,7 @@ class NVLinkP2PDispatcher(Dispatcher):
     @classmethod
     def buffer_bytes(cls, geometry: Geometry) -> int:
         """All that is allocated for one call in flight, flags included."""
-        return carved_bytes(place_shapes(geometry, cls._copies(geometry)))
+        return carved_bytes(place_shapes(geometry))
 
     @classmethod
     def calls_in_parts(cls, geometry: Geometry) -> int:
@@ -120,6 +124,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             wire_ids=WireIds(PhysicalIds(places["ids"][:rows]), self.link.rank * self.geometry.cap),
             weights=places["weights"][:rows],
             out=places["answers"][:rows],
+            peer_out=lane.library.peer_out(max_tokens),
         )
         return Pending(lambda: received)
 
@@ -132,13 +137,20 @@ class NVLinkP2PDispatcher(Dispatcher):
             handle.lane.release(y.device)
             return Pending(lambda: out)
         give_copies(handle.lane.library, handle.bound)
+        tell_given(handle.lane.library)
+        return Pending(partial(self._take, handle, tell=False))
 
-        def finish() -> Tensor:
-            out = take_copies(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE)
-            handle.lane.release(y.device)
-            return out
+    def _combine_written(self, handle: _Handle) -> Pending[Tensor]:
+        if not self._by_copies:
+            out = self._take(handle, tell=True)
+            return Pending(lambda: out)
+        tell_given(handle.lane.library)
+        return Pending(partial(self._take, handle, tell=False))
 
-        return Pending(finish)
+    def _take(self, handle: _Handle, *, tell: bool) -> Tensor:
+        out = take(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE, tell=tell)
+        handle.lane.release(out.device)
+        return out
 
     def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
@@ -149,8 +161,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         nowhere = PhysicalRouting(PhysicalIds(ids), ids.float())
         send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS)
         lane.library.places["answers"].fill_(torch.nan)
-        if self._copies(self.geometry):  # the peers may wait for copies, or come and read
-            give_copies(lane.library, max_tokens)
+        give_copies(lane.library, max_tokens)  # the peers may await them, or come and read
         receive(lane.library, 0, max_tokens, BLOCKS)
 
     @property
@@ -164,7 +175,6 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     @classmethod
     def _copies(cls, geometry: Geometry) -> bool:
-        """Whether there is room for copies."""
         assert geometry.max_tokens is not None
         return geometry.max_tokens * geometry.row_bytes >= cls.copied_bytes
 
@@ -172,7 +182,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         self.lanes.destroy()
 
     def _connect(self, device: torch.device) -> Workspace:
-        shapes = place_shapes(self.geometry, self._copies(self.geometry))
+        shapes = place_shapes(self.geometry)
         try:
             memory = make_memory(self.link, device, carved_bytes(shapes))
         except (ImportError, OSError, RuntimeError) as error:

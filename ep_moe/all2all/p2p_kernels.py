@@ -1,9 +1,10 @@
 """What `nvlink_p2p` does with its peers' memory. The torch forms are the definition, and run where ranks share a CPU's
 memory; the Triton forms (GPUs) are one launch each.
 
-Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted, and answers are read from where the
-experts left them. Copied by the GPU's copy engines, all rows go to all ranks and all answers come back: a little more
-on the wire, and no multiprocessor is busy with it.
+Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted. Copied by the GPU's copy engines,
+all rows go to all ranks: a little more on the wire, and no multiprocessor is busy with it. Answers come in one of
+three: written to the ranks that wait for them by the experts' own last kernel; read by those ranks from where the
+experts left them; or copied as rows are.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
-from ep_moe.types import PhysicalRouting
+from ep_moe.types import PeerRows, PhysicalRouting
 from ep_moe.workspace import Shapes, carve
 
 _SENT, _ANSWERED = 0, 1  # rows of flags
 
 
-def place_shapes(geometry: Geometry, copies: bool) -> Shapes:
+def place_shapes(geometry: Geometry) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
-    answers [N, H]: read by peers, token by token; copies [N, H]: where peers copy theirs to, rank by rank
+    answers [N, H]: read by peers, token by token; arrived [N, H]: where peers write or copy theirs to, rank by rank
     flags [2, R]: how many dispatches and combines of each peer have got so far
     """
     g = geometry
@@ -37,7 +38,7 @@ def place_shapes(geometry: Geometry, copies: bool) -> Shapes:
         "ids": ((places, g.top_k), torch.int32),
         "weights": ((places, g.top_k), torch.float32),
         "answers": ((places, g.hidden_size), g.dtype),
-        "copies": ((places if copies else 0, g.hidden_size), g.dtype),
+        "arrived": ((places, g.hidden_size), g.dtype),
         "flags": ((2, g.num_ranks), torch.int32),
     }
 
@@ -59,8 +60,19 @@ class Workspace:
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
         self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
         self.calls = torch.zeros(2, dtype=torch.int32, device=memory.local.device)
+        self._peer_out: dict[int, PeerRows] = {}  # by bound: few, and made once
+
+    def peer_out(self, bound: int) -> PeerRows:
+        """Where the peers await this rank's answers."""
+        if bound not in self._peer_out:
+            part = slice(self.rank * bound, (self.rank + 1) * bound)
+            blocks = tuple(peer["arrived"][part] for peer in self.peers)
+            start = self.offsets["arrived"] + part.start * self.geometry.hidden_size * self.geometry.dtype.itemsize
+            self._peer_out[bound] = PeerRows(blocks, self.memory.addresses, start, self.rank)
+        return self._peer_out[bound]
 
     def destroy(self) -> None:
+        self._peer_out.clear()
         self.places.clear()
         self.peers.clear()
         self.memory = None
@@ -122,25 +134,30 @@ def receive(workspace: Workspace, tokens: int, bound: int, blocks: int) -> Tenso
 
 
 def give_copies(workspace: Workspace, bound: int) -> None:
-    """Copy the answers to the peers' `copies`, by copy engines."""
-    first = workspace.rank * bound
+    """Copy the answers to where the peers await them, by copy engines."""
+    blocks = workspace.peer_out(bound).blocks
     for rank in _turn(workspace):
-        theirs = workspace.places["answers"][rank * bound : (rank + 1) * bound]
-        workspace.peers[rank]["copies"][first : first + bound].copy_(theirs)
+        blocks[rank].copy_(workspace.places["answers"][rank * bound : (rank + 1) * bound])
+
+
+def tell_given(workspace: Workspace) -> None:
+    """This rank's answers are with the peers."""
     if workspace.calls.is_cuda:
-        _triton().tell_copies(workspace)
+        _triton().tell_given(workspace)
     else:
         _tell(workspace, _ANSWERED)
 
 
-def take_copies(workspace: Workspace, tokens: int, bound: int, blocks: int) -> Tensor:
-    """As `receive`, of what peers copied here."""
+def take(workspace: Workspace, tokens: int, bound: int, blocks: int, *, tell: bool) -> Tensor:
+    """As `receive`, of what peers wrote or copied here. tell: do what `tell_given` does first"""
     if workspace.calls.is_cuda:
-        found: Tensor = _triton().receive(workspace, tokens, bound, blocks, copied=True)
+        found: Tensor = _triton().receive(workspace, tokens, bound, blocks, arrived=True, tell=tell)
         return found
+    if tell:
+        _tell(workspace, _ANSWERED)
     _wait(workspace, _ANSWERED)
-    copies = workspace.places["copies"]
-    return _sum(workspace, tokens, [copies[rank * bound :] for rank in range(len(workspace.peers))])
+    arrived = workspace.places["arrived"]
+    return _sum(workspace, tokens, [arrived[rank * bound :] for rank in range(len(workspace.peers))])
 
 
 def _sum(workspace: Workspace, tokens: int, answers: list[Tensor]) -> Tensor:

@@ -187,19 +187,21 @@ def _wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
         missing = tl.sum(((seen - number < 0) & (lane < RANKS)).to(tl.int32), axis=0)
 
 
-def tell_copies(workspace: Workspace) -> None:
+def tell_given(workspace: Workspace) -> None:
     ranks = workspace.geometry.num_ranks
     place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
     lanes = triton.next_power_of_2(ranks)
-    _tell_copies[(1,)](workspace.memory.addresses, workspace.calls, place, RANKS=ranks, LANES=lanes, num_warps=1)
+    _tell_given[(1,)](workspace.memory.addresses, workspace.calls, place, RANKS=ranks, LANES=lanes, num_warps=1)
 
 
 @triton.jit
-def _tell_copies(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
+def _tell_given(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
     _tell(peers, place, tl.load(calls), RANKS, LANES)
 
 
-def receive(workspace: Workspace, tokens: int, bound: int, blocks: int, *, copied: bool = False) -> Tensor:
+def receive(
+    workspace: Workspace, tokens: int, bound: int, blocks: int, *, arrived: bool = False, tell: bool = True
+) -> Tensor:
     g, at = workspace.geometry, workspace.offsets
     out = torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=workspace.calls.device)
     _receive[(max(1, min(tokens, blocks)),)](
@@ -208,12 +210,13 @@ def receive(workspace: Workspace, tokens: int, bound: int, blocks: int, *, copie
         workspace.memory.addresses,
         workspace.places["flags"][1],
         workspace.calls,
-        at["copies" if copied else "answers"],
+        at["arrived" if arrived else "answers"],
         at["flags"] + 4 * g.num_ranks,
         tokens,
         bound,
         g.cap,
-        COPIED=copied,
+        ARRIVED=arrived,
+        TELL=tell,
         RANK=workspace.rank,
         RANKS=g.num_ranks,
         LANES=triton.next_power_of_2(g.num_ranks),
@@ -229,11 +232,11 @@ def receive(workspace: Workspace, tokens: int, bound: int, blocks: int, *, copie
 @triton.jit
 def _receive(
     out, sent, peers, flags, calls, answers_at, flags_at, tokens, bound, cap,
-    COPIED: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    ARRIVED: tl.constexpr, TELL: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(calls)
-    if (not COPIED) & (tl.program_id(0) == 0):  # who copied has told already
+    if TELL & (tl.program_id(0) == 0):
         _tell(peers, flags_at + 4 * RANK, number, RANKS, LANES)
     _wait(flags, number, RANKS, LANES)
     pick, column = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
@@ -245,8 +248,8 @@ def _receive(
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(RANKS):
             wanted = tl.max((owner == peer).to(tl.int32), axis=0) > 0
-            base = tl.multiple_of(tl.load(peers + (RANK if COPIED else peer)), 16)
-            row = peer * tl.cast(bound, tl.int64) + token if COPIED else place
+            base = tl.multiple_of(tl.load(peers + (RANK if ARRIVED else peer)), 16)
+            row = peer * tl.cast(bound, tl.int64) + token if ARRIVED else place
             theirs = tl.multiple_of((base + answers_at).to(tl.pointer_type(out.dtype.element_ty)), 16)
             answer = tl.load(theirs + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0.0)
             total += answer.to(tl.float32)

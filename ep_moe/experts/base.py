@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.experts.layouts import as_rank_major, localized, widened
-from ep_moe.types import Activation, Received, RowLayout, Weighting, dtype_name
+from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.prepare import Preparation
 from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
@@ -80,6 +80,7 @@ class ExpertsCapabilities(KernelCapabilities):
         RANK_MAJOR takes the others through `as_rank_major`
     row_formats: of `Wire.dispatch` that it reads; any kernel takes the others widened to the layer's dtype
     wire_ids: it reads `Received.wire_ids`; any kernel takes them localized
+    peer_out: it writes to `Received.peer_out`, of RANK_MAJOR rows
     alignment_bytes: rows of H and I (its etp shard) must be multiples of this
     """
 
@@ -88,6 +89,7 @@ class ExpertsCapabilities(KernelCapabilities):
     alignment_bytes: int
     row_formats: frozenset[str] = frozenset({"plain"})
     wire_ids: bool = False
+    peer_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,18 +190,28 @@ class Experts(ABC):
                 return f"{name} must be a multiple of {unit} in {dtype_name(dtype)}, got {size}"
         return None
 
-    def __call__(self, received: Received, out: Tensor | None = None) -> Tensor:
+    @overload
+    def __call__(self, received: Received, out: PeerRows) -> PeerRows: ...
+
+    @overload
+    def __call__(self, received: Received, out: Tensor | None = None) -> Tensor: ...
+
+    def __call__(self, received: Received, out: Tensor | PeerRows | None = None) -> Tensor | PeerRows:
         """The experts' output for each received row, in the same rows; under Weighting.EXPERTS multiplied by the
         weights and summed over the row's local experts, exactly zero where it has none, as in slots that this rank does
         not have. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are undefined.
 
         out: contiguous, [..., H] for `received.x`, the layer's dtype; where it is written to. Default a new tensor.
+            `received.peer_out`, for kernels that can: then rows without a local expert are left as they are
         """
         received = received.dense()
         if not self.capabilities.wire_ids:
             received = localized(received, self.weights.num_slots)
         if received.format not in self.row_formats:
             received = widened(received, self.weights.dtype)
+        if isinstance(out, PeerRows):
+            self.compute_to_peers(received, out)
+            return out
         if received.layout in self.capabilities.layouts:
             return self.compute(received, out)
         flat = None if out is None else out.flatten(0, -2)
@@ -209,3 +221,7 @@ class Experts(ABC):
     @abstractmethod
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         """As `__call__`, for the layouts that the capabilities name; all tensors are contiguous."""
+
+    def compute_to_peers(self, received: Received, out: PeerRows) -> None:
+        """As `compute`, for kernels with `peer_out`."""
+        raise AssertionError(f"{self.name} writes no rows to peers")

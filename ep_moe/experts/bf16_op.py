@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from ep_moe.experts.operator import operator
 from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
+
+if TYPE_CHECKING:
+    from ep_moe.experts.pair_kernels import Home
 
 BF16 = torch.bfloat16
 
@@ -49,33 +52,40 @@ def bf16_moe(
     expected: float,
     chunk: int,
     spare_sms: int,
+    peers: Tensor | None,
+    offset: int,
+    bound: int,
+    rank: int,
 ) -> None:
     """x, out: bf16 [N, H]; ids: int [N, K], local ones counted from `base`, others are none; weights: float32 [N, K],
     None for 1, a pick of weight 0 is none; w13: bf16 [L, 2 * I, H] ([L, I, H] without a gate), w2: bf16 [L, H, I]
 
     expected: pairs per row that tiles are chosen for; chunk: picks of one pass
     spare_sms: multiprocessors that the large products leave free
+    peers, offset, bound, rank: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
     """
-    rows = max(1, chunk // ids.shape[1])
-    for start in range(0, len(x), rows):
-        part = slice(start, min(start + rows, len(x)))
-        picked = None if weights is None else weights[part]
+    from ep_moe.experts.pair_kernels import Home, passes
+
+    home = None if peers is None else Home(peers, offset, bound, rank)
+    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
+        found = (ids[part], None if weights is None else weights[part], base)
         _pass(
-            out[part], workspace, x[part], ids[part], base, picked, w13, w2, Activation(activation), alpha, limit,
+            out if to else out[part], to, workspace, x[part], found, w13, w2, Activation(activation), alpha, limit,
             expected, spare_sms,
         )  # fmt: skip
 
 
 def _pass(
-    out: Tensor, workspace: Tensor, x: Tensor, ids: Tensor, base: int, weights: Tensor | None, w13: Tensor, w2: Tensor,
-    activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
+    out: Tensor, home: Home | None, workspace: Tensor, x: Tensor, found: tuple[Tensor, Tensor | None, int], w13: Tensor,
+    w2: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
+    """found: ids, weights and base"""
     from ep_moe.experts import bf16_kernels, few_rows, pair_kernels
 
+    ids, weights, base = found
     rows, top_k = ids.shape
     slots, hidden, inner = w2.shape
     each = rows * expected / slots
-    found = (ids, weights, base)
     clamp: dict[str, Any] = {"alpha": alpha, "limit": limit}
     cut = few_rows.Cut.of(rows * top_k, each)
     sort = cut is None or cut.sort
@@ -84,7 +94,7 @@ def _pass(
     if cut is not None and not sort:
         few_rows.first_product(x, *found, w13, act, activation, cut.first, **clamp)
         few_rows.second_product(act, *found, w2, y, cut.second)
-        few_rows.reduce_unsorted(y, *found, slots, out)
+        pair_kernels.reduce(y, *found, slots, out, home=home)
         return
     ends, places = own["ends"], own["slots"].view(rows, top_k)
     pair_kernels.group_pairs(ids, slots, own["source"], places, ends, own["sorting"], base=base, weights=weights)
@@ -97,4 +107,4 @@ def _pass(
         pair_kernels.copy_rows(x, places, y)  # in the room of y, which is written after they are read
         bf16_kernels.grouped_gemm(y, w13, ends, act, first, activation=activation, spare_sms=spare_sms, **clamp)
         bf16_kernels.grouped_gemm(act, w2, ends, y, second, spare_sms=spare_sms)
-    pair_kernels.reduce_pairs(y, places, weights, out)
+    pair_kernels.reduce(y, *found, slots, out, slots=places, home=home)

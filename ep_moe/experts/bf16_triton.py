@@ -14,7 +14,8 @@ from torch import Tensor
 from ep_moe.experts import bf16_op
 from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
-from ep_moe.types import Activation, Received, RowLayout, Weighting
+from ep_moe.experts.operator import home
+from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.schemes import PLAIN
 
 UNIT = 128  # hidden and intermediate sizes are multiples of it
@@ -40,6 +41,7 @@ class Bf16TritonExperts(Experts):
         devices=frozenset({"cuda"}),
         wire_ids=True,
         spare_sms=True,
+        peer_out=True,
     )
 
     @classmethod
@@ -59,10 +61,18 @@ class Bf16TritonExperts(Experts):
         return bf16_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        x, weights, config, wire = received.x, self.weights, self.config, received.wire_ids
-        out = torch.empty_like(x) if out is None else out
-        if x.numel() == 0 or weights.num_slots == 0:
+        out = torch.empty_like(received.x) if out is None else out
+        if received.x.numel() == 0 or self.weights.num_slots == 0:
             return out.zero_()
+        self._step(received, out, None)
+        return out
+
+    def compute_to_peers(self, received: Received, out: PeerRows) -> None:
+        if received.x.numel() and self.weights.num_slots:
+            self._step(received, out.blocks[out.rank], out)
+
+    def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
+        x, weights, config, wire = received.x, self.weights, self.config, received.wire_ids
         ids = received.local_ids if wire is None else wire.ids
         assert ids is not None
         bf16_op.bf16_moe(
@@ -80,5 +90,5 @@ class Bf16TritonExperts(Experts):
             expected_pairs(config, weights.num_slots, ids.shape[1]),
             self.picks,
             self.options.spare_sms,
+            *home(peers),
         )
-        return out

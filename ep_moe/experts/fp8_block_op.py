@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from ep_moe.experts.operator import operator
 from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
+
+if TYPE_CHECKING:
+    from ep_moe.experts.pair_kernels import Home
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
@@ -65,6 +68,10 @@ def fp8_block_moe(
     expected: float,
     chunk: int,
     spare_sms: int,
+    peers: Tensor | None,
+    offset: int,
+    bound: int,
+    rank: int,
 ) -> None:
     """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None
 
@@ -73,6 +80,8 @@ def fp8_block_moe(
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     spare_sms: multiprocessors that the products leave free
+    peers, offset, bound, rank: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None;
+        with ids only
     """
     step = _Step(workspace, w13, w13_scale, w2, w2_scale, activation, alpha, limit, spare_sms)
     if ids is None:
@@ -84,10 +93,12 @@ def fp8_block_moe(
         if weights is not None:
             out.mul_(weights.unsqueeze(1))
         return
-    rows = max(1, chunk // ids.shape[1])
-    for start in range(0, len(x), rows):
-        part = slice(start, min(start + rows, len(x)))
-        step.rank_major(x[part], _part(x_scale, part), ids[part], base, _part(weights, part), out[part], expected)
+    from ep_moe.experts.pair_kernels import Home, passes
+
+    home = None if peers is None else Home(peers, offset, bound, rank)
+    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
+        found = (ids[part], _part(weights, part), base)
+        step.rank_major(x[part], _part(x_scale, part), found, out if to else out[part], to, expected)
 
 
 def _part(tensor: Tensor | None, part: slice) -> Tensor | None:
@@ -143,28 +154,29 @@ class _Step:
         self,
         x: Tensor,
         x_scale: Tensor | None,
-        ids: Tensor,
-        base: int,
-        weights: Tensor | None,
+        found: tuple[Tensor, Tensor | None, int],
         out: Tensor,
+        home: Home | None,
         expected: float,
     ) -> None:
+        """found: ids, weights and base"""
         from ep_moe.experts import few_rows, pair_kernels
         from ep_moe.experts import fp8_block_kernels as kernels
 
+        ids, weights, base = found
         pairs, slots = ids.numel(), len(self.w2)
         own = self._carve(pairs, len(x), out.dtype)
         cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
         if cut is not None and not cut.sort:
-            self._few(own, x, x_scale, (ids, weights, base), cut, None)
-            few_rows.reduce_unsorted(own["y"], ids, weights, base, slots, out)
+            self._few(own, x, x_scale, found, cut, None)
+            pair_kernels.reduce(own["y"], *found, slots, out, home=home)
             return
         pair_kernels.group_pairs(
             ids, slots, own["source"], own["slots"], own["ends"], own["sorting"], base=base, weights=weights
         )
         if cut is not None:
-            self._few(own, x, x_scale, (ids, weights, base), cut, few_rows.Lists(own["source"], own["ends"]))
-            pair_kernels.reduce_pairs(own["y"], own["slots"], weights, out)
+            self._few(own, x, x_scale, found, cut, few_rows.Lists(own["source"], own["ends"]))
+            pair_kernels.reduce(own["y"], *found, slots, out, slots=own["slots"], home=home)
             return
         counts = own["ends"][-1:]
         if x_scale is None:
@@ -172,7 +184,7 @@ class _Step:
         else:
             kernels.copy_pairs(x, x_scale, own["slots"], own["rows"], own["row_scale"])
         self._matrices(own, None, counts, own["y"], len(x) * expected)
-        pair_kernels.reduce_pairs(own["y"], own["slots"], weights, out)
+        pair_kernels.reduce(own["y"], *found, slots, out, slots=own["slots"], home=home)
 
     def _few(
         self,

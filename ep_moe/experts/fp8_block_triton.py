@@ -13,7 +13,8 @@ from torch import Tensor
 from ep_moe.experts import fp8_block_op
 from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
-from ep_moe.types import Activation, Received, RowLayout, Weighting
+from ep_moe.experts.operator import home
+from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 
 
 class Fp8BlockTritonExperts(Experts):
@@ -37,6 +38,7 @@ class Fp8BlockTritonExperts(Experts):
         row_formats=frozenset({"plain", "fp8_block"}),
         wire_ids=True,
         spare_sms=True,
+        peer_out=True,
     )
 
     @classmethod
@@ -63,10 +65,21 @@ class Fp8BlockTritonExperts(Experts):
         )
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        x, weights, config = received.x, self.weights, self.config
-        out = torch.empty_like(x, dtype=weights.dtype) if out is None else out
-        if x.numel() == 0 or weights.num_slots == 0:
+        slots = self.weights.num_slots
+        out = torch.empty_like(received.x, dtype=self.weights.dtype) if out is None else out
+        if received.x.numel() == 0 or slots == 0:
             return out.zero_()
+        self._step(received, out, None)
+        if received.layout is RowLayout.BATCHED:
+            out[slots:].zero_()  # slots that only wider ranks have; a transport may fill rows up there
+        return out
+
+    def compute_to_peers(self, received: Received, out: PeerRows) -> None:
+        if received.x.numel() and self.weights.num_slots:
+            self._step(received, out.blocks[out.rank], out)
+
+    def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
+        x, weights, config = received.x, self.weights, self.config
         starts, ends = self._bounds(received)
         wire = received.wire_ids
         ids = received.local_ids if wire is None else wire.ids
@@ -90,10 +103,8 @@ class Fp8BlockTritonExperts(Experts):
             expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1]),
             self.pairs,
             self.options.spare_sms,
+            *home(peers),
         )
-        if received.layout is RowLayout.BATCHED:
-            out[weights.num_slots :].zero_()  # slots that only wider ranks have; a transport may fill rows up there
-        return out
 
     def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:
         """First and last row of each expert among the flat rows, int32 [L]."""

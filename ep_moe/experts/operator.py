@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 import torch
+from torch import Tensor
+
+from ep_moe.types import PeerRows
 
 Given = ParamSpec("Given")
 
@@ -33,3 +36,8 @@ def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, Non
         return call
 
     return wrap
+
+
+def home(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int]:
+    """addresses, offset, bound and rank, as operators take them: of types that a graph's node can have."""
+    return (None, 0, 1, 0) if peers is None else (peers.addresses, peers.offset, peers.bound, peers.rank)

@@ -5,6 +5,7 @@ Nothing here allocates or waits for the device: whoever calls brings every outpu
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -17,21 +18,50 @@ from ep_moe.experts import pair_kernels_triton as kernels
 REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
 
 
-def reduce_pairs(y: Tensor, slots: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    """out[n] = the sum over k of weights[n, k] * y[slots[n, k]], in float32, k from 0 upwards; zero where row n has no
-    pair.
+@dataclass(frozen=True)
+class Home:
+    """The ranks that received rows came from, for a kernel that writes its rows there: `types.PeerRows` without its
+    blocks. first: the number of a call's first row among all that were received"""
 
-    y: bf16 or fp16 [M, H]; slots: int32 or int64 [N, K], below 0 or at least M for none; weights: float32 [N, K], None
-    for ones; out: [N, H]
+    addresses: Tensor
+    offset: int
+    bound: int
+    rank: int
+    first: int = 0
+
+
+def passes(rows: int, most: int, home: Home | None) -> list[tuple[slice, Home | None]]:
+    """Received rows in parts of at most so many, and the home of each. The first one has this rank's own rows, so that
+    not all ranks write to the same few at once."""
+    parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
+    if home is None:
+        return [(part, None) for part in parts]
+    turn = home.rank * home.bound // most
+    return [(part, replace(home, first=part.start)) for part in parts[turn:] + parts[:turn]]
+
+
+def reduce(
+    y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
+    slots: Tensor | None = None, home: Home | None = None,
+) -> None:  # fmt: skip
+    """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the picks whose
+    expert ids[n, k] - base is in 0 .. L - 1; zero where row n has none.
+
+    y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a pick of weight 0 is none
+    slots: int32 [N, K], a pick's row is y[slots[n, k]] then, and below 0 for no pick
+    out: [N, H]; with a `home` only its dtype counts, and rows without any expert here are left as they are
     """
-    n, top_k = slots.shape
+    rows, top_k = ids.shape
     size = out.shape[-1]
-    if not n:
+    if not rows:
         return
     block = min(REDUCE_BLOCK, triton.next_power_of_2(size))
-    kernels.reduce[(n, triton.cdiv(size, block))](
-        y, slots, weights, out, y.shape[0], size,
-        TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block, num_warps=REDUCE_WARPS,
+    # as many ranks as rows came from take turns, so that all links are busy all the time
+    turns = 1 if home is None else max(1, min(len(home.addresses), rows // home.bound))
+    to = (None, 0, 1, 0, 0) if home is None else (home.addresses, home.offset, home.bound, home.first, home.rank)
+    kernels.reduce[(turns * triton.cdiv(rows, turns), triton.cdiv(size, block))](
+        y, ids, weights, slots, out, *to, base, num_experts, rows, size,
+        TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,
     )  # fmt: skip
 
 

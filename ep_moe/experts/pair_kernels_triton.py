@@ -74,20 +74,34 @@ def place_pairs(
 
 @triton.jit
 def reduce(
-    y, slots, weights, out, rows, size, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    y, ids, weights, slots, out, peers, offset, bound, first, rank, base, experts, rows, size,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
+    """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset."""
+    program = tl.program_id(0)
+    n = ((program + rank) % TURNS * (tl.num_programs(0) // TURNS) + program // TURNS).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
+    inside = (at < size) & (n < rows)
     total = tl.zeros([BLOCK], tl.float32)
+    here = n < 0
     for i in tl.static_range(TOP_K):
-        slot = tl.load(slots + n * TOP_K + i).to(tl.int64)
-        valid = (slot >= 0) & (slot < rows)
-        value = tl.load(y + slot * size + at, mask=inside & valid, other=0.0).to(tl.float32)
+        pick = n * TOP_K + i
+        row = pick if slots is None else tl.load(slots + pick, mask=n < rows, other=-1).to(tl.int64)
+        weight = tl.load(weights + pick, mask=n < rows, other=0.0) if WEIGHTED else 1.0
+        expert = tl.load(ids + pick, mask=n < rows, other=-1).to(tl.int32) - base
+        valid = (expert >= 0) & (expert < experts) & (n < rows)
+        here = here | valid
         if WEIGHTED:
-            value *= tl.load(weights + n * TOP_K + i, mask=valid, other=0.0)
-        total += value
-    tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)
+            valid = valid & (weight != 0.0)
+        value = tl.load(y + row * size + at, mask=inside & valid, other=0.0).to(tl.float32)
+        total += value * weight
+    if peers is None:
+        tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)
+    else:
+        number = first + n
+        start = tl.multiple_of(tl.load(peers + number // bound, mask=n < rows, other=0) + offset, 16)
+        theirs = start.to(tl.pointer_type(out.dtype.element_ty)) + number % bound * size
+        tl.store(theirs + at, total.to(out.dtype.element_ty), mask=inside & here)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from ep_moe.errors import InputError, PeerTimeout
 from ep_moe.experts.layouts import localized
 from ep_moe.parallel.link import Link
 from ep_moe.testing.transport_rows import CAP, expected, identity, moved, routes, rows, same, tolerance, written
-from ep_moe.types import Pending, PhysicalRouting, Received, capturing
+from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing
 
 DispatcherFactory = Callable[[Geometry, Link], Dispatcher]
 
@@ -21,9 +21,11 @@ DispatcherFactory = Callable[[Geometry, Link], Dispatcher]
 class Case:
     """One check of one dispatcher. Faults are noted, not raised: a rank that stops early leaves the others waiting."""
 
-    def __init__(self, dispatcher: Dispatcher, device: torch.device) -> None:
+    def __init__(self, dispatcher: Dispatcher, device: torch.device, to_peers: bool = False) -> None:
+        """to_peers: experts write their rows to the ranks that wait for them, where the transport offers it"""
         self.dispatcher = dispatcher
         self.device = device
+        self.to_peers = to_peers
         self.rank, self.ranks = dispatcher.link.rank, dispatcher.link.size
         self.shape = dispatcher.geometry
         self.faults: list[str] = []
@@ -45,11 +47,11 @@ class Case:
         received = self.dispatch(x, routing)
         return self.dispatcher.combine(self.experts(received), received.handle)
 
-    def experts(self, received: Received) -> Tensor:
+    def experts(self, received: Received) -> Tensor | PeerRows:
         ids = localized(received, CAP).local_ids
         if ids is not None and not capturing(self.device):
             self.that(bool(((ids >= -1) & (ids < self.shape.cap)).all()), "local ids out of range")
-        return identity(received, self.shape.dtype)
+        return identity(received, self.shape.dtype, to_peers=self.to_peers)
 
     def that(self, condition: bool, fault: str) -> None:
         if not condition:
@@ -62,8 +64,8 @@ class Case:
             self.faults.append(str(error))
 
 
-def run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.device) -> None:
-    case = Case(dispatcher, device)
+def run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.device, to_peers: bool = False) -> None:
+    case = Case(dispatcher, device, to_peers)
     try:
         check(case)
     except PeerTimeout:
@@ -82,8 +84,8 @@ def tell(check: Callable[..., None], case: Case) -> None:
     if wrong:
         name = check.__name__.replace("_", " ").strip()
         raise AssertionError(
-            f"{dispatcher.name}: {name} (top_k {case.shape.top_k}, {case.shape.dtype}, {case.shape.wire}) on ranks "
-            f"{wrong}; rank {wrong[0]}: {told[wrong[0]][0]}"
+            f"{dispatcher.name}: {name} (top_k {case.shape.top_k}, {case.shape.dtype}, {case.shape.wire}"
+            f"{', to peers' if case.to_peers else ''}) on ranks {wrong}; rank {wrong[0]}: {told[wrong[0]][0]}"
         )
 
 

@@ -39,13 +39,12 @@ from ep_moe.testing.transport_rows import (
     NVFP4,
     expected,
     geometry,
-    identity,
     moved,
     routes,
     rows,
     tolerance,
 )
-from ep_moe.types import PhysicalIds, PhysicalRouting, RowLayout
+from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, RowLayout
 
 REPLAYS = 1000
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
@@ -99,8 +98,9 @@ def _wires(can: DispatcherCapabilities) -> list[Wire]:
 
 def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> None:
     dispatcher = make()
-    for check in CHECKS:
-        run(check, dispatcher, device)
+    for to_peers in (False, True) if dispatcher.capabilities.peer_out else (False,):
+        for check in CHECKS:
+            run(check, dispatcher, device, to_peers)
     dispatcher.destroy()
     dispatcher.destroy()  # idempotent
     again = make()
@@ -214,9 +214,10 @@ def poisoned_buffers(case: Case) -> None:
             case.same(out, wanted, f"turn {turn}")
             # once all have read: peers may fetch rows from here
             dist.barrier()
-            y.fill_(torch.nan)
+            for part in y.blocks if isinstance(y, PeerRows) else (y,):
+                part.fill_(torch.nan)
             if received.out is not None:
-                received.x.copy_(torch.full_like(received.x, torch.nan, dtype=y.dtype))
+                received.x.copy_(torch.full_like(received.x, torch.nan, dtype=case.shape.dtype))
             dist.barrier()
 
 
@@ -229,7 +230,7 @@ def random_delays(case: Case) -> None:
         _delay(case.device, generator)
         received = case.dispatch(x, routing)
         _delay(case.device, generator)
-        results.append((case.dispatcher.combine(identity(received, x.dtype), received.handle), wanted))
+        results.append((case.dispatcher.combine(case.experts(received), received.handle), wanted))
     for turn, (y, wanted) in enumerate(results):
         case.same(y, wanted, f"turn {turn}")
 
@@ -245,7 +246,7 @@ def bounds_that_change(case: Case) -> None:
         x, routing, wanted = case.call((bound, 0, bound - 1)[(turn + case.rank) % 3], seed=10 * turn)
         _delay(case.device, generator)
         received = case.dispatch(x, routing, bound)
-        results.append((case.dispatcher.combine(identity(received, x.dtype), received.handle), wanted))
+        results.append((case.dispatcher.combine(case.experts(received), received.handle), wanted))
     for turn, (y, wanted) in enumerate(results):
         case.same(y, wanted, f"turn {turn}")
 

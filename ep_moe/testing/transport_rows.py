@@ -10,7 +10,7 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.experts.layouts import localized, widened
 from ep_moe.experts.wire_rows import round_rows
-from ep_moe.types import PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
+from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
 
 HIDDEN, CAP, MAX_TOKENS = 512, 4, 24
 NVFP4 = Wire(dispatch="nvfp4", input_scale=1.0)
@@ -52,9 +52,9 @@ def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
     return PhysicalRouting(PhysicalIds(routing.ids.to(device)), routing.weights.to(device))
 
 
-def identity(received: Received, dtype: torch.dtype) -> Tensor:
+def identity(received: Received, dtype: torch.dtype, *, to_peers: bool = False) -> Tensor | PeerRows:
     """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
-    without any. Written where the transport would have it."""
+    without any. Written where the transport would have it; to_peers: to `peer_out`, if it offers that."""
     received = widened(localized(received, CAP), dtype)
     x = received.x
     match received.layout:
@@ -76,6 +76,9 @@ def identity(received: Received, dtype: torch.dtype) -> Tensor:
             factor = received.weights
     y = x if factor is None or received.weighting is Weighting.COMBINE else x * factor.unsqueeze(-1).to(x.dtype)
     y = torch.where(valid.unsqueeze(-1), y, torch.zeros_like(y))
+    if to_peers and received.peer_out is not None:
+        received.peer_out.write(y)
+        return received.peer_out
     return y if received.out is None else received.out.copy_(y.view_as(received.out))
 
 

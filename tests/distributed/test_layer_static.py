@@ -15,10 +15,11 @@ from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import ConfigError, InputError
+from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import LogicalIds, PeerRows, Received, Routing
 from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import check_call
 from tests.flashinfer_nvlink_emulation import communication
@@ -39,8 +40,11 @@ LAYOUTS = {
 }
 
 
-def on_the_cpu(kind) -> None:
-    """Within a rank's process."""
+def on_the_cpu(kind, to_peers: bool = False) -> None:
+    """Within a rank's process. to_peers: experts write their rows to the ranks that wait for them"""
+    if to_peers:
+        ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, peer_out=True)
+        ReferenceExperts.compute_to_peers = write_to_peers
     flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
     nvlink_p2p.make_memory, NVLinkP2PDispatcher.copied_bytes = make_memory, 0  # beside other work, all rows are copied
     kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
@@ -48,15 +52,28 @@ def on_the_cpu(kind) -> None:
     kind.platform_problem = classmethod(lambda cls, layout: None)
 
 
+def write_to_peers(experts: ReferenceExperts, received: Received, out: PeerRows) -> None:
+    """NaN in rows without an expert here, which nobody may read."""
+    y = experts.compute(received, None)
+    out.write(y.where((received.local_ids >= 0).any(1, keepdim=True), torch.nan))
+
+
+WAYS = {
+    "flashinfer_nvlink": (FlashInferNVLinkDispatcher, False),
+    "nvlink_p2p": (NVLinkP2PDispatcher, False),
+    "nvlink_p2p, to peers": (NVLinkP2PDispatcher, True),
+    "pplx": (PplxDispatcher, False),
+}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 over the emulation, on the CPU")
 @distributed(4)
 @pytest.mark.parametrize("sizes", LAYOUTS)
-@pytest.mark.parametrize(
-    "kind", [FlashInferNVLinkDispatcher, NVLinkP2PDispatcher, PplxDispatcher], ids=lambda kind: kind.name
-)
-def test_every_layout_equals_one_process(kind, sizes, world_size):
+@pytest.mark.parametrize("way", WAYS)
+def test_every_layout_equals_one_process(way, sizes, world_size):
     """pplx delivers BATCHED rows: the layer joins them to a kernel that takes RANK_MAJOR ones."""
-    on_the_cpu(kind)
+    kind, to_peers = WAYS[way]
+    on_the_cpu(kind, to_peers)
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(**LAYOUTS[sizes]), device=device, max_tokens=9) as context:
         for make in (ExpertMap.linear, lambda experts, ranks: ExpertMap.redundant(experts, ranks, 2 * ranks)):
@@ -94,12 +111,13 @@ def test_every_layout_equals_one_process(kind, sizes, world_size):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
-@pytest.mark.parametrize("kind", [FlashInferNVLinkDispatcher, NVLinkP2PDispatcher], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("way", list(WAYS)[:3])
 @pytest.mark.parametrize("fault", ["tokens", "dtype"])
 @pytest.mark.parametrize(("pipeline", "most"), [(2, 9), (None, 9), (None, 4), (2, 4)])
-def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, fault, kind, world_size):
+def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, fault, way, world_size):
     """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
-    on_the_cpu(kind)
+    kind, to_peers = WAYS[way]
+    on_the_cpu(kind, to_peers)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         layer = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=pipeline))
         rank = dist.get_rank()

@@ -64,7 +64,9 @@ def lose(parallel: ParallelConfig, all2all: str, stage: str, how: Callable[[], N
         elif stage == "router":
             layer.router.register_forward_pre_hook(lambda *_: how())
         elif stage == "experts":
+            capabilities = layer.experts.capabilities
             layer.experts = lambda received, out: how()
+            layer.experts.capabilities = capabilities
         elif stage == "combine":
             layer.dispatcher._combine = lambda *_: how()
         layer(x)

@@ -39,6 +39,7 @@ def differs(plant: Callable[[MoELayer], None], config: MoEConfig, all2all: str) 
 def wrapped(layer: MoELayer, around: Callable[[Experts, Received], torch.Tensor]) -> None:
     experts = layer.experts
     layer.experts = lambda received, out: around(experts, received)
+    layer.experts.capabilities = experts.capabilities
 
 
 def swapped_gate_and_up(layer: MoELayer) -> None:

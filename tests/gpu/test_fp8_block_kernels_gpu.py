@@ -138,7 +138,7 @@ def test_graph():
         kernels.grouped_gemm(a, a_scale, w13, w13_scale, ends, h)
         kernels.activate_and_quantize(h, c, c_scale, counts=ends[-1:])
         kernels.grouped_gemm(c, c_scale, w2, w2_scale, ends, y)
-        pair_kernels.reduce_pairs(y, slots, weights, out)
+        pair_kernels.reduce(y, ids, weights, 0, experts, out, slots=slots)
 
     def fill():
         x.copy_(torch.randn(n, hidden, **on))
