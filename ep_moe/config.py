@@ -144,6 +144,9 @@ class MoEConfig:
         return self.intermediate_size * (2 if self.activation.gated else 1)
 
 
+LARGEST = {"fp8_tensor": 448, "nvfp4": 448 * 6}  # formats under one `Wire.input_scale`; what x / input_scale may be
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wire:
     """How rows are written while they travel.
@@ -152,11 +155,13 @@ class Wire:
         (DeepSeek-V3's activations): half the bytes. Rounded once, before the wire: a kernel that takes such rows
         (`fp8_block_triton`) gives the same bits as from plain ones, which it would round alike; others widen them.
         "mxfp8", E4M3 with an E8M0 scale for each 32 columns, and "nvfp4", E2M1 with an E4M3 scale for each 16, for
-        Blackwell's kernels of these formats
+        Blackwell's kernels of these formats. "fp8_tensor", E4M3 under one scale and none beside the rows, for
+        per-tensor fp8 with calibrated scales (`fp8_static`)
     combine: "plain", or "fp8", in E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
         (2**-4 of its size) and clamped to 448
-    input_scale: of "nvfp4" rows, and only of these: what their scales are multiplied by, the largest magnitude of a
-        calibration / (448 * 6), as ModelOpt's `input_scale`; the largest of the layer's experts
+    input_scale: of "fp8_tensor" and "nvfp4" rows, and only of these: what their numbers, or these times their scales,
+        are multiplied by, the largest magnitude of a calibration / 448, or / (448 * 6), as a checkpoint's
+        `input_scale`; the largest of the layer's experts
     """
 
     dispatch: str = "plain"
@@ -164,17 +169,21 @@ class Wire:
     input_scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("dispatch", ("plain", "fp8_block", "mxfp8", "nvfp4")), ("combine", ("plain", "fp8"))):
+        formats = ("plain", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4")
+        for name, known in (("dispatch", formats), ("combine", ("plain", "fp8"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if self.dispatch != "nvfp4" and self.input_scale is not None:
-            raise ConfigError(f"Wire.input_scale is for nvfp4 rows only, got {self.input_scale!r} with {self.dispatch}")
-        if self.dispatch == "nvfp4" and not (
-            isinstance(self.input_scale, (int, float)) and 0 < self.input_scale < float("inf")
-        ):
+        largest = LARGEST.get(self.dispatch)
+        if largest is None:
+            if self.input_scale is not None:
+                raise ConfigError(
+                    f"Wire.input_scale is for {' and '.join(LARGEST)} rows only, got {self.input_scale!r} with "
+                    f"{self.dispatch}"
+                )
+        elif not (isinstance(self.input_scale, (int, float)) and 0 < self.input_scale < float("inf")):
             raise ConfigError(
-                f"Wire(dispatch='nvfp4') needs input_scale, a positive number (largest magnitude / 2688, as a "
-                f"checkpoint's input_scale), got {self.input_scale!r}"
+                f"Wire(dispatch={self.dispatch!r}) needs input_scale, a positive number (largest magnitude / "
+                f"{largest}, as a checkpoint's input_scale), got {self.input_scale!r}"
             )
 
 

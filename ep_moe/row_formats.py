@@ -1,11 +1,13 @@
 """How rows are written while they travel (`Wire.dispatch`): which numbers, and which scales beside them.
 
-plain      the layer's dtype
-fp8_block  E4M3, a float32 scale per 128 columns (DeepSeek-V3's activations)
-mxfp8      E4M3, an E8M0 scale per 32 columns
-nvfp4      E2M1, two to a byte, an E4M3 scale per 16 columns, all under `Wire.input_scale`
+plain       the layer's dtype
+fp8_block   E4M3, a float32 scale per 128 columns (DeepSeek-V3's activations)
+fp8_tensor  E4M3, all under `Wire.input_scale`, and nothing beside them (calibrated per-tensor fp8)
+mxfp8       E4M3, an E8M0 scale per 32 columns
+nvfp4       E2M1, two to a byte, an E4M3 scale per 16 columns, all under `Wire.input_scale`
 
-Scales are linear. Rows are rounded once, before the wire, and `Received.format` tells the kernel what came.
+Scales are linear. Rows are rounded once, before the wire, and `Received.format` tells the kernel what came: that there
+are scales beside them does not.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class RowFormat:
 ROW_FORMATS = {
     "plain": RowFormat(),
     "fp8_block": RowFormat(torch.float8_e4m3fn, block=128),
+    "fp8_tensor": RowFormat(torch.float8_e4m3fn),
     "mxfp8": RowFormat(torch.float8_e4m3fn, block=32, scale=torch.uint8),
     "nvfp4": RowFormat(torch.uint8, packed=2, block=16, scale=torch.float8_e4m3fn),
 }

@@ -124,9 +124,9 @@ class Received:
     weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap]
     expert_offsets: Tensor | None = None  # CONTIGUOUS
     expert_counts: Tensor | None = None  # BATCHED
-    format: str = "plain"  # how x is written: of `row_formats.ROW_FORMATS`. All but plain have:
+    format: str = "plain"  # how x is written: of `row_formats.ROW_FORMATS`. Some have:
     x_scale: Tensor | None = None  # [..., H / block], and x is [..., H / packed]
-    input_scale: float | None = None  # of nvfp4 rows
+    input_scale: float | None = None  # of fp8_tensor and nvfp4 rows: `Wire.input_scale`
     out: Tensor | None = None  # [..., H] as x: where the transport would have the experts' rows, to spare a copy
     peer_out: PeerRows | None = None  # or, RANK_MAJOR, rather there: then nobody has to fetch them
 

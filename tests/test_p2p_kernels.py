@@ -11,7 +11,7 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.p2p_kernels import Workspace
 from ep_moe.config import Wire
 from ep_moe.experts.wire_rows import round_rows
-from ep_moe.testing.transport_rows import NVFP4
+from ep_moe.testing.transport_rows import FP8_TENSOR, NVFP4
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes
 from tests.test_fp8_block_kernels import DEVICE
@@ -48,7 +48,7 @@ def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
 @pytest.mark.parametrize("way", ["read", "written", "copied"])  # the answers
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block"), NVFP4], ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block"), FP8_TENSOR, NVFP4], ids=lambda wire: wire.dispatch)
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), [
     (2, 1, 128, torch.bfloat16), (3, 3, 384, torch.float16), (4, 8, 256, torch.float32), (4, 2, 2304, torch.bfloat16),
 ])  # fmt: skip

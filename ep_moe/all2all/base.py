@@ -163,9 +163,11 @@ class Dispatcher(ABC):
             return f"{cls.name} serves top_k of at most {can.max_top_k}, got {top_k}"
         if can.dtypes is not None and dtype not in can.dtypes:
             return f"{cls.name} carries {', '.join(sorted(map(dtype_name, can.dtypes)))}, not {dtype_name(dtype)}"
-        if hidden_size * dtype.itemsize % can.alignment_bytes:
-            unit = can.alignment_bytes // dtype.itemsize
-            return f"{cls.name} needs hidden_size to be a multiple of {unit} in {dtype_name(dtype)}, got {hidden_size}"
+        for number, packed in ((dtype, 1), (form.number or dtype, form.packed)):  # rows of both ways
+            unit = max(can.alignment_bytes * packed // number.itemsize, 1)
+            if hidden_size % unit:
+                wanted = f"a multiple of {unit} in {dtype_name(number)}"
+                return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
         if can.static and max_tokens is None:
             return f"{cls.name} has fixed buffers; say how large by EPContext(max_tokens=...)"
         return None

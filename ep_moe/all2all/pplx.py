@@ -44,7 +44,7 @@ class PplxDispatcher(Dispatcher):
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         devices=frozenset({"cuda"}),
-        dispatch_formats=frozenset({"plain", "fp8_block"}),
+        dispatch_formats=frozenset({"plain", "fp8_block", "fp8_tensor"}),
         scale_alignment_bytes=16,
         static=True,
     )

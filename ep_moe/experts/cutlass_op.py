@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.fp8_scales import Inputs, TensorScales, column_scales, round_rows
+from ep_moe.experts.fp8_tensor_rows import fill_scales
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
 from ep_moe.experts.operator import operator
 from ep_moe.experts.row_kernels import clean_ids, row_extremes
@@ -165,8 +166,8 @@ def cutlass_moe(
     """The expert step on RANK_MAJOR rows.
 
     out: bf16 or fp16 [N, H]; workspace: uint8; ids: int [N, K], counted from `base`, all others for none
-    x: [N, H] of out's dtype; or, for `BLOCK_SCALED` schemes, as `row_formats` has the rows that the kernel reads, with
-        x_scale, and input_scale for NVFP4
+    x: [N, H] of out's dtype; or, for `BLOCK_SCALED` schemes and fp8_static, as `row_formats` has the rows that the
+        kernel reads, with x_scale, input_scale, or both for NVFP4
     weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` or `CutlassSm100` stores them, [L, ...]
     scales: the scheme's stored tensors in the order of `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU
     activation: FlashInfer's ActivationType; activation_cap: what no activation exceeds, 0 for unbounded
@@ -193,6 +194,9 @@ def cutlass_moe(
     if scheme in BLOCK_SCALED:
         _fill_scales(scheme, stored, own, input_scale)
     call_scales = quant_scales(scheme, stored, own)
+    if scheme == "fp8_static" and input_scale is not None:
+        weight_scales, second = (stored["w13_scale"], stored["w2_scale"]), stored["w2_input_scale"]
+        fill_scales(input_scale, *weight_scales, second, TensorScales(*call_scales))
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
@@ -202,7 +206,7 @@ def cutlass_moe(
         if scheme in BLOCK_SCALED and row_scale is None:
             row_input, row_scale = own["rows"][:count], own["row_scale"][:count]
             _round_blocks(scheme, x[part], own, row_input, row_scale)
-        elif scheme in PRE_ROUNDED:
+        elif scheme in PRE_ROUNDED and input_scale is None:
             assert inputs is not None
             row_input = own["rows"][:count]
             filled = TensorScales(*call_scales)

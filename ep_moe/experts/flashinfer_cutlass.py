@@ -36,7 +36,12 @@ ACTIVATIONS = {
     Activation.RELU2: 6,
 }
 _MIXED = ("mxfp4", "mxfp4_fp8", "int4_fp8")
-_ROWS = {"nvfp4": "nvfp4", "mxfp4_mxfp8": "mxfp8", "mxfp8": "mxfp8"}  # what it reads besides plain rows
+_ROWS = {  # what it reads besides plain rows
+    "fp8_static": "fp8_tensor",
+    "nvfp4": "nvfp4",
+    "mxfp4_mxfp8": "mxfp8",
+    "mxfp8": "mxfp8",
+}
 _ON_BOTH = ("none", "fp8_static", "fp8_dynamic")  # one layout and one call on Hopper and Blackwell
 _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 7))  # architectures: flashinfer/fused_moe/api.py, _CUTLASS_*_ARCHS
 _MAX_INDEX = 2**31 - 1
@@ -119,7 +124,7 @@ class FlashInferCutlassExperts(Experts):
 
     @property
     def row_formats(self) -> frozenset[str]:
-        """On Blackwell also the format that the scheme rounds rows to."""
+        """Also the format that the scheme rounds rows to, where that needs nothing but the rows and one scale."""
         name = self.weights.scheme.name
         return self.capabilities.row_formats | ({_ROWS[name]} if name in _ROWS else set())
 

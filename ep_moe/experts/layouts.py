@@ -63,7 +63,7 @@ def localized(received: Received, num_slots: int) -> Received:
 
 def widened(received: Received, dtype: torch.dtype) -> Received:
     """Plain rows in place of others."""
-    if received.x_scale is None:
+    if received.format == "plain":
         return received
     wire = Wire(dispatch=received.format, input_scale=received.input_scale)
     x = widen_rows(received.x, received.x_scale, wire, dtype)

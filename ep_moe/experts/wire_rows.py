@@ -7,17 +7,21 @@ from torch import Tensor
 
 from ep_moe.config import Wire
 from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
+from ep_moe.experts.fp8_tensor_rows import round_by, widen_by
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.weights.microscale import dequantize_mxfp8, dequantize_nvfp4
 
 
 def round_rows(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
-    """x [T, H] as `wire.dispatch` says: numbers [T, H / packed], and scales [T, H / block] or None."""
+    """x [T, H] as `wire.dispatch` says: numbers [T, H / packed], and scales [T, H / block], None where it has none."""
     if wire.dispatch == "plain":
         return x, None
     if wire.dispatch == "fp8_block":
         return round_blocks(x)
+    if wire.dispatch == "fp8_tensor":
+        assert wire.input_scale is not None
+        return round_by(x, wire.input_scale), None
     form, x, hidden = ROW_FORMATS[wire.dispatch], x.detach().contiguous(), x.shape[1]
     data = torch.empty(len(x), form.columns(hidden), dtype=form.number, device=x.device)
     scale = torch.empty(len(x), form.scales(hidden), dtype=form.scale, device=x.device)
@@ -31,8 +35,12 @@ def round_rows(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
 
 def widen_rows(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
     """The inverse, rounded to `dtype`: [..., H]."""
-    if scale is None:
+    if wire.dispatch == "plain":
         return data
+    if wire.dispatch == "fp8_tensor":
+        assert wire.input_scale is not None
+        return widen_by(data, wire.input_scale, dtype)
+    assert scale is not None
     if wire.dispatch == "fp8_block":
         return widen_blocks(data, scale, dtype)
     if wire.dispatch == "mxfp8":

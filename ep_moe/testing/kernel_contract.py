@@ -28,7 +28,12 @@ from ep_moe.workspace import Workspaces
 
 SLOTS, TOP_K, HIDDEN, INNER = 5, 3, 256, 256
 ROWS = (33, 1, 0, 257)
-WIRES = (Wire(dispatch="fp8_block"), Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=0.0015))
+WIRES = (
+    Wire(dispatch="fp8_block"),
+    Wire(dispatch="fp8_tensor", input_scale=0.0125),  # not that of any expert
+    Wire(dispatch="mxfp8"),
+    Wire(dispatch="nvfp4", input_scale=0.0015),
+)
 COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
 
 

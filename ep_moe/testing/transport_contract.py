@@ -34,6 +34,7 @@ from ep_moe.testing.transport_endings import (
 )
 from ep_moe.testing.transport_rows import (
     CAP,
+    FP8_TENSOR,
     HIDDEN,
     MAX_TOKENS,
     NVFP4,
@@ -91,7 +92,7 @@ def _capabilities(factory: DispatcherFactory, context: EPContext) -> DispatcherC
 
 def _wires(can: DispatcherCapabilities) -> list[Wire]:
     """All but the plain one, one way at a time."""
-    given = {"nvfp4": NVFP4}
+    given = {wire.dispatch: wire for wire in (FP8_TENSOR, NVFP4)}
     dispatch = [given.get(name) or Wire(dispatch=name) for name in sorted(can.dispatch_formats - {"plain"})]
     return dispatch + [Wire(combine=name) for name in sorted(can.combine_formats - {"plain"})]
 

@@ -14,6 +14,7 @@ from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLa
 
 HIDDEN, CAP, MAX_TOKENS = 512, 4, 24
 NVFP4 = Wire(dispatch="nvfp4", input_scale=1.0)
+FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)  # not 1, so that a scale that is left out tells
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -197,6 +197,24 @@ class LastRowLost(TorchAll2AllDispatcher):
         return mock.Mock(wait=finish)
 
 
+class Untyped(TorchAll2AllDispatcher):
+    """Hands rows in E4M3 without scales on as the bytes that travelled."""
+
+    def _told(self, received):
+        bytes_alone = received.x.dtype == torch.float8_e4m3fn and received.x_scale is None
+        x = received.x.view(torch.uint8) if bytes_alone else received.x
+        return super()._told(dataclasses.replace(received, x=x))
+
+
+class Unscaled(TorchAll2AllDispatcher):
+    """Takes rows without scales beside them for plain ones."""
+
+    def _told(self, received):
+        if received.x_scale is None:
+            return dataclasses.replace(received, x=received.x.to(self.geometry.dtype))
+        return super()._told(received)
+
+
 class Copied(TorchAll2AllDispatcher):
     """Claims to send a row once per rank, and sends it to every rank."""
 
@@ -233,6 +251,8 @@ def test_the_suite_sees_what_refusals_lack(world_size):
         (ForeignIds, "local ids out of range"),
         (SharedState, "two in flight"),
         (LastRowLost, "uneven and empty ranks"),
+        (Untyped, "uneven and empty ranks .*fp8_tensor"),
+        (Unscaled, "uneven and empty ranks .*fp8_tensor"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

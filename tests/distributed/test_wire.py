@@ -6,25 +6,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire
+from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, registry
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
 from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.testing import distributed
+from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import everywhere, same_error
+from tests.distributed.test_blackwell_layer import on_the_cpu
 from tests.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
 FP8 = Wire(dispatch="fp8_block")
-WIRES = [FP8, Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=1.0)]
+FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)
+WIRES = [FP8, FP8_TENSOR, Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=1.0)]
 CPU = torch.device("cpu")
 
 
 def exact_rows(tokens: int, seed: int, wire: Wire) -> torch.Tensor:
     """A number in each block that makes its scale a power of two, under which small integers are exact."""
     x = integer_rows(tokens, CONFIG.hidden_size, seed)
-    x[:, :: ROW_FORMATS[wire.dispatch].block] = 6 if wire.dispatch == "nvfp4" else 7
+    if block := ROW_FORMATS[wire.dispatch].block:
+        x[:, ::block] = 6 if wire.dispatch == "nvfp4" else 7
     return x
 
 
@@ -52,6 +57,33 @@ def test_rows_are_rounded_once_before_the_wire(all2all, sizes, wire, world_size)
                 assert (y - oracle(CONFIG, x, routing)).abs().max() > 1e-3 * most
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over an emulation, on the CPU")
+@distributed(2)
+@pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
+def test_calibrated_rows_have_the_same_bits_on_either_side_of_the_wire(all2all, world_size):
+    """Where the wire's scale is the one that each rank would take itself, the largest of its slots'."""
+    on_the_cpu()
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=6, top_k=3)
+    tensors = [random_expert(config, SCHEMES["fp8_static"], expert, torch.bfloat16) for expert in range(6)]
+    largest = [max(float(own["w13_input_scale"]) for own in half) for half in (tensors[:3], tensors[3:])]
+    assert largest[0] == largest[1]
+    tokens = 5 * dist.get_rank()
+    routing = integer_routing(tokens, config, 1)
+    x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = []
+    with EPContext.from_groups(ParallelConfig(dp=2), device=CPU) as context:
+        for scale in (None, largest[0], 1.5 * largest[0]):
+            wire = None if scale is None else Wire(dispatch="fp8_tensor", input_scale=scale)
+            asked = {"all2all": all2all, "experts": "flashinfer_cutlass", "quantization": "fp8_static", "wire": wire}
+            layer = MoELayer(config, context, dtype=torch.bfloat16, **asked)
+            for expert in range(6):
+                layer.update_expert(expert, **tensors[expert])
+            with torch.no_grad():
+                found.append(layer.forward_routed(x, routing))
+    assert torch.equal(found[1], found[0])
+    assert not tokens or not torch.equal(found[2], found[0])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32, on the CPU")
 @distributed(2)
 def test_what_cannot_be_is_said_on_all_ranks(world_size):
@@ -61,6 +93,9 @@ def test_what_cannot_be_is_said_on_all_ranks(world_size):
         assert 'Wire.dispatch: "plain" on rank 0, "fp8_block" on rank 1' in text
         text = same_error(BackendUnavailable, lambda: MoELayer(CONFIG, context, wire=Wire(combine="fp8")))
         assert "allgather carries plain rows in combine, not fp8 (Wire)" in text
+        wires = [FP8_TENSOR, Wire(dispatch="fp8_tensor", input_scale=0.5)]
+        text = same_error(ConfigError, lambda: MoELayer(CONFIG, context, wire=wires[dist.get_rank()]))
+        assert "Wire.input_scale: 0.25 on rank 0, 0.5 on rank 1" in text
         layer = MoELayer(CONFIG, context, wire=FP8)
         x = torch.ones(2, CONFIG.hidden_size, requires_grad=True)
         assert "has no backward" in same_error(InputError, lambda: layer(x))
@@ -68,15 +103,39 @@ def test_what_cannot_be_is_said_on_all_ranks(world_size):
 
 
 def test_formats_that_do_not_exist():
-    with pytest.raises(ConfigError, match=r"Wire\.dispatch must be one of plain, fp8_block, mxfp8, nvfp4, got 'fp4'"):
+    with pytest.raises(
+        ConfigError, match=r"dispatch must be one of plain, fp8_block, fp8_tensor, mxfp8, nvfp4, got 'fp4'"
+    ):
         Wire(dispatch="fp4")
     with pytest.raises(ConfigError, match=r"Wire\.combine must be one of plain, fp8, got 'fp8_block'"):
         Wire(combine="fp8_block")
-    for scale in (None, 0.0, float("inf"), "1"):
-        with pytest.raises(ConfigError, match=r"Wire\(dispatch='nvfp4'\) needs input_scale, a positive number"):
-            Wire(dispatch="nvfp4", input_scale=scale)
-    with pytest.raises(ConfigError, match=r"Wire\.input_scale is for nvfp4 rows only, got 1\.0 with mxfp8"):
-        Wire(dispatch="mxfp8", input_scale=1.0)
+    for name, largest in (("fp8_tensor", 448), ("nvfp4", 2688)):
+        needs = rf"Wire\(dispatch='{name}'\) needs input_scale, a positive number \(largest magnitude / {largest}, as"
+        for scale in (None, 0.0, -1.0, float("inf"), float("nan"), "1"):
+            with pytest.raises(ConfigError, match=rf"{needs} .*, got {scale!r}"):
+                Wire(dispatch=name, input_scale=scale)
+    for name in ("plain", "fp8_block", "mxfp8"):
+        with pytest.raises(ConfigError, match=rf"for fp8_tensor and nvfp4 rows only, got 1\.0 with {name}"):
+            Wire(dispatch=name, input_scale=1.0)
+
+
+def test_every_format_of_the_wire_is_one_of_rows():
+    with pytest.raises(ConfigError) as refusal:
+        Wire(dispatch="none")
+    assert str(refusal.value).partition("one of ")[2].partition(", got")[0].split(", ") == list(ROW_FORMATS)
+
+
+def test_rows_that_transports_cannot_align():
+    """Numbers of one byte leave rows shorter than those of the layer's dtype."""
+    for name in ("nvlink_p2p", "pplx", "flashinfer_nvlink"):
+        kind = registry.load("dispatchers", name)
+        assert kind.why_not(24, 1, 2, torch.bfloat16, 8) is None
+        reason = kind.why_not(24, 1, 2, torch.bfloat16, 8, FP8_TENSOR)
+        assert reason == f"{name} needs hidden_size to be a multiple of 16 in float8_e4m3fn, got 24"
+        assert kind.why_not(32, 1, 2, torch.bfloat16, 8, FP8_TENSOR) is None
+    assert "deepep carries fp8_block, plain rows in dispatch, not fp8_tensor" in (
+        registry.load("dispatchers", "deepep").why_not(32, 1, 2, torch.bfloat16, 8, FP8_TENSOR) or ""
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
