@@ -49,6 +49,7 @@ class EPContext:
         fixed buffers
     workspaces: the kernels' scratch memory, shared by all layers
     compute: the stream that computes parts while others travel
+    recorders: of captured calls, one for each stream that they were captured for
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class EPContext:
         self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
         self.workspaces = Workspaces(device)
         self.compute = SideStream(priority=-1)
+        self.recorders: list[Any] = []
         self._pool: dict[tuple[str, Geometry], Any] = {}
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
@@ -240,6 +242,11 @@ class EPContext:
         """Count a finished layer in for `plan` and `tune`."""
         self._layers[self._layer_count] = layer
 
+    @property
+    def idle(self) -> bool:
+        """Whether a forward may begin; `entered` says why not."""
+        return self._inside is None and not self._destroyed
+
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:
         """One forward of one layer. A context runs one at a time: its collectives have one order."""
@@ -279,7 +286,8 @@ class EPContext:
                 key = (kernel.name, *layer.shape)
                 if key not in found:
                     found[key] = layer.tune_kernel(kernel, rows, cache)
-                kernel.use(found[key])
+                else:
+                    layer.use(kernel, found[key])
 
     # --- lifetime ----------------------------------------------------------------------------------------------
 
@@ -299,6 +307,9 @@ class EPContext:
 
     def _release(self) -> None:
         self.ledger.close()
+        for layer in self._layers.values():
+            layer.captured.drop()  # graphs hold addresses of what goes now
+        self.recorders.clear()
         for dispatcher in self._pool.values():
             dispatcher.destroy()
         self._pool.clear()

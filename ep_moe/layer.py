@@ -6,21 +6,24 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ep_moe import registry, select
-from ep_moe.all2all.base import Dispatcher, Geometry, routing_problem
+from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.captured import CapturedCalls
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
-from ep_moe.context import TUNED_ROWS, TUNING_S, EPContext
+from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.exchange import Exchange
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
+from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
+from ep_moe.layer_checks import choice_problem, id_problem, rows_problem
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
@@ -30,7 +33,7 @@ from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats, layer_stats
 from ep_moe.router import Router
 from ep_moe.tuned import Tuned
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, dtype_name
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, scheme_of
 
@@ -110,7 +113,7 @@ class MoELayer(nn.Module):
                 preparation=kernel.preparation,
                 trainable=kernel.capabilities.differentiable,
             )
-        self.experts: Experts | FusedExperts
+        self.experts: Kernel
         if fused:
             geometry = fused_geometry(kernel.name, config, layout, expert_map.cap, dtype, context.wire_tokens)
             shared = partial(context.pooled, geometry.kernel, geometry)
@@ -121,6 +124,7 @@ class MoELayer(nn.Module):
             name: registry.load("experts", name)(config, self.expert_weights, context.workspaces, options)
             for name in self.picks.kernels[1:]
         }
+        self.captured = CapturedCalls(context, config)
         context.register(self)
 
     # --- the story ---------------------------------------------------------------------------------------------
@@ -134,9 +138,15 @@ class MoELayer(nn.Module):
         return self._forward(x, routing)
 
     def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
+        if (replayed := self.captured.replay(x, routing)) is not None:
+            return replayed
         problem = self._problem(x, routing)
         if problem is not None:
             self._refuse(problem)
+        return self.run(x, routing)
+
+    def run(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """A call with arguments that were checked."""
         flow, shape = self.context.tokens, x.shape
         with self.context.entered(self.name):
             rows = flow.shared_gradients(x.reshape(-1, self.config.hidden_size))
@@ -163,7 +173,7 @@ class MoELayer(nn.Module):
             return Routing(LogicalIds(flow.union(routing.ids, call)), weights)
         chosen: Routing = self._replicated(self.router, rows)
         if not isinstance(self.router, Router):
-            problem = self._routing_problem(rows, chosen) or self._id_problem(chosen)
+            problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
             flow.agree(problem, rows.device)
             if problem is not None:
                 self._refuse_dispatch(problem)
@@ -194,37 +204,49 @@ class MoELayer(nn.Module):
         found = [self.tune_kernel(kernel, rows, cache) for kernel in self.kernels]
         return found[0]
 
-    def tune_kernel(
-        self, kernel: Experts | FusedExperts, rows: Sequence[int], cache: str | Path | None = None
-    ) -> list[int]:
+    def tune_kernel(self, kernel: Kernel, rows: Sequence[int], cache: str | Path | None = None) -> list[int]:
         """`tune` for one of `kernels`."""
-        placed = self.placement.expert_map
-        busiest = max(range(placed.num_ranks), key=placed.num_slots)
-        found: list[int] = self.context.agreement.share(
-            f"tune {self.name}",
-            lambda: kernel.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
-            owner=busiest * self.context.layout.etp,  # within the first EP group of those that run together
-            deadline_s=TUNING_S,
-        )
-        kernel.use(found)
+        found = tuned_on_one_rank(kernel, self.context, self.placement.expert_map, rows, cache, self.name)
+        self.use(kernel, found)
         return found
 
+    def use(self, kernel: Kernel, tuned: list[int]) -> None:
+        """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
+        kernel.use(tuned)
+        self.captured.drop()
+
+    def capture(self, tokens: Sequence[int]) -> None:
+        """Record `forward` for each of these numbers of tokens (0 too) as a CUDA graph. Such a call without gradients
+        then costs the host a launch and two copies, and gives the same bits; any other runs as before, and so may the
+        peers'. Collective, the same list on all ranks, after `tune`: for calls under the bound in force
+        (`EPContext.at_most`), on the stream that is current. Maps may change and weights be rewritten in place; after
+        `tune`, or with other tensors or modules in their place, calls run as before. A router or shared experts of the
+        user's are recorded as they run once: nothing random, no wait for the device.
+
+        Raises ConfigError on all ranks where it cannot be. `plan` does not count the rows between kernels, in memory
+        that all graphs of the context share.
+        """
+        self.captured.capture(self, tokens, routed=False)
+
+    def capture_routed(self, tokens: Sequence[int]) -> None:
+        """As `capture`, for `forward_routed`."""
+        self.captured.capture(self, tokens, routed=True)
+
     @property
-    def kernels(self) -> tuple[Experts | FusedExperts, ...]:
+    def kernel(self) -> Kernel:
+        """That of `kernels` which serves calls under the bound in force."""
+        return self._others.get(self.pick.choice.experts, self.experts)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
         """`experts`, and those that a tuned layer has for other numbers of tokens."""
         return (self.experts, *self._others.values())
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """What its kernels' speed depends on; equal on all ranks."""
-        placed = self.placement.expert_map
-        return (
-            self.config,
-            self.expert_weights.scheme.name,
-            self.dtype,
-            self.experts.options,
-            placed.cap,
-        )
+        cap, scheme = self.placement.expert_map.cap, self.expert_weights.scheme.name
+        return self.config, scheme, self.dtype, self.experts.options, cap
 
     # --- weights -----------------------------------------------------------------------------------------------
 
@@ -268,14 +290,9 @@ class MoELayer(nn.Module):
         if key not in self._geometries:
             expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
             self._geometries[key] = Geometry(
-                hidden_size=self.config.hidden_size,
-                top_k=self.config.top_k,
-                cap=expert_map.cap,
-                num_ranks=expert_map.num_ranks,
-                dtype=self.dtype,
-                max_tokens=pick.room,
-                wire=self.wire,
-            )
+                hidden_size=self.config.hidden_size, top_k=self.config.top_k, cap=expert_map.cap,
+                num_ranks=expert_map.num_ranks, dtype=self.dtype, max_tokens=pick.room, wire=self.wire,
+            )  # fmt: skip
         return self._geometries[key]
 
     # --- what a user asks --------------------------------------------------------------------------------------
@@ -284,16 +301,10 @@ class MoELayer(nn.Module):
         """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated. The workspace
         and the transports' buffers (sets of them with `pipeline`) are shared with the context's other layers;
         `EPContext.plan` counts them once."""
-        modules: dict[str, Any] = {
-            "experts": self.expert_weights,
-            "router": self.router,
-            "placement": self.placement,
-            "shared_experts": self.shared_experts,
-        }
         held = {
             kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
-            for kind, module in modules.items()
-            if isinstance(module, nn.Module)
+            for kind in ("experts", "router", "placement", "shared_experts")
+            if isinstance(module := self.expert_weights if kind == "experts" else getattr(self, kind), nn.Module)
         }
         workspace = max(kernel.workspace_bytes() for kernel in self.kernels)
         return held | {"workspace": workspace, "transport": sum(self.transport_bytes().values())}
@@ -332,17 +343,9 @@ class MoELayer(nn.Module):
 
     def _problem(self, x: Tensor, routing: Routing | None) -> str | None:
         """What is wrong with the arguments of this rank, without raising: all ranks must raise together."""
-        hidden = self.config.hidden_size
-        if not isinstance(x, Tensor):
-            return f"x must be a Tensor, got {type(x).__name__}"
-        if self.device.type == "meta":
-            return "the layer is on the meta device; call to_empty(device=...) and load weights first"
-        if x.dim() < 1 or x.shape[-1] != hidden:
-            return f"x must be [..., {hidden}] (hidden_size), got {list(x.shape)}"
-        if x.dtype != self.dtype:
-            return f"x must be {dtype_name(self.dtype)} as the layer is, got {dtype_name(x.dtype)}"
-        if x.device != self.device:
-            return f"x must be on {self.device} as the layer is, got {x.device}"
+        problem = rows_problem(x, self.config.hidden_size, self.dtype, self.device)
+        if problem is not None:
+            return problem
         if x.requires_grad and torch.is_grad_enabled() and (stuck := self._not_differentiable()):
             return (
                 f"x requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
@@ -352,7 +355,8 @@ class MoELayer(nn.Module):
             return f"experts={self.choice.experts} routes inside: call forward, under the map of construction"
         if routing is None:
             return None
-        return self._routing_problem(x.reshape(-1, hidden), routing) or self._id_problem(routing)
+        rows = x.reshape(-1, self.config.hidden_size)
+        return choice_problem(routing, rows, self.config.top_k) or self._id_problem(routing)
 
     @property
     def _routes_inside(self) -> bool:
@@ -366,21 +370,12 @@ class MoELayer(nn.Module):
             return f"{self.wire}"
         return "" if self.dispatcher.capabilities.differentiable else f"all2all={self.pick.choice.all2all}"
 
-    def _routing_problem(self, rows: Tensor, routing: Routing) -> str | None:
-        if not isinstance(routing, Routing):
-            return f"routing must be a Routing of logical ids, got {type(routing).__name__}"
-        return routing_problem(routing.ids, routing.weights, rows, self.config.top_k)
-
     def _id_problem(self, routing: Routing) -> str | None:
         """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
         transport = self.experts if isinstance(self.experts, FusedExperts) else self.dispatcher
         if not transport.capabilities.host_sync and routing.ids.is_cuda:
             return None
-        experts = self.config.num_experts
-        bad = routing.ids[(routing.ids < -1) | (routing.ids >= experts)]
-        if not len(bad):
-            return None
-        return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"
+        return id_problem(routing.ids, self.config.num_experts)
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
@@ -397,16 +392,8 @@ class MoELayer(nn.Module):
         if isinstance(self.experts, FusedExperts):
             return Inside(self.experts, x, routed, self.context.step_tokens, self._stage)
         assert isinstance(routed, PhysicalRouting)
-        kernel = self._others.get(self.pick.choice.experts, self.experts)
-        return Exchange(self.context, self.dispatcher, kernel, x, routed)
+        return Exchange(self.context, self.dispatcher, cast("Experts", self.kernel), x, routed)
 
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device
         return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=device)
-
-
-def _counts(rows: Sequence[int]) -> list[int]:
-    for count in rows:
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"tune: rows must be integers of at least 1, got {count!r}")
-    return list(rows)

@@ -31,7 +31,8 @@ class Workspaces:
     @property
     def allocated(self) -> int:
         """Bytes held now, over all streams."""
-        return sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
+        held = {buffer.data_ptr(): buffer.numel() for buffers in self._buffers.values() for buffer in buffers}
+        return sum(held.values())
 
     def reserve(self, size: int) -> None:
         self._reserved = max(self._reserved, size)
@@ -45,6 +46,11 @@ class Workspaces:
             # a smaller one stays: a captured graph may hold its address
             buffers.append(torch.empty(self._reserved, dtype=torch.uint8, device=self.device))
         return buffers[-1]
+
+    def lend(self, stream: torch.cuda.Stream) -> None:
+        """Work on `stream` uses the buffers of the one that is current now: it never runs beside that one's."""
+        here = torch.cuda.current_stream(self.device).cuda_stream
+        self._buffers[stream.cuda_stream] = self._buffers.setdefault(here, [])
 
     def clear(self) -> None:
         self._buffers.clear()

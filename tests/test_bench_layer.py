@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ep_moe import EPContext, MoEConfig, Wire
+from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.all2all import flashinfer_nvlink
 from ep_moe.bench import all2all, floors, layer, layer_report, memory, peers, scaling_model, stages, timing
 from ep_moe.bench.experts import Rates
@@ -390,4 +390,10 @@ def test_what_fails_or_is_wrong_takes_no_other_with_it(world_size):
         assert {line.name for line in lines if line.owner == "peer"} == {HAND, "FlashInfer mega"}
         assert [line.name for line in lines if line.wrong] == [HAND], "in bf16; the bound for fp8 is wider"
         assert all(line.host_us > 0 for line in lines if line.owner == "ours")
+        assert all(line.captured_host_us is None for line in lines), "there are no CUDA graphs here"
+        captured: list[list[int]] = []
+        MoELayer.capture_routed = lambda self, tokens: captured.append(tokens)
+        own = [line for line in lines_of(context, peers=False) if line.owner == "ours"]
+        assert all(line.captured_host_us > 0 for line in own)
+        assert captured == [[1]] * len(own)
         assert all(line.owner == "ours" for line in lines_of(context, peers=False))

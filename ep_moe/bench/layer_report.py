@@ -34,6 +34,7 @@ class Line:
     floor_overlap_us: float
     x_peer: float | None = None
     host_us: float | None = None
+    captured_host_us: float | None = None
     dispatch_us: float | None = None
     experts_us: float | None = None
     combine_us: float | None = None
@@ -56,7 +57,7 @@ def table(lines: Sequence[Line]) -> Table:
     )
     title = f"{first.model}, EP{first.ranks}, {first.tokens} tokens per rank; floors apart / overlapped: {floor} us"
     shown = Table(title=title)
-    numbers = ("us", "x peer", "x apart", "x overlap", "error", "host us")
+    numbers = ("us", "x peer", "x apart", "x overlap", "error", "host us", "captured")
     for name in ("", "what", "weights", "rows", *numbers):
         shown.add_column(name, no_wrap=True, justify="right" if name in numbers else "left")
     for line in sorted(lines, key=lambda line: (line.weights, line.us)):
@@ -64,6 +65,7 @@ def table(lines: Sequence[Line]) -> Table:
             line.owner, line.name, line.scheme, line.rows, f"{line.us:.1f}", _number(line.x_peer),
             f"{line.us / line.floor_apart_us:.2f}", f"{line.us / line.floor_overlap_us:.2f}",
             f"{line.error:.3f}" + (" WRONG" if line.wrong else ""), _number(line.host_us, 0),
+            _number(line.captured_host_us, 0),
         )  # fmt: skip
     return shown
 

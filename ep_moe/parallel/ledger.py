@@ -86,6 +86,14 @@ class Ledger:
         """The running number of the newest step; equal on all ranks while they are in step."""
         return self._step.number
 
+    @property
+    def newest(self) -> Step:
+        return self._step
+
+    def leave_at(self, step: Step) -> None:
+        """Take it for the newest: replays and recordings of a call end where the peers' own calls do."""
+        self._step = step
+
     @contextmanager
     def step(self, phase: str, detail: str = "", *, counted: bool = True) -> Iterator[None]:
         """Enter a collective step. A communication failure inside leaves as PeerTimeout.

@@ -1,0 +1,41 @@
+"""What is wrong with the arguments of a layer's call. Nothing raises here: all ranks must raise together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import routing_problem
+from ep_moe.types import Routing, dtype_name
+
+
+def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """hidden, dtype, device: the layer's."""
+    if not isinstance(x, Tensor):
+        return f"x must be a Tensor, got {type(x).__name__}"
+    if device.type == "meta":
+        return "the layer is on the meta device; call to_empty(device=...) and load weights first"
+    if x.dim() < 1 or x.shape[-1] != hidden:
+        return f"x must be [..., {hidden}] (hidden_size), got {list(x.shape)}"
+    if x.dtype != dtype:
+        return f"x must be {dtype_name(dtype)} as the layer is, got {dtype_name(x.dtype)}"
+    if x.device != device:
+        return f"x must be on {device} as the layer is, got {x.device}"
+    return None
+
+
+def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
+    """Of a routing for rows [T, H]."""
+    if not isinstance(routing, Routing):
+        return f"routing must be a Routing of logical ids, got {type(routing).__name__}"
+    return routing_problem(routing.ids, routing.weights, rows, top_k)
+
+
+def id_problem(ids: Tensor, experts: int) -> str | None:
+    """Waits for the device."""
+    bad = ids[(ids < -1) | (ids >= experts)]
+    if not len(bad):
+        return None
+    return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"

@@ -1,0 +1,229 @@
+"""`MoELayer.capture` on GPUs: the bits of the layer itself, whatever changes between replays, and what is left to the
+host."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Wire, registry
+from ep_moe.bench.timing import host
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.testing import distributed, rank_device
+from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.types import Routing
+from ep_moe.weights.schemes import SCHEMES
+from tests.distributed.cases import everywhere, same_error
+from tests.helpers import integer_routing, moved
+
+WIDE = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=10, top_k=3)
+SHARED = dataclasses.replace(WIDE, shared_intermediate_size=256)
+PAIRS = {
+    "bf16": {"all2all": "nvlink_p2p", "experts": "bf16_triton"},
+    "fp8": {
+        "all2all": "nvlink_p2p", "experts": "fp8_block_triton", "quantization": "fp8_block",
+        "wire": Wire(dispatch="fp8_block"),
+    },
+    "flashinfer": {
+        "all2all": "flashinfer_nvlink", "experts": "flashinfer_cutlass", "options": ExpertsOptions(deterministic=True),
+    },
+}  # fmt: skip
+on_gpus = pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="needs GPUs and Triton"
+)
+
+
+def built(context: EPContext, pair: str = "bf16", config: MoEConfig = WIDE) -> MoELayer:
+    asked = PAIRS[pair]
+    if (missing := registry.why_not("experts", asked["experts"])) is not None:
+        pytest.skip(missing)  # on all ranks alike
+    placed = ExpertMap.redundant(10, context.layout.ep, 2)  # equally many slots on all ranks
+    layer = MoELayer(config, context, expert_map=placed, **asked, dtype=torch.bfloat16)
+    written(layer)
+    return layer
+
+
+def written(layer: MoELayer) -> None:
+    scheme = SCHEMES[layer.expert_weights.scheme.name]
+    for expert in range(10):
+        layer.update_expert(expert, **random_expert(WIDE, scheme, expert, torch.bfloat16, layer.device))
+
+
+def rows(layer: MoELayer, tokens: int, seed: int) -> Tensor:
+    x = torch.randn(tokens, WIDE.hidden_size, generator=torch.Generator().manual_seed(seed))
+    return x.bfloat16().to(layer.device)
+
+
+def routes(layer: MoELayer, tokens: int, seed: int) -> Routing:
+    return moved(integer_routing(tokens, WIDE, seed), layer.device)
+
+
+@contextmanager
+def watched(layer: MoELayer) -> Iterator[list[bool]]:
+    """Of each of its calls within, whether it was a replay."""
+    found: list[bool] = []
+    replay = layer.captured.replay
+
+    def seen(x: Tensor, routing: Routing | None) -> Tensor | None:
+        out = replay(x, routing)
+        found.append(out is not None)
+        return out
+
+    with mock.patch.object(layer.captured, "replay", seen):
+        yield found
+
+
+def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool, routed: bool = True) -> None:
+    """A call gives what the layer gives when it runs. Collective."""
+    x, routing = rows(layer, tokens, seed), routes(layer, tokens, seed) if routed else None
+    with watched(layer) as found:
+        y = layer(x) if routing is None else layer.forward_routed(x, routing)
+    expected = layer.run(x, routing)
+    assert found == [replays], (tokens, seed)
+    assert torch.equal(y, expected), (tokens, seed, (y.float() - expected.float()).abs().max())
+    assert y.isfinite().all()
+    chosen = tokens > 0 and (routing is None or bool((routing.ids >= 0).any()))
+    assert (y != 0).any() == chosen, "experts that give nothing would hide all"
+
+
+@on_gpus
+@distributed(2, 4)
+@pytest.mark.parametrize("pair", PAIRS)
+@torch.no_grad()
+def test_the_same_bits_with_other_rows_routes_tokens_and_maps(pair, world_size):
+    rank, device = dist.get_rank(), rank_device()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
+        layer = built(context, pair)
+        with context.at_most(32):
+            layer.capture_routed([1, 4, 32])
+            for step in range(12):
+                # captured on some ranks and not on others, in an order that is not that of the captures
+                tokens = (4, 5, 32, 1, 0)[(step + rank) % 5]
+                check(layer, tokens, 10 * step + rank, replays=tokens in (1, 4, 32))
+            placed = layer.placement.expert_map
+            turned = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
+            other = ExpertMap(physical_to_logical=turned, num_experts=10, num_ranks=world_size)
+            layer.placement.update(other)
+            layer.expert_weights.expert_map = other
+            written(layer)
+            check(layer, 32, 77 + rank, replays=True)
+        check(layer, 32, rank, replays=False)
+        assert len(set(everywhere(context.ledger.number))) == 1
+
+
+@on_gpus
+@distributed(2, 4)
+@torch.no_grad()
+def test_layers_that_share_memory_and_shared_experts_beside(world_size):
+    """`forward` with the layer's own router; two layers in turns, the larger and the smaller graphs of each."""
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
+        layers = [built(context, config=SHARED) for _ in range(2)]
+        for layer in layers:
+            layer.capture([2, 16, 64, 0])
+        for step in range(8):
+            check(layers[step % 2], (16, 64, 2, 0)[(step // 2 + rank) % 4], step, replays=True, routed=False)
+        x = rows(layers[0], 16, 5)
+        first = layers[0](x)
+        kept = first.clone()
+        layers[0](rows(layers[0], 16, 6))
+        layers[1](x)
+        assert torch.equal(first, kept), "a result is the caller's own"
+        assert torch.equal(layers[0](x.view(4, 4, -1)), first.view(4, 4, -1))
+        with torch.inference_mode():
+            assert torch.equal(layers[0](x), first)
+
+
+@on_gpus
+@distributed(2, 4)
+@torch.no_grad()
+def test_other_streams_and_a_capture_around_it(world_size):
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
+        layer = built(context)
+        layer.capture_routed([16])
+        other = torch.cuda.Stream(layer.device)
+        for step in range(6):
+            check(layer, 16, step + 10 * rank, replays=True)
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                check(layer, 16, step + 10 * rank, replays=False)
+            # without a wait between the streams but the layer's own
+            x, routing = rows(layer, 16, step), routes(layer, 16, step)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(other):
+                aside = layer.run(x, routing)
+            y = layer.forward_routed(x, routing)
+            torch.cuda.synchronize()
+            assert torch.equal(y, aside), step
+        graph = torch.cuda.CUDAGraph()
+        x, routing = rows(layer, 16, rank), routes(layer, 16, rank)
+        with watched(layer) as found, torch.cuda.graph(graph):
+            y = layer.forward_routed(x, routing)
+        assert found == [False], "inside a capture of the user's"
+        graph.replay()
+        assert torch.equal(y, layer.run(x, routing))
+
+
+@on_gpus
+@distributed(2, 4)
+def test_the_host_of_a_replay(world_size):
+    """At one token, where the host is what takes time: less than a quarter of the layer's own."""
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
+        layer = built(context)
+        x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
+
+        def call() -> Tensor:
+            return layer.forward_routed(x, routing)
+
+        with torch.no_grad():
+            before = host(call, before=dist.barrier)
+            layer.capture_routed([1])
+            after = host(call, before=dist.barrier)
+        times = everywhere((round(before), round(after)))
+        if dist.get_rank() == 0:
+            print(f"host, us: {times}")  # noqa: T201
+        assert all(replayed < own / 4 for own, replayed in times), times
+
+
+@on_gpus
+@distributed(2, 4)
+@torch.no_grad()
+def test_load_tuning_and_bad_input(world_size):
+    """What is counted, what ends a capture, and last, for the context is at its end then, a rank that refuses."""
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
+        layer = built(context)
+        layer.capture_routed([16])
+        layer.capture([16])  # with picks of the layer's own
+        assert not any(layer.stats().expert_load), "a capture is no load"
+        routing = routes(layer, 16, rank)
+        layer.forward_routed(rows(layer, 16, rank), routing)
+        counted = int((routing.ids >= 0).sum())
+        assert sum(layer.stats().expert_load) == sum(everywhere(counted))
+        with layer.no_stats():
+            layer.forward_routed(rows(layer, 16, rank), routing)
+        assert sum(layer.stats().expert_load) == sum(everywhere(counted))
+        layer.tune([16])
+        check(layer, 16, rank, replays=False)
+        found = same_error(ConfigError, lambda: layer.capture_routed([65]))
+        assert "at most 64 (the bound in force), got [65]" in found
+        layer.capture_routed([16])
+        check(layer, 16, rank, replays=True)
+        x = rows(layer, 16, rank)
+        if rank == 1:
+            with pytest.raises(InputError, match="x must be bfloat16 as the layer is, got float32"):
+                layer.forward_routed(x.float(), routing)
+        else:
+            with watched(layer) as replayed:
+                y = layer.forward_routed(x, routing)
+            assert replayed == [True]
+            assert y.isnan().any(), "rank 1's experts gave no number"

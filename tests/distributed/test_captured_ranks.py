@@ -1,0 +1,219 @@
+"""Captured calls on ranks, over memory that forked ranks share: replays beside calls that run, a rank that refuses, and
+captures that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Tokens
+from ep_moe import captured as captured_calls
+from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16
+from ep_moe.observe import StageTimes
+from ep_moe.testing import distributed
+from tests import mega_emulation
+from tests.distributed.cases import everywhere, same_error
+from tests.graph_emulation import GRAPHS, Again, stand_in
+from tests.helpers import fill, integer_routing, integer_rows, oracle
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
+CPU = torch.device("cpu")
+PLAIN = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3)
+
+
+def built(context: EPContext, config: MoEConfig = PLAIN, **asked: object) -> MoELayer:
+    return fill(MoELayer(config, context, all2all="nvlink_p2p", **asked))
+
+
+def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool) -> None:
+    """A call with numbers that add up exactly, and whether it was a replay here."""
+    x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, PLAIN, seed)
+    before = Again.replays
+    with torch.no_grad():
+        y = layer.forward_routed(x, routing)
+    assert (Again.replays - before == 1) is replays, (tokens, seed)
+    torch.testing.assert_close(y, oracle(PLAIN, x, routing), rtol=1e-5, atol=1e-3)
+
+
+@distributed(2, 4)
+def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
+    """Replays beside calls that run: the answers are right, and the ledgers stay in step."""
+    stand_in()
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=CPU, max_tokens=9) as context:
+        layer = built(context, expert_map=ExpertMap.redundant(6, world_size, 2))
+        layer.capture_routed([4, 0])
+        with context.at_most(5):
+            layer.capture_routed([5])
+        for step in range(2 * world_size):
+            tokens = (4, 3, 9, 0)[(rank + step) % 4]
+            check(layer, tokens, 10 * step + rank, replays=tokens in (4, 0))
+            assert len(set(everywhere(context.ledger._step))) == 1, (
+                "a rank that replays is neither behind nor elsewhere"
+            )
+        with context.at_most(5):
+            check(layer, 4, rank, replays=False)
+            check(layer, 5, rank, replays=True)
+        check(layer, 5, rank, replays=False)
+        placed = layer.placement.expert_map
+        turned = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
+        moved = ExpertMap(physical_to_logical=turned, num_experts=6, num_ranks=world_size)
+        layer.placement.update(moved)
+        layer.expert_weights.expert_map = moved
+        fill(layer)
+        check(layer, 4, 99 + rank, replays=True)
+        assert max(everywhere(sum(layer.stats().expert_load))) > 0
+
+
+@distributed(4)
+@pytest.mark.parametrize("sizes", [{"dp": 4, "ep": 2}, {"dp": 2, "tp": 2, "tokens": Tokens.SHARDED}])
+def test_layouts_that_exchange_nothing(sizes, world_size):
+    stand_in()
+    with EPContext.from_groups(ParallelConfig(**sizes), device=CPU, max_tokens=9) as context:
+        layer = built(context)
+        layer.capture_routed([4])
+        check(layer, 4, dist.get_rank(), replays=True)
+
+
+@distributed(2)
+@pytest.mark.parametrize("fault", ["dtype", "tokens"])
+def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
+    """As without captures: it raises at once, its peer's replay gets NaN, and raises the sentence at the next call."""
+    stand_in()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9, deadline_s=4) as context:
+        layer = built(context)
+        layer.capture_routed([9])
+        rank = dist.get_rank()
+        tokens = 9 + rank * (fault == "tokens")
+        x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, PLAIN, rank)
+        sentence = "rank 1: x has 10 tokens on their way, more than max_tokens=9"
+        if fault == "dtype":
+            x, sentence = x.to((torch.float32, torch.float64)[rank]), "rank 1: x must be float32 as the layer is"
+        with torch.no_grad():
+            if rank:
+                with pytest.raises(InputError, match=sentence):
+                    layer.forward_routed(x, routing)
+            else:
+                y = layer.forward_routed(x, routing)
+                assert y[(routing.ids >= 3).any(1)].isnan().all()
+                assert Again.replays == 1
+            dist.barrier()
+            time.sleep(1.5)  # a heartbeat carries it
+            with pytest.raises(InputError, match=sentence):
+                layer.forward_routed(integer_rows(9, 16, rank), integer_routing(9, PLAIN, rank))
+        assert Again.replays == (1 - rank), "raised before anything set out"
+
+
+@distributed(2)
+def test_a_replay_marks_how_far_the_device_is(world_size):
+    stand_in()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9) as context:
+        layer = built(context)
+        layer.capture_routed([4])
+        marked = []
+        context.ledger.mark = lambda device: marked.append((device, Again.replays))
+        check(layer, 4, 0, replays=True)
+        assert marked == [(CPU, 1)], "behind the replay"
+
+
+@distributed(2)
+def test_captures_that_cannot_be(world_size):
+    """Each sentence on all ranks alike, and afterwards the layer runs."""
+    stand_in()
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9) as context:
+        layer = built(context, name="block")
+        calls = "tokens must be a list of integers of at least 0 and at most 9 (the bound in force), got "
+        parts = built(context, pipeline=4)
+        waits = MoELayer(PLAIN, context, all2all="torch_a2a")
+
+        def recording_fails(self, call):
+            before = context.ledger._step
+            call()  # the peers' stand-in needs it
+            context.ledger._step = before  # as if it had failed at once
+            context.dispatcher("nvlink_p2p", layer.geometry).lanes.made[0].busy = True  # as after dispatch
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def on_one_rank(value, other):
+            return value if rank else other
+
+        refusals = [
+            (layer, [], calls + "[]"),
+            (layer, 4, calls + "4"),
+            (layer, on_one_rank([True], [4]), "rank 1: block.capture_routed: " + calls + "[True]"),
+            (layer, on_one_rank([4, -1], [4]), "rank 1: block.capture_routed: " + calls + "[4, -1]"),
+            (layer, [10], calls + "[10]"),
+            (layer, on_one_rank([4], [5]), "tokens: [5] on rank 0, [4] on rank 1"),
+            (waits, [4], "all2all=torch_a2a cannot be captured in a CUDA graph; choose another"),
+            (parts, [4], "travel in parts (pipeline=4); call it within at_most(4)"),
+        ]
+        for which, tokens, sentence in refusals:
+            found = same_error(ConfigError, lambda which=which, tokens=tokens: which.capture_routed(tokens))
+            assert sentence in found, found
+        with context.at_most(4):
+            parts.capture_routed([4])
+        context.stage_times = on_one_rank(StageTimes(CPU), None)
+        assert "rank 1: block.capture_routed: stage_times must be None" in same_error(
+            ConfigError, lambda: layer.capture_routed([4])
+        )
+        context.stage_times = None
+        busy = context.dispatcher("nvlink_p2p", layer.geometry).lanes
+        layer.capture_routed([4])
+        busy.made[0].busy = True
+        assert "a call of all2all=nvlink_p2p is under way" in same_error(ConfigError, lambda: layer.capture([4]))
+        busy.made[0].busy = False
+        captured_calls.capturing = lambda device: True
+        assert "a capture is under way on this stream" in same_error(ConfigError, lambda: layer.capture([4]))
+        captured_calls.capturing = lambda device: False
+        transport, lanes = layer.dispatcher, layer.dispatcher.lanes
+        transport.lanes = None
+        found = same_error(ConfigError, lambda: layer.capture([4]))
+        assert "all2all=nvlink_p2p puts its calls in order on a stream that a replay passes by" in found
+        transport.lanes = lanes
+        layer.capture([2])
+        assert len(context.recorders) == 1, "one for all captures on a stream"
+        record = Again.record
+        Again.record = on_one_rank(recording_fails, record)
+        found = same_error(ConfigError, lambda: layer.capture_routed([3]))
+        assert not context.recorders or not rank, "its memory may be lost"
+        assert "rank 1: the call could not be captured, RuntimeError: operation not permitted" in found
+        Again.record = record
+        assert len(set(everywhere(context.ledger.number))) == 1
+        check(layer, 4, rank, replays=True)
+        check(layer, 3, rank, replays=False)
+        lanes = NVLinkP2PDispatcher.capabilities
+        NVLinkP2PDispatcher.capabilities = dataclasses.replace(lanes, cuda_graph=False)
+        assert "all2all=nvlink_p2p cannot be captured" in same_error(ConfigError, lambda: layer.capture([4]))
+        NVLinkP2PDispatcher.capabilities = lanes
+        ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=False)
+        assert "experts=reference cannot be captured" in same_error(ConfigError, lambda: layer.capture([4]))
+        captured_calls.Recorder = GRAPHS
+        found = same_error(ConfigError, lambda: layer.capture([4]))
+        assert "the layer is on cpu, and CUDA graphs need a GPU" in found
+
+
+@distributed(2)
+def test_fused_kernels_are_not_captured(world_size):
+    stand_in()
+    mega_emulation.on_the_cpu(FlashInferMegaBf16)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9) as context:
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 10, "top_k": 2}
+        layer = MoELayer(MoEConfig(**sizes), context, experts="flashinfer_mega_bf16", dtype=torch.bfloat16)
+        found = same_error(ConfigError, lambda: layer.capture([4]))
+        assert "experts=flashinfer_mega_bf16 puts its rounds in order on the host" in found
+
+
+@distributed(4)
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 4, "ep": 2, "etp": 2}])
+def test_layouts_whose_ranks_exchange_numbers_first(sizes, world_size):
+    stand_in()
+    with EPContext.from_groups(ParallelConfig(**sizes), device=CPU, max_tokens=9) as context:
+        layer = built(context)
+        found = same_error(ConfigError, lambda: layer.capture([4]))
+        assert "all ranks exchange their numbers of tokens before each call" in found

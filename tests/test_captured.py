@@ -1,0 +1,358 @@
+"""Captured calls without a GPU: in the place of CUDA graphs stands what makes a recorded call again, on the tensors
+that it was recorded with. Which calls are replayed, what they read and leave behind, and what ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ep_moe import EPContext, InputError, MoEConfig, MoELayer
+from ep_moe import captured as captured_calls
+from ep_moe.all2all.lanes import Lane
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.observe import StageTimes
+from ep_moe.types import LogicalIds, Routing
+from ep_moe.workspace import Workspaces
+from tests.graph_emulation import GRAPHS, Again
+from tests.helpers import assert_same, fill, integer_routing
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
+CPU = torch.device("cpu")
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, shared_intermediate_size=16)
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """On one rank, in float32, with random numbers: sums in another order would show."""
+    monkeypatch.setattr(captured_calls, "Recorder", Again)
+    monkeypatch.setattr(Again, "replays", 0)
+    able = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
+    monkeypatch.setattr(ReferenceExperts, "capabilities", able)
+    with EPContext.local(CPU) as context:
+        yield MoELayer(CONFIG, context)
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool:
+    """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit."""
+    before = Again.replays
+    with torch.no_grad():
+        y = layer(x) if routing is None else layer.forward_routed(x, routing)
+        count = Again.replays - before
+        assert_same(y, layer.run(x, routing))
+    assert y.shape == x.shape
+    assert y.is_contiguous()
+    return count == 1
+
+
+# --- which calls are replayed ---------------------------------------------------------------------------------------
+
+
+def test_calls_with_as_many_tokens_are_replayed_whatever_their_shape(layer):
+    layer.capture([4, 0, 6])
+    layer.capture_routed([4])
+    for seed, shape in enumerate([(4,), (2, 2), (1, 4, 1), (0,), (3, 0), (6,)]):
+        assert replayed(layer, rows(*shape, seed=seed)), shape
+    wide = torch.randn(4, 32)
+    assert replayed(layer, wide[:, ::2]), "columns apart"
+    assert replayed(layer, rows(3, 2).transpose(0, 1)), "rows in another order"
+    for seed in range(3):
+        assert replayed(layer, rows(4, seed=seed), integer_routing(4, CONFIG, seed))
+    narrow = integer_routing(4, CONFIG, 9)
+    assert replayed(layer, rows(4), Routing(LogicalIds(narrow.ids.int()), narrow.weights))
+    assert not replayed(layer, rows(5)), "one token more"
+    assert not replayed(layer, rows(6), integer_routing(6, CONFIG, 0)), "captured without a routing"
+    assert not replayed(layer, nn.Parameter(rows(4), requires_grad=False))
+
+
+def test_a_result_is_the_callers_own(layer):
+    layer.capture([4])
+    with torch.no_grad():
+        first = layer(rows(4, seed=1))
+        kept = first.clone()
+        layer(rows(4, seed=2))
+        assert_same(first, kept)
+        x = rows(4, seed=1)
+        assert_same(layer(x.clone()), layer(x))
+        assert_same(x, rows(4, seed=1), "x is not written")
+
+
+def test_what_a_graph_cannot_give_runs_as_before(layer):
+    layer.capture([4])
+    before = Again.replays
+    y = layer(rows(4))
+    y.sum().backward()
+    assert layer.router.weight.grad is not None
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            lower = layer(rows(4))
+        assert (lower != y).any(), "autocast must be seen"
+        layer.context.stage_times = times = StageTimes(CPU)
+        layer(rows(4))
+        assert "experts" in times.milliseconds()
+        layer.context.stage_times = None
+        compiled = torch.compile(lambda x: (layer.captured.replay(x, None), x + 1), backend="eager", fullgraph=True)
+        assert compiled(rows(4))[0] is None
+        sentence = "not re-entrant: moe0 was called inside other"
+        with pytest.raises(RuntimeError, match=sentence), layer.context.entered("other"):
+            layer(rows(4))
+    assert Again.replays == before
+    with torch.inference_mode():
+        inferred = layer(rows(4))
+        assert inferred.is_inference()
+    assert_same(inferred, y)
+    assert Again.replays == before + 1
+
+
+def test_captured_in_inference_mode_under_autocast(layer):
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        layer.capture([4])
+    assert replayed(layer, rows(4)), "its inputs may be written outside of inference mode"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda x: x[:, :8].reshape(-1, 8), r"x must be \[..., 16\] \(hidden_size\), got \[4, 8\]"),
+        (lambda x: x.reshape(-1)[:1].reshape(()), r"x must be \[..., 16\]"),
+        (lambda x: x.double(), "x must be float32 as the layer is, got float64"),
+        (lambda x: x.tolist(), "x must be a Tensor, got list"),
+        (lambda x: x.to("meta"), "x must be on cpu as the layer is, got meta"),
+    ],
+)
+def test_bad_rows_raise_as_before(change, sentence, layer):
+    layer.capture([4, 2, 0])
+    with torch.no_grad(), pytest.raises(InputError, match=sentence):
+        layer(change(rows(4)))
+    assert not Again.replays
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda r: Routing(r.ids[:3], r.weights[:3]), r"routing.ids must be \[T, K\] = \[4, 3\], got \[3, 3\]"),
+        (lambda r: Routing(r.ids[:1], r.weights), r"routing.ids must be \[T, K\] = \[4, 3\], got \[1, 3\]"),
+        (lambda r: Routing(r.ids, r.weights[:, :2]), r"routing.weights must be \[T, K\] = \[4, 3\], got \[4, 2\]"),
+        (lambda r: Routing(r.ids.float(), r.weights), "routing.ids must be int32 or int64, got float32"),
+        (lambda r: Routing(r.ids, r.weights.double()), "routing.weights must be float32, got float64"),
+        (lambda r: Routing(r.ids.to("meta"), r.weights), "routing.ids must be on cpu as x is, got meta"),
+        (lambda r: (r.ids, r.weights), "routing must be a Routing of logical ids, got tuple"),
+        (lambda r: Routing(r.ids.tolist(), r.weights), "routing.ids must be a Tensor, got list"),
+    ],
+)
+def test_bad_routings_raise_as_before(change, sentence, layer):
+    layer.capture_routed([4])
+    with torch.no_grad(), pytest.raises(InputError, match=sentence):
+        layer.forward_routed(rows(4), change(integer_routing(4, CONFIG, 0)))
+    assert not Again.replays
+
+
+def test_streams_and_workspaces(layer, monkeypatch):
+    """A replay waits for a call that ended on another stream, and the next call for the replay."""
+    layer.capture([4])
+    ((key, call),) = layer.captured._calls.items()
+    followed, lane = [], Lane(None, stream="elsewhere")
+    monkeypatch.setattr(Lane, "follow", lambda self, device: followed.append((self.stream, device)))
+    recorder = SimpleNamespace(stream="its own", here=True)
+    layer.captured._calls[key] = dataclasses.replace(call, lane=lane, recorder=recorder)
+    assert replayed(layer, rows(4))
+    assert followed == [("elsewhere", CPU)]
+    assert lane.stream == "its own"
+    assert replayed(layer, rows(4, seed=1))
+    assert len(followed) == 1, "nothing to wait for"
+    recorder.here = False
+    assert not replayed(layer, rows(4)), "another stream is current"
+    recorder.here, lane.busy = True, True
+    assert not replayed(layer, rows(4)), "the workspace has a call under way"
+
+
+class Cuda:
+    """torch.cuda's part in `Recorder`, by name: what it is told, in order."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.told: list[tuple[str, ...]] = []
+        self.current, self.capturing = "home", False
+        streams = iter(["beside"])
+        signature = inspect.signature(torch.cuda.graph.__init__)
+
+        @contextmanager
+        def stream(given):
+            before, self.current = self.current, given.name
+            yield
+            self.current = before
+
+        @contextmanager
+        def graph(*given):
+            asked = signature.bind(None, *given).arguments
+            self.told.append(("begin", asked["cuda_graph"].name, asked["pool"], asked["stream"].name))
+            yield
+            self.told.append(("end", self.current))
+
+        def named(name: str) -> SimpleNamespace:
+            wait = lambda other: self.told.append((name, "waits for", other.name))  # noqa: E731
+            return SimpleNamespace(name=name, cuda_stream=name, wait_stream=wait)
+
+        for name, given in {
+            "current_stream": lambda device: named("home"),
+            "Stream": lambda device: named(next(streams)),
+            "graph_pool_handle": lambda: "pool",
+            "CUDAGraph": lambda: SimpleNamespace(name="graph", replay="replay"),
+            "stream": stream,
+            "graph": graph,
+            "is_current_stream_capturing": lambda: self.capturing,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, given)
+        raw = lambda device: self.current if device == 3 else None  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+
+
+def test_what_cuda_is_told(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    spaces = Workspaces(torch.device("cuda", 3))
+    recorder = GRAPHS(torch.device("cuda", 3), spaces)
+    assert spaces._buffers["beside"] is spaces._buffers["home"], "one workspace for both"
+    recorder.warm(lambda: cuda.told.append(("warm", cuda.current)))
+    assert cuda.told == [("beside", "waits for", "home"), ("warm", "beside"), ("home", "waits for", "beside")]
+    cuda.told.clear()
+    assert recorder.record(lambda: cuda.current) == ("replay", "beside")
+    assert cuda.told == [("begin", "graph", "pool", "beside"), ("end", "beside")]
+    assert recorder.here
+    cuda.capturing = True
+    assert not recorder.here, "the stream is being captured"
+    cuda.current, cuda.capturing = "other", False
+    assert not recorder.here
+    assert GRAPHS.why_not(torch.device("cuda", 3)) is None
+
+
+# --- what ends it -----------------------------------------------------------------------------------------------------
+
+
+def other_parameter(layer: MoELayer) -> None:
+    layer.router.weight = nn.Parameter(torch.randn_like(layer.router.weight))
+
+
+def other_data(layer: MoELayer) -> None:
+    layer.expert_weights.w13.data = torch.randn_like(layer.expert_weights.w13)
+
+
+def other_router(layer: MoELayer) -> None:
+    layer.router = type(layer.router)(CONFIG)
+
+
+def assigned(layer: MoELayer) -> None:
+    tensors = {name: torch.randn_like(tensor) for name, tensor in layer.shared_experts.state_dict().items()}
+    layer.shared_experts.load_state_dict(tensors, assign=True)
+
+
+def retuned(layer: MoELayer) -> None:
+    layer.tune([4])
+
+
+@pytest.mark.parametrize("change", [other_parameter, other_data, other_router, assigned, retuned])
+def test_what_takes_the_place_of_what_was_captured(change, layer):
+    layer.capture([4])
+    assert replayed(layer, rows(4))
+    change(layer)
+    assert not replayed(layer, rows(4))
+    layer.capture([4])
+    assert replayed(layer, rows(4, seed=1))
+
+
+def test_a_new_capture_forgets_what_is_gone(layer):
+    layer.capture([4])
+    other_data(layer)
+    layer.capture([2])
+    assert not replayed(layer, rows(4))
+    assert replayed(layer, rows(2))
+
+
+def test_another_dtype(layer):
+    layer.capture([4])
+    layer.to(torch.bfloat16)
+    with torch.no_grad():
+        assert layer(rows(4).bfloat16()).dtype == torch.bfloat16
+        with pytest.raises(InputError, match="x must be bfloat16 as the layer is"):
+            layer(rows(4))
+    assert not Again.replays
+
+
+def test_what_changes_in_place_is_seen(layer):
+    layer.capture([4])
+    for seed in range(2):
+        fill(layer, lambda config, expert, seed: {"w13": torch.randn(32, 16), "w2": torch.randn(16, 16)}, seed)
+        assert replayed(layer, rows(4, seed=seed))
+
+
+def test_the_context_tunes_all_its_layers(layer):
+    twin = MoELayer(CONFIG, layer.context)
+    for each in (layer, twin):
+        each.capture([4])
+    layer.context.tune([4])
+    assert not len(layer.captured)
+    assert not len(twin.captured), "of the same shape, and so not measured"
+
+
+def test_after_the_context(layer):
+    layer.capture([4])
+    layer.context.destroy()
+    assert not len(layer.captured)
+    assert not layer.context.recorders
+    with torch.no_grad(), pytest.raises(RuntimeError, match="this EPContext was destroyed"):
+        layer(rows(4))
+
+
+# --- load, steps, and the host ----------------------------------------------------------------------------------------
+
+
+def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
+    layer.capture_routed([4])
+    layer.capture([4])  # with picks of the layer's own
+    assert not any(layer.stats().expert_load)
+    one = Routing(LogicalIds(torch.tensor([[0, 1, -1]] * 4)), torch.ones(4, 3))
+    with torch.no_grad():
+        layer.forward_routed(rows(4), one)
+        assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
+        with layer.no_stats():
+            layer.forward_routed(rows(4), one)
+    assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
+    assert Again.replays == 2
+
+
+def python_calls(call) -> int:
+    made = 0
+
+    def seen(frame, event, argument) -> None:
+        nonlocal made
+        made += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return made
+
+
+def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
+    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 24 are
+    within the 60 us that an eager call may cost."""
+    routing = integer_routing(4, CONFIG, 0)
+    x = rows(4)
+    with torch.no_grad():
+        layer.forward_routed(x, routing)
+        uncaptured = python_calls(lambda: layer.forward_routed(x, routing))
+        monkeypatch.setattr(Again, "record", lambda self, call: (lambda: None, call()))
+        layer.capture_routed([4])
+        replayed = python_calls(lambda: layer.forward_routed(x, routing))
+    assert replayed <= 24, replayed
+    assert uncaptured > 4 * replayed, uncaptured
