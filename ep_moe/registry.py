@@ -30,6 +30,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     },
     "experts": {
         "bf16_triton": "ep_moe.experts.bf16_triton:Bf16TritonExperts",
+        "fp8_tensor_triton": "ep_moe.experts.fp8_tensor_triton:Fp8TensorTritonExperts",
         "fp8_block_triton": "ep_moe.experts.fp8_block_triton:Fp8BlockTritonExperts",
         "flashinfer_cutlass": "ep_moe.experts.flashinfer_cutlass:FlashInferCutlassExperts",
         "flashinfer_cutedsl": "ep_moe.experts.flashinfer_cutedsl:FlashInferCuteDslExperts",

@@ -22,10 +22,10 @@ if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts import few_rows
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.bf16_kernels import tiles_for
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_rows import round_blocks
+from ep_moe.experts.hopper_gemm import tiles_for
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -116,6 +116,23 @@ def test_every_row_on_one_expert(count):
     received = rows(*SMALL, count)
     received.local_ids.fill_(-1)[:, 1] = 4
     check(experts, tensors, received)
+
+
+@pytest.mark.parametrize("kind", [Bf16TritonExperts, Fp8BlockTritonExperts])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_fewer_picks_than_experts(count, kind):
+    """A program for each pick: several of one expert, of none, of weight 0, of other ranks."""
+    experts, tensors = build(SMALL[0], 12, kind)
+    received = rows(SMALL[0], 12, count, empty=0.0)
+    received.local_ids[:, 0] = 7  # all rows' own, after another's in the first one
+    received.local_ids[0] = torch.tensor([3, 7, 11, -1], device=DEVICE)
+    check(experts, tensors, received)
+    received.weights[0, 1] = 0.0  # the first pick of 7 is none, and the next one stands for it
+    wire = torch.where(received.local_ids < 0, 52, received.local_ids + 40).int()  # 52: the next rank's
+    y = experts(dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40)))
+    none = received.local_ids.clone()
+    none[0, 1] = -1
+    assert torch.equal(y, check(experts, tensors, dataclasses.replace(received, local_ids=LocalIds(none))))
 
 
 @pytest.mark.parametrize("count", [20, 90], ids=str)
@@ -224,6 +241,8 @@ def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
 
 def test_how_a_call_is_cut():
     of, of_blocks = few_rows.Cut.of, few_rows.Cut.of_blocks
+    assert [of(count, 1000).first.stages for count in (few_rows.FEWEST, few_rows.FEWEST + 1)] == [6, 4]
+    assert [of_blocks(count, 1000, 2048, 1).first.block_n for count in (64, 65)] == [64, 128]
     assert not of(few_rows.UNSORTED, 1000).sort
     assert of(few_rows.UNSORTED + 1, 1).sort
     assert [of(10000, count).first.block_m for count in (10, 22, 23)] == [16, 32, 64]

@@ -36,7 +36,9 @@ def test_flashinfer_cutlass_emulated(scheme, emulated):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-@pytest.mark.parametrize("name", ["bf16_triton", "flashinfer_cutlass", "fp8_block_triton", "reference"])
+@pytest.mark.parametrize(
+    "name", ["bf16_triton", "flashinfer_cutlass", "fp8_block_triton", "fp8_tensor_triton", "reference"]
+)
 def test_on_a_gpu(name, monkeypatch):
     monkeypatch.undo()
     if why := registry.why_not("experts", name):

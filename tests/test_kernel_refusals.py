@@ -13,6 +13,7 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.select import choose, explain
 from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
@@ -35,7 +36,7 @@ def hopper(monkeypatch):
     """An H200 with both libraries, as far as the choice looks: it runs nothing."""
     here = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
-    for kernel in (Bf16TritonExperts, FlashInferCutlassExperts, Fp8BlockTritonExperts):
+    for kernel in (Bf16TritonExperts, FlashInferCutlassExperts, Fp8BlockTritonExperts, Fp8TensorTritonExperts):
         monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))
     return here
 
@@ -49,7 +50,7 @@ def reason(kernel: str, scheme: str = "none", dtype: torch.dtype = BF16, *, devi
 @pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_hopper_has_a_kernel_for_every_scheme(scheme):
     found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES[scheme])
-    own = {"none": "bf16_triton", "fp8_block": "fp8_block_triton"}
+    own = {"none": "bf16_triton", "fp8_block": "fp8_block_triton", "fp8_static": "fp8_tensor_triton"}
     assert found.experts == own.get(scheme, "flashinfer_cutlass")
     assert reason("flashinfer_cutlass", scheme) is None
     assert reason("reference", scheme) is None
@@ -83,6 +84,7 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
     assert chosen("none", expert_bias=True) == "flashinfer_cutlass"
     assert chosen("none", torch.float16) == "flashinfer_cutlass"
     assert chosen("none", inner=192) == "flashinfer_cutlass"
+    assert chosen("fp8_static", inner=192) == "flashinfer_cutlass"
     assert chosen("fp8_block", torch.float16) == "fp8_block_triton"
     assert chosen("none", torch.float32) == "reference"
     assert chosen("mxfp4", torch.float16) == "reference"
@@ -135,6 +137,10 @@ def test_missing_libraries(monkeypatch):
         ("bf16_triton", "none", BF16, {"expert_bias": True}, "it has no expert biases (expert_bias=True)"),
         ("bf16_triton", "none", BF16, {"inner": 256, "etp": 4},
          "intermediate_size / etp must be a multiple of 128 in bfloat16, got 64"),
+        ("fp8_tensor_triton", "fp8_block", BF16, {}, "quantization fp8_block is not among fp8_static"),
+        ("fp8_tensor_triton", "fp8_static", torch.float16, {}, "dtype float16 is not among bfloat16"),
+        ("fp8_tensor_triton", "fp8_static", BF16, {"hidden": 192},
+         "hidden_size must be a multiple of 128 in bfloat16, got 192"),
         ("fp8_block_triton", "none", BF16, {}, "quantization none is not among fp8_block"),
         ("fp8_block_triton", "fp8_block", BF16, {"expert_bias": True},
          "it has no expert biases (expert_bias=True)"),

@@ -48,7 +48,9 @@ def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
 @pytest.mark.parametrize("way", ["read", "written", "copied"])  # the answers
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block"), FP8_TENSOR, NVFP4], ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize(
+    "wire", [Wire(), Wire(dispatch="fp8_block"), FP8_TENSOR, NVFP4], ids=lambda wire: wire.dispatch
+)
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), [
     (2, 1, 128, torch.bfloat16), (3, 3, 384, torch.float16), (4, 8, 256, torch.float32), (4, 2, 2304, torch.bfloat16),
 ])  # fmt: skip

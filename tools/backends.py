@@ -28,6 +28,7 @@ RUN = {
     "flashinfer_cutedsl": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
     "flashinfer_trtllm": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
     "bf16_triton": "1 and 2 H200",
+    "fp8_tensor_triton": "1 and 2 H200",
     "fp8_block_triton": "1 and 4 H200",
     "flashinfer_mega_bf16": "4 H200, one host; on CPU, gloo, over an emulation",
     "flashinfer_mega_fp8": "4 H200, one host; on CPU, gloo, over an emulation",

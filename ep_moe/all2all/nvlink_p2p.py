@@ -43,7 +43,7 @@ from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLay
 from ep_moe.workspace import carved_bytes
 
 BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
-BLOCKS_HERE = 528  # that read this GPU's memory only
+BLOCKS_HERE = 1056  # that read this GPU's memory only
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ VARIANTS = (
     ("flashinfer_cutlass", "none"),
     ("bf16_triton", "none"),
     ("flashinfer_cutlass", "fp8_static"),
+    ("fp8_tensor_triton", "fp8_static"),
     ("flashinfer_cutlass", "fp8_dynamic"),
     ("flashinfer_cutlass", "fp8_block"),
     ("fp8_block_triton", "fp8_block"),

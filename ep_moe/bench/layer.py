@@ -11,7 +11,8 @@ x peer       the fastest peer with weights of the same kind / this line: above 1
 x apart      of the floor that computes and moves rows in turn; x overlap: of the one that does both at once
 error        largest difference from the first line, over its largest magnitude; WRONG beyond ERRORS. A guard against
              timing what computes something else, no proof
-host us      of the host for one eager call, at one token per rank
+host us      of the host for one eager call, at one token per rank; captured: of the same call after
+             `MoELayer.capture_routed`
 stages       dispatch, experts and combine from a profile of replays, rest before the rows set out
 memory       (--memory) bytes that `plan()` names, and that were really taken by one layer in a context of its own: held
              after a call, and at the peak of a call
@@ -41,7 +42,7 @@ from ep_moe.bench.layer_report import Line, plot, stage_table, table, write
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
 from ep_moe.bench.timing import captured, host, in_turns
-from ep_moe.config import MoEConfig, Wire, load_model_config
+from ep_moe.config import LARGEST, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
@@ -65,10 +66,13 @@ VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire, transpor
     ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", (4,)),
     ("fp8_block_triton", "fp8_block", "fp8_block", "flashinfer_nvlink", ()),
     ("flashinfer_cutlass", "fp8_block", "plain", "nvlink_p2p", ()),
-    ("flashinfer_cutlass", "fp8_static", "plain", "nvlink_p2p", ()),
+    ("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p", ()),
+    ("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p", (2,)),
+    ("flashinfer_cutlass", "fp8_static", "fp8_tensor", "nvlink_p2p", ()),
     ("flashinfer_mega_fp8", "fp8_block", "plain", AUTO, ()),
 )
 OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whatever the wire is called
+INPUT_SCALE = 0.02  # of rows of calibrated schemes
 REPLAYS = 15
 PARTS_FROM = 1024  # tokens per rank: below, weights are what takes time, and each part reads them again
 Made = TypeVar("Made")
@@ -97,14 +101,15 @@ def measure(
     variants = [variant for variant in variants if not variant[4] or tokens >= PARTS_FROM]
     layers = {variant: layer for variant in variants if (layer := built(context, config, variant)) is not None}
     sources = tuned(context, tokens, layers)
-    entries = [ours(variant, layer, x, routing) for variant, layer in layers.items() if variant[:2] in sources]
+    layers = {variant: layer for variant, layer in layers.items() if variant[:2] in sources}
+    entries = [ours(variant, layer, x, routing) for variant, layer in layers.items()]
     joined = Peers(context, config, x, routing, sources)
     recipes = joined.recipes() if peers else {}
     entries += [entry for name, make in recipes.items() if (entry := attempt(context, name, make)) is not None]
     lines = timed(context, model, entries, floors_of(context, config, routing, machine))
-    for line, entry in zip(lines, entries, strict=True):
-        if entry.owner == "ours" and not math.isnan(line.us) and not entry.name.endswith(" parts"):
-            extras(context, line, entry.call)
+    for line, entry, layer in zip(lines, entries, layers.values(), strict=False):  # ours come before the peers'
+        if not math.isnan(line.us) and not entry.name.endswith(" parts"):
+            extras(context, line, entry.call, layer)
     for entry in entries:
         entry.close()
     joined.close()
@@ -125,7 +130,7 @@ def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
         pipeline=-(-(context.max_tokens or 1) // parts[0]) if parts else None,
         experts=kernel,
         quantization=scheme,
-        wire=Wire(dispatch=rows),
+        wire=Wire(dispatch=rows, input_scale=INPUT_SCALE if rows in LARGEST else None),
         dtype=torch.bfloat16,
     )
     # far from the seeds of rows: rows equal to weights would have products as large as nowhere else, and saturate fp8
@@ -139,7 +144,7 @@ def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
     for kind in range(3):
         tensors = {"w13": w13, "w2": w2 / 2**kind}
         if SCHEMES[scheme].activations.calibrated:
-            scales = {"w13_input_scale": 0.02, "w2_input_scale": 0.1}
+            scales = {"w13_input_scale": INPUT_SCALE, "w2_input_scale": 0.1}
             tensors |= {name: torch.tensor(value, device=context.device) for name, value in scales.items()}
         kinds.append(SCHEMES[scheme].quantize(tensors, torch.bfloat16))
     for expert in layer.expert_weights.local_experts:
@@ -231,7 +236,7 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
     return float(apart.nan_to_num(torch.inf))
 
 
-def extras(context: EPContext, line: Line, call: Callable[[], Any]) -> None:
+def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELayer) -> None:
     """What is measured of our own lines alone."""
     what = f"{line.name}, {line.scheme}"
     split = attempt(context, f"{what}, stages", partial(stages.measure, context, call))
@@ -241,6 +246,14 @@ def extras(context: EPContext, line: Line, call: Callable[[], Any]) -> None:
     if line.tokens == 1:
         own = attempt(context, f"{what}, on the host", partial(host, call, before=dist.barrier))
         line.host_us = None if own is None else slowest(context, own)
+        own = attempt(context, f"{what}, on the host when captured", partial(captured_host, layer, call))
+        line.captured_host_us = None if own is None else slowest(context, own)
+
+
+def captured_host(layer: MoELayer, call: Callable[[], Any]) -> float:
+    """call: of the layer, which stays captured at one token"""
+    layer.capture_routed([1])
+    return host(call, before=dist.barrier)
 
 
 def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: Machine) -> dict[str, floors.Floor]:

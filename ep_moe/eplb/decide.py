@@ -24,7 +24,7 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats
 
-_BREATH_S = 5e-3  # between layers: Python runs one thread at a time, and the other one has forwards to launch
+_BREATH_S = 1e-3  # between pieces: Python runs one thread at a time, and the other one has forwards to launch
 
 Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
 
@@ -105,9 +105,11 @@ def laid_out(
     for (placement, old, size), new in zip(layers, decision.maps, strict=True):
         placement.check(new)
         rest = {"row_bytes": size, "budget": budget, "ranks_per_node": ranks_per_node}
-        way = [old, *pieces(old, new, max(1, commit // size))]
-        parts.append(tuple(itinerary(one, next_one, rank, **rest) for one, next_one in pairwise(way)))
-        time.sleep(_BREATH_S)
+        way, found = [old, *pieces(old, new, max(1, commit // size))], list[Itinerary]()
+        for one, next_one in pairwise(way):
+            time.sleep(_BREATH_S)
+            found.append(itinerary(one, next_one, rank, **rest))
+        parts.append(tuple(found))
     decision = replace(decision, itineraries=tuple(parts))
     _ = decision.digest  # computed here and kept
     return decision

@@ -80,7 +80,7 @@ def _pass(
     w2: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
     """found: ids, weights and base"""
-    from ep_moe.experts import bf16_kernels, few_rows, pair_kernels
+    from ep_moe.experts import few_rows, hopper_gemm, pair_kernels
 
     ids, weights, base = found
     rows, top_k = ids.shape
@@ -103,8 +103,8 @@ def _pass(
         few_rows.first_product(x, *found, w13, act, activation, cut.first, lists=lists, **clamp)
         few_rows.second_product(act, *found, w2, y, cut.second, lists=lists)
     else:
-        first, second = bf16_kernels.tiles_for(each)
+        first, second = hopper_gemm.tiles_for(each)
         pair_kernels.copy_rows(x, places, y)  # in the room of y, which is written after they are read
-        bf16_kernels.grouped_gemm(y, w13, ends, act, first, activation=activation, spare_sms=spare_sms, **clamp)
-        bf16_kernels.grouped_gemm(act, w2, ends, y, second, spare_sms=spare_sms)
+        hopper_gemm.grouped_gemm(y, w13, ends, act, first, activation=activation, spare_sms=spare_sms, **clamp)
+        hopper_gemm.grouped_gemm(act, w2, ends, y, second, spare_sms=spare_sms)
     pair_kernels.reduce(y, *found, slots, out, slots=places, home=home)

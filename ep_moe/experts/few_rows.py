@@ -1,9 +1,9 @@
 """Products of few rows with many weights, which read each expert's weights once and are bound by that. In Triton, for
-weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block.
+weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block or for each matrix.
 
-`first_product`, `second_product` and `reduce_unsorted` are a forward pass in which each program finds its expert's rows
-itself. For more rows: `pair_kernels.group_pairs`, the same two products by lists, `pair_kernels.reduce_pairs`. Nothing
-here allocates or waits for the device.
+`first_product` and `second_product`, and `pair_kernels.reduce`, are a forward pass in which each program finds its
+expert's rows itself. For more rows `pair_kernels.group_pairs` comes first, and the same two products go by its lists.
+Nothing here allocates or waits for the device.
 
 Letters: N received rows, K picks of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
 """
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from ep_moe.experts import few_rows_triton as kernels
 from ep_moe.experts.fp8_block_kernels import SMALLEST_AMAX
-from ep_moe.experts.pair_kernels import REDUCE_BLOCK, REDUCE_WARPS
+from ep_moe.experts.fp8_tensor_kernels import MatrixScales
 from ep_moe.types import Activation
 
 # on an H200
+FEWEST = 32  # picks that are few for all tiles
 UNSORTED = 256  # picks up to which a program that looks through all of them is faster than sorting them first
 FEW = 48  # rows of an expert up to which reading weights takes longer than multiplying, in bf16 and
-FEW_BLOCKS = 40  # in E4M3
+FEW_BLOCKS = 40  # in E4M3 with a scale for each block, and
+FEW_MATRICES = 48  # for each matrix
 SHORT = 2048  # hidden size up to which the lists are faster in E4M3; measured at 2048 and 7168
 LIGHT = 32 * 2048 * 768  # numbers in w2 up to which they are with more than 10 rows: then launches are what they save
 
@@ -37,6 +39,10 @@ class Streams:
     block_k: int
     stages: int = 4
     warps: int = 4
+
+    def depth(self, size: int) -> int:
+        """Of a tile of a product whose inner size, a multiple of 128, may not be one of block_k."""
+        return self.block_k if size % self.block_k == 0 else 128
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Cut:
 
         picks: N * K; rows: of an expert, as many as are expected on average
         """
+        if picks <= FEWEST:
+            return cls(False, Streams(16, 32, 128, stages=6), Streams(16, 64, 128, stages=3))
         if picks <= UNSORTED:
             return cls(False, Streams(16, 32, 128), Streams(16, 64, 128))
         if rows > FEW:
@@ -65,10 +73,11 @@ class Cut:
 
     @classmethod
     def of_blocks(cls, picks: int, rows: float, hidden: int, numbers: int) -> Cut | None:
-        """The same for weights in E4M3. hidden: H; numbers: of w2"""
+        """The same for weights in E4M3 with a scale for each block. hidden: H; numbers: of w2"""
+        if picks <= 2 * FEWEST:
+            return cls(False, Streams(16, 64, 128), Streams(16, 64, 128, stages=3))
         if picks <= UNSORTED:
-            first = Streams(16, 64, 128) if picks <= UNSORTED // 4 else Streams(16, 128, 128, stages=3, warps=8)
-            return cls(False, first, Streams(16, 128, 128, stages=3))
+            return cls(False, Streams(16, 128, 128, stages=3, warps=8), Streams(16, 128, 128, stages=3))
         if rows > FEW_BLOCKS or hidden > SHORT:
             return None
         if rows <= 10:
@@ -76,6 +85,21 @@ class Cut:
         if numbers > LIGHT:
             return None
         return cls(True, Streams(64, 32, 128), Streams(64, 128, 128, stages=3, warps=8))
+
+    @classmethod
+    def of_matrices(cls, picks: int, rows: float) -> Cut | None:
+        """The same for weights in E4M3 with one scale a matrix."""
+        if picks <= 2 * FEWEST:
+            return cls(False, Streams(16, 32, 128), Streams(16, 128, 128, stages=3))
+        if picks <= UNSORTED:
+            return cls(False, Streams(16, 64, 128, stages=3), Streams(16, 128, 128, warps=8))
+        if rows > FEW_MATRICES:
+            return None
+        if rows <= 10:
+            return cls(True, Streams(16, 64, 256, stages=3), Streams(16, 128, 128, stages=3))
+        if rows <= 22:
+            return cls(True, Streams(32, 64, 256, stages=3), Streams(32, 64, 128))
+        return cls(True, Streams(64, 64, 128, stages=3), Streams(64, 128, 128, stages=3, warps=8))
 
 
 @dataclass(frozen=True)
@@ -92,57 +116,58 @@ class Lists:
 def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
     cut: Streams, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
-    x_scale: Tensor | None = None, w13_scale: Tensor | None = None,
+    x_scale: Tensor | None = None, w13_scale: Tensor | None = None, scales: MatrixScales | None = None,
 ) -> None:  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
 
     x: [N, H]; ids: int [N, K]; weights: float32 [N, K] or None; w13: [L, 2 * I, H], gate first ([L, I, H] without a
     gate); out: [at least N * K, I], rows of pairs that are not ours are left as they are
     w13_scale, x_scale: float32 [L, 2 * I / 128, H / 128] and [N, H / 128], of weights and rows in E4M3
+    scales: of weights, rows and out in E4M3, one a matrix
     lists: out's rows are then in the order of `source`, and ids are not read
     """
     experts, rows, hidden = w13.shape
     inner = rows // 2 if activation.gated else rows
     pairs = ids.numel()
-    kernels.first_product[(experts * (inner // cut.block_n),)](
+    assert scales is None or scales.out is not None
+    factor, x_scale, step, w13_scale, to = (None, x_scale, None, w13_scale, None) if scales is None else scales.given()
+    by_pick = lists is None and pairs <= experts
+    kernels.first_product[((pairs if by_pick else experts) * (inner // cut.block_n),)](
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
-        w13_scale, out, base, pairs, hidden, inner, alpha, limit,
-        TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists), SORTED=lists is not None,
-        WEIGHTED=weights is not None, ACTIVATION=activation.value,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, STAGES=cut.stages, num_warps=cut.warps,
+        w13_scale, out, factor, step, to, base, pairs, experts, hidden, inner, alpha, limit,
+        SCALES=_scales(w13_scale, scales), BY_PICK=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
+        SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.depth(hidden), STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
 
 
 def second_product(
     act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, cut: Streams, *,
-    lists: Lists | None = None, w2_scale: Tensor | None = None,
+    lists: Lists | None = None, w2_scale: Tensor | None = None, scales: MatrixScales | None = None,
 ) -> None:  # fmt: skip
     """out[p] = w2[e] @ act[p], rows as `first_product` left them. w2: [L, H, I]; out: [at least N * K, H]
-    w2_scale: float32 [L, H / 128, I / 128] of weights in E4M3; act is rounded to E4M3 then"""
+    w2_scale: float32 [L, H / 128, I / 128] of weights in E4M3; act is rounded to E4M3 then
+    scales: of weights and act in E4M3, one a matrix"""
     experts, hidden, inner = w2.shape
     pairs = ids.numel()
-    kernels.second_product[(experts * (hidden // cut.block_n),)](
-        act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, out, base, pairs, hidden, inner,
+    factor, act_scale, step, w2_scale, _ = (None, None, None, w2_scale, None) if scales is None else scales.given()
+    by_pick = lists is None and pairs <= experts
+    kernels.second_product[((pairs if by_pick else experts) * (hidden // cut.block_n),)](
+        act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, out, factor, act_scale, step, base,
+        pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_PICK=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,
         SMALLEST=SMALLEST_AMAX,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.block_k, STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.depth(inner), STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
+
+
+def _scales(of_weights: Tensor | None, scales: MatrixScales | None) -> str:
+    """One for each what."""
+    return "" if of_weights is None else "block" if scales is None else "matrix"
 
 
 def _looked_through(pairs: int, lists: Lists | None) -> int:
-    """One number for all calls of few picks, so that few kernels are compiled."""
-    return max(UNSORTED, triton.next_power_of_2(pairs)) if lists is None else 1
-
-
-def reduce_unsorted(y: Tensor, ids: Tensor, weights: Tensor | None, base: int, slots: int, out: Tensor) -> None:
-    """out[n] = the sum over k of weights[n, k] * y[n * K + k] where ids[n, k] - base is in 0 .. slots - 1.
-
-    y: [N * K, H]; ids: int [N, K]; weights: float32 [N, K], None for ones; out: [N, H]
-    """
-    rows, top_k = ids.shape
-    size = out.shape[-1]
-    block = min(REDUCE_BLOCK, triton.next_power_of_2(size))
-    kernels.reduce_unsorted[(rows, triton.cdiv(size, block))](
-        y, ids, weights, out, base, slots, size, TOP_K=top_k, WEIGHTED=weights is not None, BLOCK=block,
-        num_warps=REDUCE_WARPS,
-    )  # fmt: skip
+    """Few different numbers, so that few kernels are compiled."""
+    if lists is not None:
+        return 1
+    return FEWEST if pairs <= FEWEST else max(UNSORTED, int(triton.next_power_of_2(pairs)))

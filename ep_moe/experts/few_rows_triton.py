@@ -8,7 +8,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ep_moe.experts.fp8_tensor_kernels_triton import saturated
 from ep_moe.experts.pair_kernels_triton import local_experts
+
+
+@triton.jit
+def _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.constexpr, BY_PICK: tl.constexpr):
+    """The expert that a program is asked for, and which pairs are its: `asked` itself, or that of this pick, and then
+    no pairs unless the pick is the first of them."""
+    local = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
+    if BY_PICK:
+        expert = local_experts(ids, weights, base, asked, pairs, WEIGHTED)
+        mine = (local == expert) & (expert >= 0) & (expert < experts)
+        mine = mine & (tl.min(tl.where(mine, pair, asked)) == asked)
+    else:
+        expert = asked
+        mine = local == expert
+    return expert, mine
 
 
 @triton.jit
@@ -47,30 +63,43 @@ def _rounded(value, SMALLEST: tl.constexpr):
 
 
 @triton.jit
+def _scale_of(factor, rows_scale, step, weights_scale, expert):
+    """What sums are multiplied by; see `MatrixScales.given`."""
+    scale = factor * tl.load(weights_scale + expert)
+    if rows_scale is not None:
+        scale *= tl.load(rows_scale + expert * step)
+    return scale
+
+
+@triton.jit
 def first_product(
-    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, base, pairs, hidden, inner, alpha, bound,
+    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, out_scale, base, pairs, experts,
+    hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_PICK: tl.constexpr,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // TOP_K]) for each pair p of expert e; a program has BLOCK_N columns of one.
 
     SORTED: `source` holds the pairs by expert, `ends` one past each expert's last, and out's rows are in that order;
-    else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs."""
+    else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs. BY_PICK: programs belong to
+    picks, of which the first of an expert stands for it; else to experts.
+    SCALES: of x and w13 in E4M3, one for each "block" of them or each "matrix"; "" in bf16 or fp16."""
     columns = inner // BLOCK_N
-    expert = tl.program_id(0) // columns
+    asked = tl.program_id(0) // columns
     first_column = tl.program_id(0) % columns * BLOCK_N
     column = first_column + tl.arange(0, BLOCK_N)
     pair = tl.arange(0, PAIRS)
     if SORTED:
+        expert = asked
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         count = tl.load(ends + expert) - start
     else:
         start = 0
-        mine = local_experts(ids, weights, base, pair, pairs, WEIGHTED) == expert
+        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_PICK)
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     GATED: tl.constexpr = ACTIVATION != "relu2"
-    BLOCKS: tl.constexpr = w13_scale is not None  # of 128 x 128 weights in E4M3
+    BLOCKS: tl.constexpr = SCALES == "block"
     rows = inner * 2 if GATED else inner
     w_at = w13 + expert.to(tl.int64) * rows * hidden + column[None, :] * hidden + k[:, None]
     k_blocks = hidden // 128
@@ -114,31 +143,38 @@ def first_product(
                 gate = tl.dot(left, tl.load(w_at + i), gate)
                 if GATED:
                     up = tl.dot(left, tl.load(w_at + inner * hidden + i), up)
+        if SCALES == "matrix":
+            scale = _scale_of(x_factor, x_scale, x_step, w13_scale, expert)
+            gate *= scale
+            up *= scale
         value = _activate(gate, up, alpha, bound, ACTIVATION)
+        if SCALES == "matrix":
+            value = saturated(value * tl.div_rn(1.0, tl.load(out_scale + expert)))
         out_at = out + to.to(tl.int64)[:, None] * inner + column[None, :]
         tl.store(out_at, value.to(out.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
 def second_product(
-    act, ids, weights, ends, w2, w2_scale, out, base, pairs, hidden, inner,
-    PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    act, ids, weights, ends, w2, w2_scale, out, act_factor, act_scale, act_step, base, pairs, experts, hidden, inner,
+    SCALES: tl.constexpr, BY_PICK: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[r] = w2[e] @ act[r] for each row r of expert e, in the order that `first_product` left them in."""
     columns = hidden // BLOCK_N
-    expert = tl.program_id(0) // columns
+    asked = tl.program_id(0) // columns
     first_column = tl.program_id(0) % columns * BLOCK_N
     column = first_column + tl.arange(0, BLOCK_N)
     pair = tl.arange(0, PAIRS)
     if SORTED:
+        expert = asked
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         count = tl.load(ends + expert) - start
     else:
-        mine = local_experts(ids, weights, base, pair, pairs, WEIGHTED) == expert
+        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_PICK)
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
-    BLOCKS: tl.constexpr = w2_scale is not None
+    BLOCKS: tl.constexpr = SCALES == "block"
     w_at = w2 + expert.to(tl.int64) * hidden * inner + column[None, :] * inner + k[:, None]
     k_blocks = inner // 128
     s_at = w2_scale
@@ -165,23 +201,7 @@ def second_product(
                 scale = following
             else:
                 total = tl.dot(left, tl.load(w_at + i), total)
+        if SCALES == "matrix":
+            total *= _scale_of(act_factor, act_scale, act_step, w2_scale, expert)
         out_at = out + row.to(tl.int64)[:, None] * hidden + column[None, :]
         tl.store(out_at, total.to(out.dtype.element_ty), mask=valid[:, None])
-
-
-@triton.jit
-def reduce_unsorted(
-    y, ids, weights, out, base, slots, size, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """out[n] = the sum over k of weights[n, k] * y[n * TOP_K + k] where ids[n, k] is a local expert, k upwards."""
-    n = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(TOP_K):
-        local = local_experts(ids, weights, base, n * TOP_K + i, (n + 1) * TOP_K, WEIGHTED)
-        valid = (local >= 0) & (local < slots)
-        weight = tl.load(weights + n * TOP_K + i) if WEIGHTED else 1.0
-        value = tl.load(y + (n * TOP_K + i) * size + at, mask=inside & valid, other=0.0).to(tl.float32)
-        total += tl.where(valid, weight * value, 0.0)
-    tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from ep_moe.experts.fp8_scales import TensorScales
 
-_BLOCK = 1024
+_BLOCK, _WIDE_BLOCK = 1024, 4096  # numbers of a program; the latter from so many programs on that all are busy
 _FP8_MAX, _FP8_NAN = tl.constexpr(448.0), tl.constexpr(127)
 
 
 def round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
     if x.numel():
-        _round_by[(triton.cdiv(x.numel(), _BLOCK),)](x, input_scale, out, x.numel(), BLOCK=_BLOCK)
+        wide = x.numel() >= 1 << 21
+        block = _WIDE_BLOCK if wide else _BLOCK
+        warps = 8 if wide else 4
+        _round_by[(triton.cdiv(x.numel(), block),)](x, input_scale, out, x.numel(), BLOCK=block, num_warps=warps)
 
 
 def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:

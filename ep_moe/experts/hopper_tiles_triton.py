@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 
 @gluon.jit
@@ -105,19 +105,49 @@ def activate(to, gate, up, ACTIVATION: gl.constexpr):
         return (up + 1.0) * (gate / (1.0 + gl.exp(-alpha * gate)))
 
 
+@gluon.constexpr_function
+def _lines(bits):
+    """Of a 64 x 128 tile in numbers of so many bits: 16 bytes of neighbouring columns a thread (32 of float32), a line
+    of 128 bytes for the threads beside each other; rows stay in their warp."""
+    if bits == 8:
+        registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]], [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]
+    else:
+        registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 64], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(
+        reg_bases=registers, lane_bases=lanes, warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 128]
+    )
+
+
 @gluon.jit
 def store_tile(to, acc, row, end, column, WIDE: gl.constexpr, MMA: gl.constexpr):
-    # wide: 8 neighbouring columns a thread, a row of 128 bytes for 8 threads; rows stay in their warp
-    LINES: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 64], [4, 0], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 128],
-    )  # fmt: skip
-    LAYOUT: gl.constexpr = LINES if WIDE else MMA
+    """Of acc, 64 x 128, the rows before `end` and the columns that there are. WIDE: in lines of 128 bytes"""
+    LAYOUT: gl.constexpr = _lines(to[0].dtype.element_ty.primitive_bitwidth) if WIDE else MMA
+    _store_lines(to, gl.convert_layout(acc.to(to[0].dtype.element_ty), LAYOUT), row, end, column, LAYOUT)
+
+
+@gluon.jit
+def _store_lines(to, value, row, end, column, LAYOUT: gl.constexpr):
     out = to[0]
     n = to[2]
-    value = gl.convert_layout(acc.to(out.dtype.element_ty), LAYOUT)
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     c = column + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
     at = out + r.to(gl.int64).expand_dims(1) * n + c.expand_dims(0)
     gl.store(at, value, mask=(r < end).expand_dims(1) & (c < n).expand_dims(0))
+
+
+@gluon.jit
+def store_staged(to, stage_to, acc, row, end, column, PART: gl.constexpr):
+    """As `store_tile`, by a copy (TMA) that goes on while the next tile is multiplied, unless the expert ends within
+    the 64 rows: a copy would write beyond.
+
+    stage_to: (descriptor of out, buffers [groups, 64, 128]), of which group PART has its own"""
+    staged = stage_to[1].index(PART)
+    dtype: gl.constexpr = to[0].dtype.element_ty
+    tma.store_wait(0)  # what the buffer held has been read
+    staged.store(acc.to(dtype))
+    if row + 64 <= end:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(stage_to[0], [row, column], staged)
+    else:
+        LAYOUT: gl.constexpr = _lines(dtype.primitive_bitwidth)
+        _store_lines(to, staged.load(LAYOUT), row, end, column, LAYOUT)

@@ -16,6 +16,8 @@ from ep_moe.experts import pair_kernels_triton as kernels
 
 # tuned on an H200
 REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
+ALONE = 4096  # pairs up to which each program that sorts counts all of them itself, which spares a launch
+PROGRAMS = 256  # that sort, at most
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,16 @@ def copy_rows(x: Tensor, slots: Tensor, out: Tensor) -> None:
 
 def group_workspace(num_pairs: int, num_experts: int) -> int:
     """How many int32 `group_pairs` needs to work."""
-    return (-(-num_pairs // _pairs_per_program(num_pairs)) + 1) * num_experts
+    return -(-num_pairs // _pairs_per_program(num_pairs, num_experts)) * num_experts if num_pairs > ALONE else 0
 
 
-def _pairs_per_program(num_pairs: int) -> int:
-    return max(256, int(triton.next_power_of_2(-(-num_pairs // 1024))))
+def _chunk(num_experts: int) -> int:
+    """Pairs that are sorted at once."""
+    return max(16, min(256, 8192 // int(triton.next_power_of_2(num_experts))))
+
+
+def _pairs_per_program(num_pairs: int, num_experts: int) -> int:
+    return max(_chunk(num_experts), int(triton.next_power_of_2(-(-num_pairs // PROGRAMS))))
 
 
 def group_pairs(
@@ -104,20 +111,16 @@ def group_pairs(
     if not pairs:
         ends.zero_()
         return
-    lanes = triton.next_power_of_2(num_experts)
-    chunk = max(16, min(256, 8192 // lanes))
-    weighted = weights is not None
-    mine = _pairs_per_program(pairs)
+    lanes, chunk = triton.next_power_of_2(num_experts), _chunk(num_experts)
+    mine, counted = _pairs_per_program(pairs, num_experts), pairs > ALONE
     blocks = triton.cdiv(pairs, mine)
-    totals, before = workspace[:num_experts], workspace[num_experts:]
-    kernels.count_pairs[(blocks,)](
-        ids, weights, base, before, pairs, blocks, num_experts,
-        EXPERTS=lanes, CHUNK=chunk, PAIRS=mine, WEIGHTED=weighted, num_warps=8,
-    )  # fmt: skip
-    kernels.sum_counts[(num_experts,)](before, totals, blocks, CHUNK=1024)
+    given = {"EXPERTS": lanes, "CHUNK": chunk, "PAIRS": mine, "WEIGHTED": weights is not None, "num_warps": 8}
+    if counted:
+        kernels.count_pairs[(blocks,)](ids, weights, base, workspace, pairs, blocks, num_experts, **given)
+    look = chunk if counted else min(1024, triton.next_power_of_2(pairs))
     kernels.place_pairs[(blocks,)](
-        ids, weights, base, before, totals, source_row, slots, ends, pairs, blocks, num_experts, top_k,
-        EXPERTS=lanes, CHUNK=chunk, PAIRS=mine, WEIGHTED=weighted, num_warps=8,
+        ids, weights, base, workspace, source_row, slots, ends, pairs, blocks, num_experts, top_k,
+        LOOK=look, COUNTED=counted, **given,
     )  # fmt: skip
 
 

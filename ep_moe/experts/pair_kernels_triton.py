@@ -29,32 +29,36 @@ def count_pairs(
     count = tl.zeros([EXPERTS], tl.int32)
     for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
         expert = local_experts(ids, weights, base, start + tl.arange(0, CHUNK), pairs, WEIGHTED)
-        count += tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
+        count += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
     tl.store(counts + lane * blocks + block, count, mask=lane < experts)
 
 
 @triton.jit
-def sum_counts(counts, totals, blocks, CHUNK: tl.constexpr):
-    """counts[e, b] becomes the sum over earlier b; totals[e] that over all."""
-    mine = counts + tl.program_id(0) * blocks
-    total = 0
-    for start in range(0, blocks, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        count = tl.load(mine + at, mask=at < blocks, other=0)
-        tl.store(mine + at, total + tl.cumsum(count, 0) - count, mask=at < blocks)
-        total += tl.sum(count)
-    tl.store(totals + tl.program_id(0), total)
-
-
-@triton.jit
 def place_pairs(
-    ids, weights, base, before, totals, source_row, slots, ends, pairs, blocks, experts, top_k,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
+    ids, weights, base, counts, source_row, slots, ends, pairs, blocks, experts, top_k,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, LOOK: tl.constexpr, COUNTED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
+    """COUNTED: `counts` is there, LOOK of whose columns are read at once; else each program counts all pairs itself, so
+    many at once."""
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
-    count = tl.load(totals + lane, mask=lane < experts, other=0)
-    earlier = tl.load(before + lane * blocks + block, mask=lane < experts, other=0)
+    count = tl.zeros([EXPERTS], tl.int32)
+    earlier = tl.zeros([EXPERTS], tl.int32)
+    if COUNTED:
+        for start in range(0, blocks, LOOK):
+            other = start + tl.arange(0, LOOK)[None, :]
+            inside = (lane < experts)[:, None] & (other < blocks)
+            found = tl.load(counts + lane[:, None] * blocks + other, mask=inside, other=0)
+            count += tl.sum(found, 1)
+            earlier += tl.sum(tl.where(other < block, found, 0), 1)
+    else:
+        for start in range(0, pairs, LOOK):
+            pair = start + tl.arange(0, LOOK)
+            expert = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
+            valid = (expert >= 0) & (expert < experts)
+            count += tl.histogram(expert, EXPERTS, mask=valid)
+            earlier += tl.histogram(expert, EXPERTS, mask=valid & (pair < block * PAIRS))
     end = tl.cumsum(count, 0)
     total = tl.sum(count)
     if block == 0:

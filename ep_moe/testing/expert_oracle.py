@@ -38,7 +38,7 @@ def random_expert(
     config: MoEConfig, scheme: Scheme, expert: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """Canonical quantised tensors of one expert, of the size that keeps activations near 1. Static input scales are
-    wide enough for normal rows: a saturated number has no bound."""
+    wide enough for normal rows, and for squares of what they give: a saturated number has no bound."""
     # far from the seeds of rows: rows equal to weights would have products as large as nowhere else
     generator = torch.Generator(device=device).manual_seed(1_000_003 + expert)
 
@@ -53,9 +53,10 @@ def random_expert(
         tensors |= {"w13_bias": 0.3 * normal(config.w13_rows), "w2_bias": 0.3 * normal(config.hidden_size)}
         tensors = {name: t.to(dtype) if name.endswith("bias") else t for name, t in tensors.items()}
     if scheme.activations is Rounding.FP8_STATIC:
+        wide = 4.0 if config.activation is Activation.RELU2 else 1.0
         tensors |= {
             "w13_input_scale": torch.tensor(0.014 + 0.0005 * (expert % 3), device=device),
-            "w2_input_scale": torch.tensor(0.1 + 0.001 * (expert % 5), device=device),
+            "w2_input_scale": torch.tensor(wide * (0.1 + 0.001 * (expert % 5)), device=device),
         }
     if scheme.activations is Rounding.NVFP4:
         tensors |= {

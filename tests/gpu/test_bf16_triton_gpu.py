@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts import bf16_kernels as kernels
+from ep_moe.experts import hopper_gemm as kernels
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from tests.test_bf16_triton import BF16, PLAIN, SMALL, build, check, rows
 

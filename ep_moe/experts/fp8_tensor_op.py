@@ -1,0 +1,150 @@
+"""The expert step in fp8 with one scale a matrix (`fp8_static`) as one torch operator on caller-owned memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts.operator import operator
+from ep_moe.types import Activation
+from ep_moe.workspace import Shapes, carve, carved_bytes
+
+if TYPE_CHECKING:
+    from ep_moe.experts.pair_kernels import Home
+
+FP8 = torch.float8_e4m3fn
+
+
+def shapes(picks: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
+    """Scratch for received rows with so many picks in all. E4M3 rows lie in the room of y, which is written after they
+    are read."""
+    from ep_moe.experts.pair_kernels import group_workspace
+
+    products: Shapes = {
+        "scale": ((1,), torch.float32),
+        "act": ((picks, inner), FP8),
+        "y": ((picks, hidden), torch.bfloat16),
+    }
+    if not sort:
+        return products
+    return products | {
+        "source": ((picks,), torch.int32),
+        "slots": ((picks,), torch.int32),
+        "ends": ((slots,), torch.int32),
+        "sorting": ((group_workspace(picks, slots),), torch.int32),
+    }
+
+
+def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:
+    return carved_bytes(shapes(picks, hidden, inner, slots))
+
+
+@operator("fp8_tensor_moe")
+def fp8_tensor_moe(
+    out: Tensor,
+    workspace: Tensor,
+    x: Tensor,
+    input_scale: float | None,
+    ids: Tensor,
+    base: int,
+    weights: Tensor | None,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_input_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_input_scale: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
+    expected: float,
+    chunk: int,
+    spare_sms: int,
+    peers: Tensor | None,
+    offset: int,
+    bound: int,
+    rank: int,
+) -> None:
+    """x: [N, H] in bf16, rounded here by the largest of w13_input_scale; or E4M3, rounded before by input_scale
+    out: bf16 [N, H]; ids: int [N, K], local ones counted from `base`, others are none
+    weights: float32 [N, K], None for 1, a pick of weight 0 is none
+    w13: E4M3 [L, 2 * I, H] ([L, I, H] without a gate); w2: E4M3 [L, H, I]; scales: float32 [L], value = number * scale
+
+    expected: pairs per row that tiles are chosen for; chunk: picks of one pass
+    spare_sms: multiprocessors that the large products leave free
+    peers, offset, bound, rank: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
+    """
+    from ep_moe.experts.pair_kernels import Home, passes
+
+    matrices = (w13, w13_scale, w13_input_scale, w2, w2_scale, w2_input_scale)
+    step = _Step(workspace, *matrices, Activation(activation), alpha, limit, expected, spare_sms)
+    home = None if peers is None else Home(peers, offset, bound, rank)
+    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
+        found = (ids[part], None if weights is None else weights[part], base)
+        step(out if to else out[part], to, x[part], input_scale, found)
+
+
+class _Step:
+    """One call's weights and scratch memory."""
+
+    def __init__(
+        self, workspace: Tensor, w13: Tensor, w13_scale: Tensor, w13_input_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+        w2_input_scale: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
+    ) -> None:  # fmt: skip
+        self.workspace, self.w13, self.w2, self.activation = workspace, w13, w2, activation
+        self.w13_scale, self.w13_input_scale = w13_scale, w13_input_scale
+        self.w2_scale, self.w2_input_scale = w2_scale, w2_input_scale
+        self.clamp: dict[str, Any] = {"alpha": alpha, "limit": limit}
+        self.expected, self.spare_sms = expected, spare_sms
+
+    def __call__(
+        self, out: Tensor, home: Home | None, x: Tensor, input_scale: float | None,
+        found: tuple[Tensor, Tensor | None, int],
+    ) -> None:  # fmt: skip
+        """found: ids [N, K], weights and base"""
+        from ep_moe.experts import few_rows, hopper_gemm, pair_kernels
+        from ep_moe.experts.fp8_tensor_kernels import MatrixScales, round_rows
+
+        ids, weights, base = found
+        (rows, top_k), (slots, hidden, inner) = ids.shape, self.w2.shape
+        each = rows * self.expected / slots
+        cut = few_rows.Cut.of_matrices(rows * top_k, each)
+        sort = cut is None or cut.sort
+        own = carve(self.workspace, shapes(rows * top_k, hidden, inner, slots, sort=sort))
+        act, y = own["act"], own["y"]
+        numbers = y.view(FP8).view(-1, hidden)
+        scale = own["scale"] if input_scale is None else input_scale
+        first = MatrixScales(scale, self.w13_scale, self.w2_input_scale)
+        second = MatrixScales(self.w2_input_scale, self.w2_scale)
+        lists, places = None, None
+        if sort:
+            places = own["slots"].view(rows, top_k)
+            pair_kernels.group_pairs(
+                ids, slots, own["source"], places, own["ends"], own["sorting"], base=base, weights=weights
+            )
+            lists = few_rows.Lists(own["source"], own["ends"])
+        if cut is not None:
+            if input_scale is None:
+                round_rows(x, self.w13_input_scale, numbers[:rows], own["scale"])
+                x = numbers[:rows]
+            few_rows.first_product(
+                x, *found, self.w13, act, self.activation, cut.first, lists=lists, scales=first, **self.clamp
+            )
+            few_rows.second_product(act, *found, self.w2, y, cut.second, lists=lists, scales=second)
+        else:
+            assert places is not None
+            tiles, more = hopper_gemm.tiles_for_e4m3(each)
+            sorted_rows = numbers[: rows * top_k]
+            if input_scale is None:
+                round_rows(x, self.w13_input_scale, sorted_rows, own["scale"], places)
+            else:
+                pair_kernels.copy_rows(x, places, sorted_rows)
+            rest: dict[str, Any] = {"spare_sms": self.spare_sms}
+            hopper_gemm.grouped_gemm(
+                sorted_rows, self.w13, own["ends"], act, tiles, activation=self.activation, scales=first,
+                **self.clamp, **rest,
+            )  # fmt: skip
+            hopper_gemm.grouped_gemm(act, self.w2, own["ends"], y, more, scales=second, **rest)
+        pair_kernels.reduce(y, *found, slots, out, slots=places, home=home)
