@@ -38,15 +38,18 @@ class Tiles:
 def tiles_for(rows: float) -> tuple[Tiles, Tiles]:
     """Of both products: the fastest for `bench.experts`' models on an H200. rows: of an expert, as many as are expected
     on average"""
-    first = Tiles(64, 256, stages=5) if rows <= 448 else Tiles(128, 256)
-    second = Tiles(64, 256, stages=5) if rows <= 192 else Tiles(128, 256, group_m=4, staged=True)
-    return first, second
+    first = Tiles(64, 256, stages=5) if rows <= 448 else Tiles(128, 256, staged=True)
+    if rows <= 192:
+        return first, Tiles(64, 128, programs=2, staged=True)
+    if rows <= 448:
+        return first, Tiles(128, 128, stages=5, group_m=4, staged=True)
+    return first, Tiles(128, 256, group_m=8, staged=True)
 
 
 def tiles_for_e4m3(rows: float) -> tuple[Tiles, Tiles]:
     """The same for operands in E4M3."""
     if rows <= 448:
-        return Tiles(64, 256, stages=5), Tiles(64, 128, programs=2)
+        return Tiles(64, 256, stages=5), Tiles(64, 128, programs=2, staged=True)
     return Tiles(128, 256, staged=True), Tiles(128, 128, stages=6, staged=True)
 
 
