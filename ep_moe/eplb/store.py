@@ -6,7 +6,7 @@ end the checksum of the rest (int64), so that it travels with what it vouches fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _WORDS = 1 << 20  # int64 words that are weighed at a time: 8 MiB of scratch memory
+_MOST_BLOCKS = 1 << 10  # of them in one tensor: 8 GiB
 _TAIL = 8  # bytes of the checksum
 
 
@@ -25,6 +26,9 @@ class Checksum:
         place = torch.arange(_WORDS, dtype=torch.int64, device=device) * -7046029254386353131  # 2**64 / golden ratio
         self._factors = ((place ^ (place >> 29)) * -4658895280553007687) | 1
         self._step = 6364136223846793005  # odd; between blocks
+        powers = [pow(self._step, power, 1 << 64) for power in range(_MOST_BLOCKS + 1)]
+        signed = [power - (1 << 64) if power >> 63 else power for power in powers]
+        self._powers = torch.tensor(signed, dtype=torch.int64, device=device)
 
     def __call__(self, data: Tensor) -> Tensor:
         """int64 [] on the device, of uint8 [bytes]; the last word is filled up with zeros."""
@@ -36,6 +40,14 @@ class Checksum:
         for words in data.view(torch.int64).split(_WORDS):
             total = total * self._step + (words * self._factors[: len(words)]).sum()
         return total
+
+    def of_parts(self, parts: Sequence[Tensor]) -> Tensor:
+        """int64 [], of the checksums of parts, each uint8 [bytes]."""
+        if parts[0].is_cuda and all(part.numel() % 8 == 0 and part.storage_offset() % 8 == 0 for part in parts):
+            from ep_moe.eplb import checksum_triton
+
+            return checksum_triton.of_parts([part.view(torch.int64) for part in parts], self._factors, self._powers)
+        return self(_bytes(torch.stack([self(part) for part in parts])))
 
 
 class SlotStore:
@@ -89,16 +101,12 @@ class SlotStore:
 
     def checksum(self, slot: int) -> Tensor:
         """int64 [] of what the slot holds now."""
-        return self._combined([view for _, _, view in self._views(slot)])
+        return self._checksum.of_parts([view for _, _, view in self._views(slot)])
 
     def damage(self, row: Tensor) -> Tensor:
         """int64 [], 0 where the row is what its checksum says."""
-        found = self._combined([row[first:last] for first, last in self._spans.values() if first < last])
+        found = self._checksum.of_parts([row[first:last] for first, last in self._spans.values() if first < last])
         return found - row[-_TAIL:].view(torch.int64)[0]
-
-    def _combined(self, parts: list[Tensor]) -> Tensor:
-        sums = torch.stack([self._checksum(part) for part in parts])
-        return self._checksum(_bytes(sums))
 
 
 def _bytes(words: Tensor) -> Tensor:
