@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ def main() -> None:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
         layers = [build(context, config, variant) for _ in range(asked.layers)]
         tune(context, asked.tokens)
+        gc.collect()
+        gc.freeze()  # a full collection of Python's holds up the host for 100 ms, whether experts move or not
         for tokens in asked.tokens:
             with context.at_most(tokens):
                 results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]
