@@ -19,17 +19,12 @@ BF16 = torch.bfloat16
 
 def shapes(picks: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
     """Scratch for received rows with so many picks in all."""
-    from ep_moe.experts.pair_kernels import group_workspace
+    from ep_moe.experts.pair_kernels import list_shapes
 
     products: Shapes = {"act": ((picks, inner), BF16), "y": ((picks, hidden), BF16)}
     if not sort:
         return products
-    return products | {
-        "source": ((picks,), torch.int32),
-        "slots": ((picks,), torch.int32),
-        "ends": ((slots,), torch.int32),
-        "sorting": ((group_workspace(picks, slots),), torch.int32),
-    }
+    return products | list_shapes(picks, slots)
 
 
 def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:

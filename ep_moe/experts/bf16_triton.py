@@ -6,22 +6,21 @@ tuned at run time.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from ep_moe.experts import bf16_op
-from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.experts.operator import home
+from ep_moe.experts.triton_experts import TritonExperts
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.schemes import PLAIN
 
 UNIT = 128  # hidden and intermediate sizes are multiples of it
 
 
-class Bf16TritonExperts(Experts):
+class Bf16TritonExperts(TritonExperts):
     name = "bf16_triton"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
@@ -44,15 +43,6 @@ class Bf16TritonExperts(Experts):
         peer_out=True,
     )
 
-    @classmethod
-    def available(cls) -> str | None:
-        return None if importlib.util.find_spec("triton") else "Triton is not installed; use a CUDA build of torch"
-
-    @property
-    def picks(self) -> int:
-        """Of one pass."""
-        return self.options.chunk_rows * self.config.top_k
-
     def workspace_bytes(self) -> int:
         if not self.weights.num_slots:
             return 0
@@ -60,18 +50,7 @@ class Bf16TritonExperts(Experts):
         inner = config.intermediate_size // self.weights.etp.size
         return bf16_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
 
-    def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        out = torch.empty_like(received.x) if out is None else out
-        if received.x.numel() == 0 or self.weights.num_slots == 0:
-            return out.zero_()
-        self._step(received, out, None)
-        return out
-
-    def compute_to_peers(self, received: Received, out: PeerRows) -> None:
-        if received.x.numel() and self.weights.num_slots:
-            self._step(received, out.blocks[out.rank], out)
-
-    def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
+    def step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
         x, weights, config, wire = received.x, self.weights, self.config, received.wire_ids
         ids = received.local_ids if wire is None else wire.ids
         assert ids is not None

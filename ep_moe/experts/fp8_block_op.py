@@ -32,14 +32,9 @@ def shapes(pairs: int, rows: int, hidden: int, w13_rows: int, inner: int, slots:
         "ends": ((slots,), torch.int32),
     }
     if rows:
-        from ep_moe.experts.pair_kernels import group_workspace
+        from ep_moe.experts.pair_kernels import list_shapes
 
-        found |= {
-            "y": ((pairs, hidden), dtype),
-            "source": ((pairs,), torch.int32),
-            "slots": ((rows, pairs // rows), torch.int32),
-            "sorting": ((group_workspace(pairs, slots),), torch.int32),
-        }
+        found |= {"y": ((pairs, hidden), dtype)} | list_shapes(pairs, slots)
     return found
 
 
@@ -166,6 +161,7 @@ class _Step:
         ids, weights, base = found
         pairs, slots = ids.numel(), len(self.w2)
         own = self._carve(pairs, len(x), out.dtype)
+        own["slots"] = own["slots"].view(ids.shape)
         cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
         if cut is not None and not cut.sort:
             self._few(own, x, x_scale, found, cut, None)

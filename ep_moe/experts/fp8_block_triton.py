@@ -5,19 +5,18 @@ Takes every row layout as it is: CONTIGUOUS and BATCHED rows are neither sorted 
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from ep_moe.experts import fp8_block_op
-from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.experts.operator import home
+from ep_moe.experts.triton_experts import TritonExperts
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 
 
-class Fp8BlockTritonExperts(Experts):
+class Fp8BlockTritonExperts(TritonExperts):
     name = "fp8_block_triton"
     capabilities = ExpertsCapabilities(
         layouts=frozenset(RowLayout),
@@ -41,21 +40,12 @@ class Fp8BlockTritonExperts(Experts):
         peer_out=True,
     )
 
-    @classmethod
-    def available(cls) -> str | None:
-        return None if importlib.util.find_spec("triton") else "Triton is not installed; use a CUDA build of torch"
-
-    @property
-    def pairs(self) -> int:
-        """(row, expert) pairs of one pass."""
-        return self.options.chunk_rows * self.config.top_k
-
     def workspace_bytes(self) -> int:
         if not self.weights.num_slots:
             return 0
         config, etp = self.config, self.weights.etp.size
         return fp8_block_op.scratch_bytes(
-            self.pairs,
+            self.picks,
             self.options.chunk_rows,
             config.hidden_size,
             config.w13_rows // etp,
@@ -65,20 +55,12 @@ class Fp8BlockTritonExperts(Experts):
         )
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        slots = self.weights.num_slots
-        out = torch.empty_like(received.x, dtype=self.weights.dtype) if out is None else out
-        if received.x.numel() == 0 or slots == 0:
-            return out.zero_()
-        self._step(received, out, None)
+        out, slots = super().compute(received, out), self.weights.num_slots
         if received.layout is RowLayout.BATCHED:
             out[slots:].zero_()  # slots that only wider ranks have; a transport may fill rows up there
         return out
 
-    def compute_to_peers(self, received: Received, out: PeerRows) -> None:
-        if received.x.numel() and self.weights.num_slots:
-            self._step(received, out.blocks[out.rank], out)
-
-    def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
+    def step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
         x, weights, config = received.x, self.weights, self.config
         starts, ends = self._bounds(received)
         wire = received.wire_ids
@@ -101,7 +83,7 @@ class Fp8BlockTritonExperts(Experts):
             config.activation_alpha,
             config.activation_limit,
             expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1]),
-            self.pairs,
+            self.picks,
             self.options.spare_sms,
             *home(peers),
         )

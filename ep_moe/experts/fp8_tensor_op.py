@@ -20,7 +20,7 @@ FP8 = torch.float8_e4m3fn
 def shapes(picks: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
     """Scratch for received rows with so many picks in all. E4M3 rows lie in the room of y, which is written after they
     are read."""
-    from ep_moe.experts.pair_kernels import group_workspace
+    from ep_moe.experts.pair_kernels import list_shapes
 
     products: Shapes = {
         "scale": ((1,), torch.float32),
@@ -29,12 +29,7 @@ def shapes(picks: int, hidden: int, inner: int, slots: int, *, sort: bool = True
     }
     if not sort:
         return products
-    return products | {
-        "source": ((picks,), torch.int32),
-        "slots": ((picks,), torch.int32),
-        "ends": ((slots,), torch.int32),
-        "sorting": ((group_workspace(picks, slots),), torch.int32),
-    }
+    return products | list_shapes(picks, slots)
 
 
 def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from ep_moe.experts import pair_kernels_triton as kernels
+from ep_moe.workspace import Shapes
 
 # tuned on an H200
 REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
@@ -84,6 +85,16 @@ def copy_rows(x: Tensor, slots: Tensor, out: Tensor) -> None:
 def group_workspace(num_pairs: int, num_experts: int) -> int:
     """How many int32 `group_pairs` needs to work."""
     return -(-num_pairs // _pairs_per_program(num_pairs, num_experts)) * num_experts if num_pairs > ALONE else 0
+
+
+def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
+    """Of what `group_pairs` writes."""
+    return {
+        "source": ((num_pairs,), torch.int32),
+        "slots": ((num_pairs,), torch.int32),
+        "ends": ((num_experts,), torch.int32),
+        "sorting": ((group_workspace(num_pairs, num_experts),), torch.int32),
+    }
 
 
 def _chunk(num_experts: int) -> int:
