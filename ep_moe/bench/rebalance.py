@@ -172,7 +172,7 @@ def main() -> None:
         layers = [build(context, config, variant) for _ in range(asked.layers)]
         tune(context, asked.tokens)
         gc.collect()
-        gc.freeze()  # a full collection of Python's holds up the host for 100 ms, whether experts move or not
+        gc.freeze()  # a full collection of Python's holds up the host for some 100 ms, whether experts move or not
         for tokens in asked.tokens:
             with context.at_most(tokens):
                 results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]
