@@ -16,7 +16,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from ep_moe import doctor as doctor_report
-from ep_moe.config import LARGEST, ParallelConfig, Wire
+from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.eplb import LoadTrace
 from ep_moe.eplb import report as plan_report
 from ep_moe.errors import ConfigError, EPMoEError
@@ -122,7 +122,7 @@ def explain(
     """Print every pair of transport and kernel for a model on this machine: chosen, possible, or why not."""
     try:
         parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
-        rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in LARGEST else None)  # no reason depends on it
+        rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on it
         rows = explain_model(config, parallel, all2all, experts, quantization, dtype, max_tokens, rows_as)
     except EPMoEError as error:
         _fail(error)

@@ -144,7 +144,7 @@ class MoEConfig:
         return self.intermediate_size * (2 if self.activation.gated else 1)
 
 
-LARGEST = {"fp8_tensor": 448, "nvfp4": 448 * 6}  # formats under one `Wire.input_scale`; what x / input_scale may be
+ONE_SCALE = {"fp8_tensor": 448, "nvfp4": 448 * 6}  # formats under one `Wire.input_scale`; what x / input_scale may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +173,11 @@ class Wire:
         for name, known in (("dispatch", formats), ("combine", ("plain", "fp8"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        largest = LARGEST.get(self.dispatch)
+        largest = ONE_SCALE.get(self.dispatch)
         if largest is None:
             if self.input_scale is not None:
                 raise ConfigError(
-                    f"Wire.input_scale is for {' and '.join(LARGEST)} rows only, got {self.input_scale!r} with "
+                    f"Wire.input_scale is for {' and '.join(ONE_SCALE)} rows only, got {self.input_scale!r} with "
                     f"{self.dispatch}"
                 )
         elif not (isinstance(self.input_scale, (int, float)) and 0 < self.input_scale < float("inf")):

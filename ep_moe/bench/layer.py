@@ -42,7 +42,7 @@ from ep_moe.bench.layer_report import Line, plot, stage_table, table, write
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
 from ep_moe.bench.timing import captured, host, in_turns
-from ep_moe.config import LARGEST, MoEConfig, Wire, load_model_config
+from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
@@ -130,7 +130,7 @@ def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
         pipeline=-(-(context.max_tokens or 1) // parts[0]) if parts else None,
         experts=kernel,
         quantization=scheme,
-        wire=Wire(dispatch=rows, input_scale=INPUT_SCALE if rows in LARGEST else None),
+        wire=Wire(dispatch=rows, input_scale=INPUT_SCALE if rows in ONE_SCALE else None),
         dtype=torch.bfloat16,
     )
     # far from the seeds of rows: rows equal to weights would have products as large as nowhere else, and saturate fp8

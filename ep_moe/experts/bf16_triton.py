@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe.experts import bf16_op
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
-from ep_moe.experts.operator import home
+from ep_moe.experts.operator import home_of
 from ep_moe.experts.triton_experts import TritonExperts
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.schemes import PLAIN
@@ -69,5 +69,5 @@ class Bf16TritonExperts(TritonExperts):
             expected_pairs(config, weights.num_slots, ids.shape[1]),
             self.picks,
             self.options.spare_sms,
-            *home(peers),
+            *home_of(peers),
         )

@@ -38,6 +38,6 @@ def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, Non
     return wrap
 
 
-def home(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int]:
+def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int]:
     """addresses, offset, bound and rank, as operators take them: of types that a graph's node can have."""
     return (None, 0, 1, 0) if peers is None else (peers.addresses, peers.offset, peers.bound, peers.rank)
