@@ -192,7 +192,9 @@ def tune(
         list[int] | None, typer.Option(help="Most tokens of a rank in one call; one bucket each.")
     ] = None,
     quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
-    wire: Annotated[str, typer.Option(help="Rows on their way out: plain, fp8_block or mxfp8.")] = "plain",
+    wire: Annotated[
+        str, typer.Option(help="Rows on their way out, as Wire.dispatch: plain, fp8_block, fp8_tensor, ...")
+    ] = "plain",
     dtype: Annotated[str | None, typer.Option(help="Default bfloat16 on GPUs, float32 on the CPU.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels' own tuning.")] = None,
     out: Annotated[Path, typer.Option(help="File for MoELayer(tuned=Tuned.load(...)).")] = Path("tuned.json"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.bench.timing import eager, replayed
-from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire, load_model_config
+from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.exchange import Exchange
@@ -36,6 +36,7 @@ from ep_moe.weights.schemes import PLAIN, SCHEMES, scheme_of
 CUTS = (2, 4)  # parts that a call is cut into, where the transport has fixed buffers
 CUT_FROM = 512  # tokens: with fewer, what each part adds in launches and waiting is all that is measured
 ROOM = 8 << 30  # bytes of one transport's buffers
+INPUT_SCALE = 0.02  # of rows under one scale: far from saturating on what is measured; no time depends on it
 CLOSE = 2.0  # times the fastest trial; slower candidates keep their trial's time
 DEADLINE_S = 300.0
 
@@ -67,7 +68,10 @@ class TuneOptions:
             raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
-        Wire(dispatch=self.wire)
+        self.rows()
+
+    def rows(self) -> Wire:
+        return Wire(dispatch=self.wire, input_scale=INPUT_SCALE if self.wire in ONE_SCALE else None)
 
 
 def run(options: TuneOptions, say: Say) -> Tuned | None:
@@ -106,7 +110,7 @@ def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned |
             _moe_config(options.model, context),
             options.tokens,
             quantization=options.quantization,
-            wire=Wire(dispatch=options.wire),
+            wire=options.rows(),
             dtype=_DTYPES[name],
             cache=options.cache,
             say=say if context.layout.rank == 0 else _quiet,

@@ -133,10 +133,11 @@ def _rows(value: Any, where: str) -> tuple[Measured, ...]:
 
 
 def layer_facts(config: MoEConfig, scheme: str, wire: Wire, dtype: torch.dtype) -> dict[str, Any]:
-    """What of a layer its times depend on."""
+    """What of a layer its times depend on; a scale of calibrated rows is no part of it."""
     facts = flat_facts(config, "MoEConfig")
     shape = {name: facts[f"MoEConfig.{name}"] for name in _SHAPE}
-    return {**shape, "quantization": scheme, **flat_facts(wire, "Wire"), "dtype": dtype_name(dtype)}
+    rows = {"Wire.dispatch": wire.dispatch, "Wire.combine": wire.combine}
+    return {**shape, "quantization": scheme, **rows, "dtype": dtype_name(dtype)}
 
 
 def machine_facts(device: torch.device, ep: int, etp: int) -> dict[str, Any]:

@@ -208,7 +208,7 @@ FACTS = layer_facts(CONFIG, "none", Wire(), torch.float32)
 OTHERS = {
     "hidden_size": 32, "intermediate_size": 32, "num_experts": 8, "top_k": 3, "activation": "geglu",
     "expert_bias": True, "quantization": "mxfp4", "Wire.dispatch": "fp8_block", "Wire.combine": "fp8",
-    "Wire.input_scale": 0.5, "dtype": "bfloat16",
+    "dtype": "bfloat16",
 }  # fmt: skip
 
 

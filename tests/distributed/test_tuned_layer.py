@@ -241,6 +241,20 @@ def test_by_the_real_clock(world_size):
 
 
 @distributed(2)
+def test_rows_under_one_scale_whichever_it_is(world_size):
+    """The scale belongs to the layer, not to its times."""
+    asked = tuning.TuneOptions(model="demo", tokens=(3,), quantization="fp8_static", wire="fp8_tensor")
+    rows = Wire(dispatch="fp8_tensor", input_scale=0.7)
+    of_layer = {"quantization": "fp8_static", "dtype": torch.float32}
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=3) as context:
+        found = tuning.tune(context, CONFIG, asked.tokens, wire=asked.rows(), **of_layer)
+        layer = MoELayer(CONFIG, context, tuned=found, wire=rows, **of_layer)
+        assert layer.geometry.wire == rows
+        with pytest.raises(ConfigError, match=r"layer Wire\.dispatch is 'plain' here and 'fp8_tensor' in the file"):
+            MoELayer(CONFIG, context, tuned=found, **of_layer)
+
+
+@distributed(2)
 def test_what_fails_is_left_out_on_all_ranks(world_size):
     """A transport whose library fails on every rank, and one kernel that cannot be tuned on one of them."""
     said: list[str] = []
