@@ -332,14 +332,18 @@ def test_copy_rows(size):
     assert bool(room[[4, 5, 7]].isnan().all())
 
 
-@pytest.mark.parametrize(
-    ("rows", "top_k", "experts"), [(1, 1, 1), (300, 5, 6), (700, 3, 40), (600, 7, 270)]
-)  # counted first
+@pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (300, 5, 6), (700, 3, 40), (600, 7, 270)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_group(rows, top_k, experts, dtype):
-    """The last one is counted first, in more programs than are looked at once."""
+    """The last one is counted first."""
     check_group(rows, top_k, experts, dtype=dtype)
     check_group(rows, top_k, experts, dtype=dtype, base=64)
+
+
+def test_group_in_few_programs(monkeypatch):
+    """Each takes several parts of the pairs."""
+    monkeypatch.setattr(pair_kernels, "PROGRAMS", 10)
+    check_group(1500, 3, 40, base=64)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

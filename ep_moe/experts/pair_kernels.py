@@ -17,8 +17,9 @@ from ep_moe.workspace import Shapes
 
 # tuned on an H200
 REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
-ALONE = 4096  # pairs up to which each program that sorts counts all of them itself, which spares a launch
-PROGRAMS = 256  # that sort, at most
+ALONE = 4096  # pairs up to which each program that sorts counts all of them itself, which spares two launches
+CHUNK = 128  # pairs that a program sorts at once, beyond these
+PROGRAMS = 1024  # that sort, at most
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def copy_rows(x: Tensor, slots: Tensor, out: Tensor) -> None:
 
 def group_workspace(num_pairs: int, num_experts: int) -> int:
     """How many int32 `group_pairs` needs to work."""
-    return -(-num_pairs // _pairs_per_program(num_pairs, num_experts)) * num_experts if num_pairs > ALONE else 0
+    return (triton.cdiv(num_pairs, _pairs_per_program(num_pairs)) + 1) * num_experts if num_pairs > ALONE else 0
 
 
 def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
@@ -97,13 +98,8 @@ def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
     }
 
 
-def _chunk(num_experts: int) -> int:
-    """Pairs that are sorted at once."""
-    return max(16, min(256, 8192 // int(triton.next_power_of_2(num_experts))))
-
-
-def _pairs_per_program(num_pairs: int, num_experts: int) -> int:
-    return max(_chunk(num_experts), int(triton.next_power_of_2(-(-num_pairs // PROGRAMS))))
+def _pairs_per_program(num_pairs: int) -> int:
+    return max(CHUNK, int(triton.next_power_of_2(triton.cdiv(num_pairs, PROGRAMS))))
 
 
 def group_pairs(
@@ -122,16 +118,23 @@ def group_pairs(
     if not pairs:
         ends.zero_()
         return
-    lanes, chunk = triton.next_power_of_2(num_experts), _chunk(num_experts)
-    mine, counted = _pairs_per_program(pairs, num_experts), pairs > ALONE
+    lanes = triton.next_power_of_2(num_experts)
+    given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
+    if pairs <= ALONE:
+        chunk = max(16, min(256, 8192 // lanes))
+        kernels.place_pairs[(triton.cdiv(pairs, chunk),)](
+            ids, weights, base, None, None, source_row, slots, ends, pairs, num_experts, top_k, **given,
+            PAIRS=chunk, CHUNK=chunk, LOOK=min(1024, triton.next_power_of_2(pairs)), num_warps=8,
+        )  # fmt: skip
+        return
+    mine = _pairs_per_program(pairs)
     blocks = triton.cdiv(pairs, mine)
-    given = {"EXPERTS": lanes, "CHUNK": chunk, "PAIRS": mine, "WEIGHTED": weights is not None, "num_warps": 8}
-    if counted:
-        kernels.count_pairs[(blocks,)](ids, weights, base, workspace, pairs, blocks, num_experts, **given)
-    look = chunk if counted else min(1024, triton.next_power_of_2(pairs))
+    earlier, totals = workspace[: blocks * num_experts], workspace[blocks * num_experts :]
+    kernels.count_pairs[(blocks,)](ids, weights, base, earlier, pairs, num_experts, **given, PAIRS=mine, CHUNK=CHUNK)
+    kernels.sum_counts[(num_experts,)](earlier, totals, blocks, BLOCKS=triton.next_power_of_2(blocks))
     kernels.place_pairs[(blocks,)](
-        ids, weights, base, workspace, source_row, slots, ends, pairs, blocks, num_experts, top_k,
-        LOOK=look, COUNTED=counted, **given,
+        ids, weights, base, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
+        PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), LOOK=0,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def local_experts(ids, weights, base, pair, pairs, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def count_pairs(
-    ids, weights, base, counts, pairs, blocks, experts,
+    ids, weights, base, counts, pairs, experts,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """counts[e, b]: pairs of expert e among the PAIRS pairs of program b."""
@@ -30,40 +30,44 @@ def count_pairs(
     for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
         expert = local_experts(ids, weights, base, start + tl.arange(0, CHUNK), pairs, WEIGHTED)
         count += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
-    tl.store(counts + lane * blocks + block, count, mask=lane < experts)
+    tl.store(counts + lane * tl.num_programs(0) + block, count, mask=lane < experts)
+
+
+@triton.jit
+def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
+    """Of each expert, what the programs before each one counted, in the place of its own, and all of them."""
+    expert = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    count = tl.load(counts + expert * blocks + block, mask=block < blocks, other=0)
+    tl.store(counts + expert * blocks + block, tl.cumsum(count, 0) - count, mask=block < blocks)
+    tl.store(totals + expert, tl.sum(count))
 
 
 @triton.jit
 def place_pairs(
-    ids, weights, base, counts, source_row, slots, ends, pairs, blocks, experts, top_k,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, LOOK: tl.constexpr, COUNTED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    ids, weights, base, earlier, totals, source_row, slots, ends, pairs, experts, top_k,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, LOOK: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """COUNTED: `counts` is there, LOOK of whose columns are read at once; else each program counts all pairs itself, so
-    many at once."""
+    """earlier, totals: of `sum_counts`; None: each program counts all pairs itself, LOOK at once."""
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
-    count = tl.zeros([EXPERTS], tl.int32)
-    earlier = tl.zeros([EXPERTS], tl.int32)
-    if COUNTED:
-        for start in range(0, blocks, LOOK):
-            other = start + tl.arange(0, LOOK)[None, :]
-            inside = (lane < experts)[:, None] & (other < blocks)
-            found = tl.load(counts + lane[:, None] * blocks + other, mask=inside, other=0)
-            count += tl.sum(found, 1)
-            earlier += tl.sum(tl.where(other < block, found, 0), 1)
-    else:
+    if totals is None:
+        count = tl.zeros([EXPERTS], tl.int32)
+        place = tl.zeros([EXPERTS], tl.int32)
         for start in range(0, pairs, LOOK):
             pair = start + tl.arange(0, LOOK)
             expert = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
             valid = (expert >= 0) & (expert < experts)
             count += tl.histogram(expert, EXPERTS, mask=valid)
-            earlier += tl.histogram(expert, EXPERTS, mask=valid & (pair < block * PAIRS))
+            place += tl.histogram(expert, EXPERTS, mask=valid & (pair < block * PAIRS))
+    else:
+        count = tl.load(totals + lane, mask=lane < experts, other=0)
+        place = tl.load(earlier + lane * tl.num_programs(0) + block, mask=lane < experts, other=0)
     end = tl.cumsum(count, 0)
     total = tl.sum(count)
     if block == 0:
         tl.store(ends + lane, end, mask=lane < experts)
-    place = end - count + earlier
+    place += end - count
     for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
         pair = start + tl.arange(0, CHUNK)
         expert = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
