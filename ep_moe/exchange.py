@@ -36,7 +36,8 @@ class Exchange:
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
         self.to_peers = experts.capabilities.peer_out
         self.routing, self.bound = routing, context.step_tokens
-        self.x, self.x_scale = round_rows(x, dispatcher.geometry.wire)
+        wire = dispatcher.geometry.wire
+        self.x, self.x_scale = (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_rows(x, wire)
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
         """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.

@@ -6,8 +6,8 @@ fp8_tensor  E4M3, all under `Wire.input_scale`, and nothing beside them (calibra
 mxfp8       E4M3, an E8M0 scale per 32 columns
 nvfp4       E2M1, two to a byte, an E4M3 scale per 16 columns, all under `Wire.input_scale`
 
-Scales are linear. Rows are rounded once, before the wire, and `Received.format` tells the kernel what came: that there
-are scales beside them does not.
+Scales are linear. Rows are rounded once, before the wire or as they are written to it, and `Received.format` tells the
+kernel what came: that there are scales beside them does not.
 """
 
 from __future__ import annotations

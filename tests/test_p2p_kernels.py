@@ -11,13 +11,14 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.p2p_kernels import Workspace
 from ep_moe.config import Wire
 from ep_moe.experts.wire_rows import round_rows
-from ep_moe.testing.transport_rows import FP8_TENSOR, NVFP4
+from ep_moe.testing.transport_rows import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes
 from tests.test_fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from ep_moe import fp8_rows_triton
 from ep_moe.all2all import p2p_kernels_triton
 
 
@@ -107,6 +108,77 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         assert out.dtype == dtype
     for ours in found:
         assert ours.places["flags"][1].tolist() == [1] * ranks
+
+
+FP8_WIRES = [Wire(dispatch="fp8_block"), FP8_TENSOR]
+TOKENS = (7, 0, 3)  # of each rank, under a bound of 7
+
+
+def routed(shape: Geometry, rank: int, tokens: int) -> PhysicalRouting:
+    """Some picks of no expert, and a token without any."""
+    there = routes(rank, tokens, shape.num_ranks, shape.top_k)
+    there.ids[2:3] = -1
+    return moved(there, torch.device(DEVICE))
+
+
+def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By the kernels, in a launch of their own: `round_rows` on GPUs."""
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+    if wire.input_scale is not None:
+        fp8_rows_triton.round_by(x, wire.input_scale, out)
+        return out, None
+    scale = torch.empty(len(x), x.shape[1] // 128, device=DEVICE)
+    fp8_rows_triton.round_blocks(x, out, scale)
+    return out, scale
+
+
+@pytest.mark.parametrize("wire", FP8_WIRES, ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("hidden", [128, 384, 2304])
+@pytest.mark.parametrize("blocks", [2, 16])
+def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
+    """All bytes that a call leaves behind, on all ranks."""
+    shape = Geometry(hidden_size=hidden, top_k=2, cap=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire)
+    found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
+    for rank, tokens in enumerate(TOKENS):
+        x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(rank))
+        x = x.mul(torch.logspace(-4, 2, hidden)).to(dtype)
+        x[3:4], x[4:5, 100], x[1:2, 60], x[6:7] = 0, torch.nan, torch.inf, 6e4
+        x, routing = x.to(DEVICE), routed(shape, rank, tokens)
+        p2p_kernels_triton.send(found[rank], x, None, routing, 7, blocks)
+        p2p_kernels_triton.send(wanted[rank], *rounded(x, wire), routing, 7, blocks)
+    for ours, theirs in zip(found, wanted, strict=True):
+        for name, place in theirs.places.items():
+            assert torch.equal(ours.places[name].view(torch.uint8), place.view(torch.uint8)), name
+        assert torch.equal(ours.memory.local, theirs.memory.local), "nothing between the places"
+        assert ours.calls.tolist() == [1, 0]
+        assert ours.places["rows"].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("wire", FP8_WIRES, ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
+    """Numbers that are exact; plain rows to the torch form, and rounded ones."""
+    shape = Geometry(hidden_size=512, top_k=2, cap=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire)
+    made = found, plain, before = [workspaces(shape, device) for device in (DEVICE, "cpu", "cpu")]
+    for rank, tokens in enumerate(TOKENS):
+        x, there = rows(rank, tokens, dtype, wire), routed(shape, rank, tokens)
+        routing = PhysicalRouting(PhysicalIds(there.ids.cpu()), there.weights.cpu())
+        p2p_kernels_triton.send(found[rank], x.to(DEVICE), None, there, 7, 4)
+        for workspace, given in ((plain[rank], (x, None)), (before[rank], round_rows(x, wire))):
+            if copies:
+                p2p_kernels.send_copies(workspace, *given, routing, 7)
+            else:
+                p2p_kernels.send(workspace, *given, routing, 7, 4)
+    for ours, theirs, third in zip(*made, strict=True):
+        assert torch.equal(theirs.memory.local, third.memory.local)
+        ids = theirs.places["ids"]
+        here = ((ids >= 0) & (ids // shape.cap == theirs.rank)).any(1)
+        assert here.any()
+        for name in ("rows", "scales"):
+            mine, wished = ours.places[name].cpu()[here], theirs.places[name][here]
+            assert torch.equal(mine.view(torch.uint8), wished.view(torch.uint8)), name
 
 
 def test_numbers_may_overflow():

@@ -40,6 +40,7 @@ class DispatcherCapabilities:
     dtypes: of the layer, None for any; devices: device types
     dispatch_formats, combine_formats: of `Wire`
     scale_alignment_bytes: that the scales of a row must be a multiple of
+    rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
     static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
     peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
     """
@@ -59,6 +60,7 @@ class DispatcherCapabilities:
     dispatch_formats: frozenset[str] = frozenset({"plain"})
     combine_formats: frozenset[str] = frozenset({"plain"})
     scale_alignment_bytes: int = 4
+    rounds: frozenset[str] = frozenset()
     static: bool = False
     peer_out: bool = False
 
@@ -191,8 +193,9 @@ class Dispatcher(ABC):
     def dispatch(
         self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
     ) -> Received:
-        """x [T, H], ids and weights [T, K] to this rank's received rows; x and x_scale as
-        `experts.wire_rows.round_rows` writes them for the geometry's wire."""
+        """x, ids and weights [T, K] to this rank's received rows. x, x_scale: as `experts.wire_rows.round_rows` writes
+        them for the geometry's wire; or x [T, H] of the layer's dtype alone, where the format is one of
+        `capabilities.rounds`. The same numbers arrive."""
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
     def combine(self, y: Tensor | PeerRows, handle: Any) -> Tensor:
@@ -292,16 +295,8 @@ class Dispatcher(ABC):
         g = self.geometry
         if not isinstance(routing, PhysicalRouting):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routing).__name__}"
-        if x.dim() != 2 or x.shape[1] != g.columns:
-            return f"x must be [T, {g.columns}], got {list(x.shape)}"
-        if x.dtype != g.row_dtype:
-            found, wanted = dtype_name(x.dtype), dtype_name(g.row_dtype)
-            return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
-        scales = None if x_scale is None else (x_scale.dtype, list(x_scale.shape))
-        kind = g.row_format.scale
-        if scales != ((kind, [len(x), g.scales]) if g.scales else None):
-            wanted = f"{dtype_name(kind)} [{len(x)}, {g.scales}]" if g.scales else "None"
-            return f"x_scale must be {wanted} with rows in {g.wire.dispatch}, got {scales}"
+        if (problem := self._rows_problem(x, x_scale)) is not None:
+            return problem
         if self.capabilities.static:
             assert g.max_tokens is not None
             if max_tokens is None or not 1 <= max_tokens <= g.max_tokens:
@@ -309,6 +304,22 @@ class Dispatcher(ABC):
             if (problem := too_many_tokens(x, max_tokens)) is not None:
                 return problem
         return routing_problem(routing.ids, routing.weights, x, g.top_k)
+
+    def _rows_problem(self, x: Tensor, x_scale: Tensor | None) -> str | None:
+        g = self.geometry
+        name = "plain" if x.dtype == g.dtype and g.wire.dispatch in self.capabilities.rounds else g.wire.dispatch
+        form = ROW_FORMATS[name]
+        columns, dtype, count = form.columns(g.hidden_size), form.number or g.dtype, form.scales(g.hidden_size)
+        if x.dim() != 2 or x.shape[1] != columns:
+            return f"x must be [T, {columns}], got {list(x.shape)}"
+        if x.dtype != dtype:
+            found, wanted = dtype_name(x.dtype), dtype_name(dtype)
+            return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
+        scales = None if x_scale is None else (x_scale.dtype, list(x_scale.shape))
+        if scales != ((form.scale, [len(x), count]) if count else None):
+            wanted = f"{dtype_name(form.scale)} [{len(x)}, {count}]" if count else "None"
+            return f"x_scale must be {wanted} with rows in {name}, got {scales}"
+        return None
 
     def refuse(self, problem: str) -> NoReturn:
         """For transports without an exchange to ride on: raise here at once, and on the peers when they hear of it, at

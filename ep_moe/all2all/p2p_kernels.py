@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
+from ep_moe.fp8_rows import round_fp8
 from ep_moe.types import PeerRows, PhysicalRouting
 from ep_moe.workspace import Shapes, carve
 
@@ -84,11 +85,14 @@ def send(
     """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
     range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
 
+    x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `fp8_rows` does: each once, between
+        the read and the writes
     blocks: of the GPU's kernel, at most
     """
     if x.is_cuda:
         _triton().send(workspace, x, x_scale, routing, bound, blocks)
         return
+    x, x_scale = _rounded(workspace, x, x_scale)
     for rank, peer in enumerate(workspace.peers):
         wanted = ((routing.ids >= 0) & (routing.ids // workspace.geometry.cap == rank)).any(1).nonzero().flatten()
         peer["rows"][workspace.rank * bound + wanted] = x[wanted]
@@ -96,7 +100,9 @@ def send(
 
 
 def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
-    """As `send`, with rows by copy engines, and few multiprocessors for what belongs to them."""
+    """As `send`, with rows by copy engines, and few multiprocessors for what belongs to them; plain rows are rounded
+    before."""
+    x, x_scale = _rounded(workspace, x, x_scale)
     first = workspace.rank * bound
     for peer in _turn(workspace):
         workspace.peers[peer]["rows"][first : first + len(x)].copy_(x)
@@ -104,6 +110,11 @@ def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing
         _triton().announce(workspace, x_scale, routing, bound)
     else:
         _announce(workspace, x_scale, routing, bound)
+
+
+def _rounded(workspace: Workspace, x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    g = workspace.geometry
+    return (x, x_scale) if x.dtype == g.row_dtype else round_fp8(x, g.wire)
 
 
 def _announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.fp8_rows import SMALLEST
+from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
 from ep_moe.types import PhysicalRouting
 
 _TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows
@@ -22,10 +24,12 @@ def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int
 ) -> None:
     g, at = workspace.geometry, workspace.offsets
-    words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
+    rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
+    elements, scale_words = g.hidden_size if rounds else g.row_bytes // 4, g.scale_bytes // 4
     _send[(min(bound, blocks),)](
-        x.contiguous().view(torch.int32),
+        x.contiguous() if rounds else x.contiguous().view(torch.int32),
         _words(x_scale, x),
+        g.wire.input_scale,
         routing.ids.contiguous(),
         routing.weights.contiguous(),
         workspace.memory.addresses,
@@ -46,23 +50,27 @@ def send(
         LANES=triton.next_power_of_2(g.num_ranks),
         TOP_K=g.top_k,
         WIDTH=triton.next_power_of_2(g.top_k),
-        WORDS=words,
-        WORD_BLOCK=triton.next_power_of_2(words),
+        ELEMENTS=elements,
+        BLOCK=triton.next_power_of_2(elements),
         SCALES=scale_words,
         SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
-        num_warps=8 if words > 1024 else 4,
+        ROUNDS=rounds,
+        SMALLEST=SMALLEST,
+        num_warps=8 if g.row_bytes > 4096 else 4,
     )
 
 
 @triton.jit
 def _send(
-    x, x_scale, ids, weights, peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at,
+    x, x_scale, input_scale, ids, weights, peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at,
     tokens, bound, num_physical, cap,
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
-    WORDS: tl.constexpr, WORD_BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
+    """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words."""
     blocks = tl.num_programs(0)
-    pick, word, step = tl.arange(0, WIDTH), tl.arange(0, WORD_BLOCK), tl.arange(0, SCALE_BLOCK)
+    pick, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
     for token in range(tl.program_id(0), bound, blocks):
         at = tl.cast(token, tl.int64)
         given = (pick < TOP_K) & (token < tokens)
@@ -71,9 +79,14 @@ def _send(
         valid = (id >= 0) & (id < num_physical)
         owner = tl.where(valid, (id // cap).to(tl.int32), RANKS)
         tl.store(sent + at * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=pick < TOP_K)
-        here = (word < WORDS) & (token < tokens)
-        row = tl.load(x + at * WORDS + word, mask=here)
-        if SCALES:
+        here = (element < ELEMENTS) & (token < tokens)
+        row = tl.load(x + at * ELEMENTS + element, mask=here)
+        if ROUNDS == "fp8_block":
+            row, scale = e4m3_blocks(tl.reshape(row.to(tl.float32), [SCALE_BLOCK, 128]), SMALLEST)
+            row, scale = tl.reshape(row, [BLOCK]).to(tl.uint8, bitcast=True), scale.to(tl.int32, bitcast=True)
+        elif ROUNDS == "fp8_tensor":
+            row = e4m3_by(row.to(tl.float32), input_scale)
+        elif SCALES:
             scale = tl.load(x_scale + at * SCALES + step, mask=(step < SCALES) & (token < tokens))
         place = RANK * tl.cast(bound, tl.int64) + token
         for peer in tl.static_range(RANKS):
@@ -83,8 +96,8 @@ def _send(
             tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=pick < TOP_K)
             tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=pick < TOP_K)
             if tl.max((owner == peer).to(tl.int32), axis=0) > 0:
-                their_rows = tl.multiple_of((base + rows_at).to(tl.pointer_type(tl.int32)), 16)
-                tl.store(their_rows + place * WORDS + word, row, mask=here)
+                their_rows = tl.multiple_of((base + rows_at).to(tl.pointer_type(row.dtype)), 16)
+                tl.store(their_rows + place * ELEMENTS + element, row, mask=here)
                 if SCALES:
                     their_scales = (base + scales_at).to(tl.pointer_type(tl.int32))
                     tl.store(their_scales + place * SCALES + step, scale, mask=step < SCALES)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ep_moe.fp8_rows_triton import e4m3_blocks
+
 
 @triton.jit
 def gemm(
@@ -88,9 +90,7 @@ def _store_quantized(
 @triton.jit
 def _quantized(value, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     value = tl.reshape(value, [ROWS, COLUMNS // 128, 128])
-    # exact division, so that rows rounded on a GPU and on a CPU have the same bits
-    step = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 2), SMALLEST), 448.0)
-    quantized = (value * tl.div_rn(1.0, step)[:, :, None]).to(tl.float8e4nv)
+    quantized, step = e4m3_blocks(value, SMALLEST)
     return tl.reshape(quantized, [ROWS, COLUMNS]), step
 
 

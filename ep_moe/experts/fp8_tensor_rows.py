@@ -1,31 +1,11 @@
-"""Rows in fp8_tensor: E4M3 under one scale that is known beforehand. Plain torch, and Triton on GPUs.
-
-The torch forms are the definition, and what runs on a CPU; the Triton forms are one launch each and never wait. The
-scale is a number of the launch, so that none has to be made on the device. Numbers and scales are those of
-`fp8_scales.round_rows`, bit for bit.
-"""
+"""What kernels want to know of rows that came in fp8_tensor (`fp8_rows`). Plain torch, and Triton on GPUs: one launch
+that never waits."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ep_moe.experts.fp8_scales import FP8_MAX, TensorScales
-
-
-def round_by(x: Tensor, input_scale: float) -> Tensor:
-    """x / input_scale in E4M3 [..., H], saturating at 448; a NaN stays one."""
-    x = x.detach().contiguous()
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    if x.is_cuda:
-        _triton().round_by(x, input_scale, out)
-        return out
-    return out.copy_((x.float() / torch.tensor(input_scale)).clamp(-FP8_MAX, FP8_MAX))
-
-
-def widen_by(x: Tensor, input_scale: float, dtype: torch.dtype) -> Tensor:
-    """The inverse, rounded to `dtype`."""
-    return (x.float() * input_scale).to(dtype)
+from ep_moe.experts.fp8_scales import TensorScales
 
 
 def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:

@@ -1,4 +1,4 @@
-"""Rows as they travel: rounded before, widened after."""
+"""Rows as they travel: rounded before, where the transport does not do it itself, and widened after."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Wire
-from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
-from ep_moe.experts.fp8_tensor_rows import round_by, widen_by
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.fp8_rows import round_fp8, widen_blocks, widen_by
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.weights.microscale import dequantize_mxfp8, dequantize_nvfp4
 
@@ -17,11 +16,8 @@ def round_rows(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
     """x [T, H] as `wire.dispatch` says: numbers [T, H / packed], and scales [T, H / block], None where it has none."""
     if wire.dispatch == "plain":
         return x, None
-    if wire.dispatch == "fp8_block":
-        return round_blocks(x)
-    if wire.dispatch == "fp8_tensor":
-        assert wire.input_scale is not None
-        return round_by(x, wire.input_scale), None
+    if wire.dispatch in ("fp8_block", "fp8_tensor"):
+        return round_fp8(x, wire)
     form, x, hidden = ROW_FORMATS[wire.dispatch], x.detach().contiguous(), x.shape[1]
     data = torch.empty(len(x), form.columns(hidden), dtype=form.number, device=x.device)
     scale = torch.empty(len(x), form.scales(hidden), dtype=form.scale, device=x.device)

@@ -24,7 +24,7 @@ from torch import Tensor
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
-from ep_moe.experts.layouts import localized
+from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.transport_case import Case, DispatcherFactory, run, said
 from ep_moe.testing.transport_endings import (
@@ -41,11 +41,12 @@ from ep_moe.testing.transport_rows import (
     expected,
     geometry,
     moved,
+    rounded,
     routes,
     rows,
     tolerance,
 )
-from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, RowLayout
+from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout
 
 REPLAYS = 1000
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
@@ -144,6 +145,38 @@ def views_are_taken(case: Case) -> None:
     ids = torch.cat([routing.ids, routing.ids], 1)[:, : case.shape.top_k].int()
     weights = torch.cat([routing.weights, routing.weights], 1)[:, : case.shape.top_k]
     case.same(case.once(wide, PhysicalRouting(PhysicalIds(ids), weights)), wanted, "views")
+
+
+def rows_that_come_plain_are_rounded_as_before_the_wire(case: Case) -> None:
+    """The same bits arrive, however large or small the numbers are, and what is no number stays none. Both ways to send
+    them: alone, and beside other work."""
+    if not case.rounds:
+        return
+    g, tokens = case.shape, MAX_TOKENS - case.rank
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(case.rank))
+    x = x.mul(torch.logspace(-4, 2, HIDDEN))
+    x[0], x[1, 3], x[2, 200], x[3] = 0, torch.nan, torch.inf, -6e4
+    x = x.to(g.dtype).to(case.device)
+    routing = moved(routes(case.rank, tokens, case.ranks, g.top_k), case.device)
+    for what in ("alone", "beside other work"):
+        arrived = []
+        for data, scale in ((x, None), rounded(x, g)):
+            if what == "alone":
+                received = case.dispatcher.dispatch(data, routing, scale)
+            else:
+                received = case.dispatcher.dispatch_start(data, routing, x_scale=scale).wait()
+            arrived.append(_bits(received))
+            case.dispatcher.combine(case.experts(received), received.handle)
+        case.that(torch.equal(*arrived), f"other bits than those of rows that were rounded before, {what}")
+
+
+def _bits(received: Received) -> Tensor:
+    """Of all numbers and scales that are for an expert here."""
+    received = as_rank_major(localized(received, CAP), CAP)
+    assert received.local_ids is not None
+    here = (received.local_ids >= 0).any(1)
+    parts = [part for part in (received.x, received.x_scale) if part is not None]
+    return torch.cat([part[here].contiguous().view(torch.uint8).flatten() for part in parts])
 
 
 def two_in_flight(case: Case) -> None:
@@ -307,6 +340,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     uneven_and_empty_ranks,
     rows_go_where_they_belong,
     views_are_taken,
+    rows_that_come_plain_are_rounded_as_before_the_wire,
     two_in_flight,
     nan_stays_with_its_owner,
     equal_calls_give_equal_bits,

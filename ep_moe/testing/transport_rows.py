@@ -96,6 +96,6 @@ def same(actual: Tensor, wanted: Tensor, what: object, rtol: float = 0.0) -> Non
     torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=rtol, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-def written(x: Tensor, shape: Geometry) -> tuple[Tensor, Tensor | None]:
-    """Rows as they are dispatched: x and x_scale."""
+def rounded(x: Tensor, shape: Geometry) -> tuple[Tensor, Tensor | None]:
+    """Rows as they travel: x and x_scale."""
     return round_rows(x, shape.wire)

@@ -15,6 +15,7 @@ from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
+from ep_moe.fp8_rows import round_blocks
 from ep_moe.parallel.link import Link
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_endings import a_peer_that_never_comes
@@ -215,6 +216,18 @@ class Unscaled(TorchAll2AllDispatcher):
         return super()._told(received)
 
 
+class CoarseScales(TorchAll2AllDispatcher):
+    """Rounds rows in its own write, to scales of fewer bits."""
+
+    capabilities = dataclasses.replace(TorchAll2AllDispatcher.capabilities, rounds=frozenset({"fp8_block"}))
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        if x.dtype != self.geometry.row_dtype:
+            x, x_scale = round_blocks(x)
+            x_scale = x_scale.bfloat16().float()
+        return super()._dispatch(x, x_scale, routing, problem, max_tokens)
+
+
 class Copied(TorchAll2AllDispatcher):
     """Claims to send a row once per rank, and sends it to every rank."""
 
@@ -253,6 +266,7 @@ def test_the_suite_sees_what_refusals_lack(world_size):
         (LastRowLost, "uneven and empty ranks"),
         (Untyped, "uneven and empty ranks .*fp8_tensor"),
         (Unscaled, "uneven and empty ranks .*fp8_tensor"),
+        (CoarseScales, "rows that come plain are rounded as before the wire .*fp8_block.*other bits"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

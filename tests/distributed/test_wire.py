@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, registry
+from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
-from ep_moe.experts.fp8_rows import round_blocks, widen_blocks
 from ep_moe.experts.wire_rows import round_rows, widen_rows
+from ep_moe.fp8_rows import round_blocks, widen_blocks
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.schemes import SCHEMES
+from tests.distributed import test_layer_static
 from tests.distributed.cases import everywhere, same_error
 from tests.distributed.test_blackwell_layer import on_the_cpu
 from tests.helpers import assert_same, fill, integer_routing, integer_rows, oracle
@@ -82,6 +86,39 @@ def test_calibrated_rows_have_the_same_bits_on_either_side_of_the_wire(all2all, 
                 found.append(layer.forward_routed(x, routing))
     assert torch.equal(found[1], found[0])
     assert not tokens or not torch.equal(found[2], found[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 over an emulation, on the CPU")
+@distributed(2)
+@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.dispatch)
+def test_rows_that_the_transport_rounds_itself(wire, world_size, monkeypatch):
+    """In one go, in parts and beside shared experts; the same numbers as over a transport that does not."""
+    test_layer_static.on_the_cpu(NVLinkP2PDispatcher)
+    given, dispatch = [], NVLinkP2PDispatcher._dispatch
+
+    def noted(self, x, *arguments):
+        given.append((x.dtype, self._by_copies))
+        return dispatch(self, x, *arguments)
+
+    monkeypatch.setattr(NVLinkP2PDispatcher, "_dispatch", noted)
+    shared = dataclasses.replace(CONFIG, shared_intermediate_size=16)
+    rank = dist.get_rank()
+    for config, pipeline in ((CONFIG, None), (CONFIG, 2), (shared, None)):
+        found = []
+        for all2all in ("torch_a2a", "nvlink_p2p"):
+            asked = {"all2all": all2all, "wire": wire, "pipeline": pipeline if all2all == "nvlink_p2p" else None}
+            with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=5) as context, torch.no_grad():
+                layer = fill(MoELayer(config, context, **asked))
+                if layer.shared_experts is not None:
+                    for weight in layer.shared_experts.parameters():
+                        weight.zero_()
+                x = torch.randn(5 - rank, CONFIG.hidden_size, generator=torch.Generator().manual_seed(rank))
+                found.append(layer.forward_routed(x, integer_routing(len(x), CONFIG, rank)))
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5 * float(found[0].abs().max()))
+    ours = wire.dispatch in ("fp8_block", "fp8_tensor")
+    arrives = torch.float32 if ours else ROW_FORMATS[wire.dispatch].number
+    assert {dtype for dtype, _ in given} == {arrives}
+    assert {copies for _, copies in given} == {False, True}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32, on the CPU")

@@ -1,0 +1,63 @@
+"""The Triton forms of `fp8_rows`, and their arithmetic for the kernels that round rows on their way: it stands here
+once, so that a row has the same bits wherever it is rounded."""
+
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ep_moe.fp8_rows import BLOCK, SMALLEST
+
+_TILE, _WIDE_TILE = 1024, 4096  # numbers of a program; the latter from so many programs on that all are busy
+_FP8_MAX, _FP8_NAN = tl.constexpr(448.0), tl.constexpr(127)
+
+
+def round_blocks(x: Tensor, out: Tensor, scale: Tensor) -> None:
+    if blocks := scale.numel():
+        tall = _WIDE_TILE // BLOCK
+        _round_blocks[(triton.cdiv(blocks, tall),)](x, out, scale, blocks, SMALLEST=SMALLEST, BLOCKS=tall)
+
+
+def round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
+    if x.numel():
+        wide = x.numel() >= 1 << 21
+        tile = _WIDE_TILE if wide else _TILE
+        warps = 8 if wide else 4
+        _round_by[(triton.cdiv(x.numel(), tile),)](x, input_scale, out, x.numel(), TILE=tile, num_warps=warps)
+
+
+@triton.jit
+def e4m3_blocks(value, SMALLEST: tl.constexpr):
+    """value: float32 [..., 128]. E4M3 numbers, and the scale of each 128."""
+    # exact division, so that rows rounded on a GPU and on a CPU have the same bits
+    step = tl.div_rn(tl.maximum(tl.max(tl.abs(value), -1), SMALLEST), 448.0)
+    return (value * tl.expand_dims(tl.div_rn(1.0, step), -1)).to(tl.float8e4nv), step
+
+
+@triton.jit
+def e4m3_by(value, input_scale):
+    """value: float32. The bits of E4M3 numbers, uint8."""
+    value = tl.div_rn(value, tl.cast(input_scale, tl.float32))  # it may have been a whole number
+    rounded = tl.minimum(tl.maximum(value, -_FP8_MAX), _FP8_MAX).to(tl.float8e4nv)  # minima leave NaN out
+    return tl.where(value != value, _FP8_NAN, rounded.to(tl.uint8, bitcast=True)).to(tl.uint8)
+
+
+@triton.jit
+def _round_blocks(x, out, scale, blocks, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    number, step = e4m3_blocks(tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32), SMALLEST)
+    tl.store(out + at, number, mask=inside[:, None])
+    tl.store(scale + block, step, mask=inside)
+
+
+@triton.jit
+def _round_by(x, input_scale, out, numbers, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    bits = e4m3_by(tl.load(x + at, mask=at < numbers, other=0.0).to(tl.float32), input_scale)
+    tl.store(out.to(tl.pointer_type(tl.uint8), bitcast=True) + at, bits, mask=at < numbers)
