@@ -122,7 +122,7 @@ class ExpertBalancer:
         return BalancerStats(
             state=self._state,
             steps=self._steps,
-            staging_bytes=self._mover.staging_bytes,
+            staging_bytes=self._mover.staging.bytes,
             layers=self._window,
             price=self._price,
             error=self._error,
@@ -222,11 +222,7 @@ class ExpertBalancer:
         if not self._background.done:
             return
         decision: Decision = self._background.result()
-        rows = size = outbox = 0
-        for layer, part in self._changes(decision):
-            rows, size = max(rows, len(part.staged)), max(size, self._row_bytes(layer))
-            outbox = max(outbox, part.outbox_bytes)
-        if self._mover.reserve(rows, size, outbox):
+        if self._mover.staging.reserve(decision.room):
             self._decision = decision
 
     def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, Itinerary]]:
@@ -363,7 +359,7 @@ class ExpertBalancer:
         self._decision = self._background = self._migration = None
         self._problem, self._trouble = "", Trouble.NONE
         self._queue = []
-        self._mover.release()
+        self._mover.staging.release()
 
     def _go_back(self, words: str) -> NoReturn:
         """On all ranks alike, nothing under way between any of them."""

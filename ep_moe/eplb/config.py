@@ -17,7 +17,8 @@ class EPLBConfig:
     window: the last so many of them are counted
     bytes_per_step: what a rank sends, and what it receives, in one step
     bytes_per_commit: what a rank rewrites between two forwards, where experts do not change places in larger cycles; a
-        layer that needs more is put in force in pieces, each a map of its own
+        layer that needs more is put in force in pieces, each a map of its own. A balancer holds both as memory, the
+        step's for 16 experts at most and the commit's for 8 at least, and for no more than a layer has on a rank
     sync_every: steps between two looks at the other ranks while a rebalance is under way. A layer is put in force at
         such a step; nothing is exchanged while none is under way
     deadline_s: after that a rank that does not answer is lost, a transfer after half of it; at most the context's

@@ -16,6 +16,7 @@ from ep_moe.config import flat_facts
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migrate import BalancedLayer, Mover
 from ep_moe.eplb.pact import Pact
+from ep_moe.eplb.staging import Room, Staging
 from ep_moe.eplb.store import Checksum, SlotStore
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.agree import Agreement
@@ -59,10 +60,15 @@ class Connections:
 def connect(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
     """Agree, then make the groups. Raises ConfigError on all ranks of the world alike."""
     deadline = _deadline(config, context)
+    checksum = Checksum(torch.device("cpu"))
+    stores = [SlotStore(layer.expert_weights, checksum) for layer in layers]
     problem: EPMoEError | None = None
+    staging: Staging | None = None
     try:
         # first among the ranks that run these layers; what they find is told to the others below
-        context.agreement.same("ExpertBalancer", _facts(layers, context.device), _problem(layers, context, config))
+        facts = _facts(layers, stores, context.device)
+        context.agreement.same("ExpertBalancer", facts, _problem(layers, context, config))
+        staging = _staging(stores, context.device, config)
     except EPMoEError as error:
         problem = error
     layout, number = context.layout, 0
@@ -76,15 +82,29 @@ def connect(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfi
         every.same("ExpertBalancer", flat_facts(config, "EPLBConfig"), problem)
     elif problem is not None:
         raise problem
+    assert staging is not None, "all ranks would have raised"
     groups: list[ProcessGroup] = []
     pact = Pact(_own(context, "lockstep", "gloo", deadline, groups))
     # NCCL's own timeout would end the process: the balancer's must come first
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
-    mover = Mover(_own(context, "ep", kind, seconds, groups), context.device, deadline / 2)
-    if layers[0].expert_weights.num_slots:
-        mover.rehearse(SlotStore(layers[0].expert_weights, mover.checksum))
+    mover = Mover(_own(context, "ep", kind, seconds, groups), staging, deadline / 2)
+    for layer in layers:
+        mover.rehearse(layer)
     context.agreement.healthy("ExpertBalancer", None)  # all are connected before any goes on
     return Connections(mover, pact, number, deadline, context.agreement, groups)
+
+
+def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConfig) -> Staging:
+    """What all maps but rare ones need, before any group is made: a rank without memory is no rank's peer."""
+    sizes = [(store.slots, store.row_bytes) for store in stores]
+    room = Room.usual(sizes, budget=config.bytes_per_step, commit=config.bytes_per_commit)
+    try:
+        return Staging(room, max(slots for slots, _ in sizes), device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"EPLBConfig.bytes_per_commit={config.bytes_per_commit} and bytes_per_step={config.bytes_per_step} need "
+            f"{sum(room.rows) + room.outbox} bytes of memory on {device}, which are not there; lower them"
+        ) from error
 
 
 def _own(context: Context, kind: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> Link:
@@ -115,11 +135,10 @@ def _deadline(config: EPLBConfig, context: Context) -> float:
     return context.ledger.deadline_s / 2 if config.deadline_s is None else config.deadline_s
 
 
-def _facts(layers: Sequence[BalancedLayer], device: torch.device) -> dict[str, Any]:
-    checksum = Checksum(torch.device("cpu"))
+def _facts(layers: Sequence[BalancedLayer], stores: Sequence[SlotStore], device: torch.device) -> dict[str, Any]:
     return {
         "layers": [layer.name for layer in layers],
-        "bytes of a slot": [SlotStore(layer.expert_weights, checksum).row_bytes for layer in layers],
+        "bytes of a slot": [store.row_bytes for store in stores],
         "expert_map": [layer.placement.expert_map.to_json() for layer in layers],
         "device type": device.type,
     }

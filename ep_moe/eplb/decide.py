@@ -19,6 +19,7 @@ from ep_moe.eplb.pieces import pieces
 from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import LayerTime, Price, verdict
 from ep_moe.eplb.schedule import Itinerary, itinerary
+from ep_moe.eplb.staging import Room
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
@@ -45,6 +46,11 @@ class Decision:
         """64 bits of a hash of the maps, as a signed integer."""
         text = "\n".join(placed.to_json() for placed in self.maps)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+    @cached_property
+    def room(self) -> Room:
+        """That this rank needs."""
+        return Room.of_plan(part for parts in self.itineraries for part in parts)
 
 
 def default_planner(config: EPLBConfig) -> Planner:
@@ -111,7 +117,7 @@ def laid_out(
             found.append(itinerary(one, next_one, rank, **rest))
         parts.append(tuple(found))
     decision = replace(decision, itineraries=tuple(parts))
-    _ = decision.digest  # computed here and kept
+    _ = decision.digest, decision.room  # computed here and kept
     return decision
 
 

@@ -18,13 +18,18 @@ class LoadWindow:
     """The counts of all layers over the last `window` of every `interval` steps, int64 [layers, E]: taken on the
     device, copied to the host without a wait. What others count or reset meanwhile is theirs."""
 
+    @torch.inference_mode(False)  # or what is made within one could not be written outside
     def __init__(self, layers: Sequence[BalancedLayer], interval: int, window: int) -> None:
         self._placements = [layer.placement for layer in layers]
         self._interval, self._window = interval, window
-        self._before: Tensor | None = None
-        self._resets: list[int] = []
-        self._counts: Tensor | None = None
+        self._resets: list[int] | None = None  # while a window is open
         self._event: torch.cuda.Event | None = None
+        self._before = torch.stack([placement.expert_load for placement in self._placements])
+        self._counts = torch.empty_like(self._before)
+        self._on_host = torch.empty(self._counts.shape, dtype=torch.int64, pin_memory=self._counts.is_cuda)
+        # once, since a forward would wait for kernels that are loaded meanwhile
+        self._open()
+        self.close()
         self.opens(0)
 
     def ends(self, steps: int) -> bool:
@@ -37,20 +42,19 @@ class LoadWindow:
             self._open()
 
     def _open(self) -> None:
-        self._before, self._resets = self._now(), self._reset_counts()
+        self._read(self._before)
+        self._resets = self._reset_counts()
 
     def close(self) -> None:
-        assert self._before is not None, "a window ends that has not begun"
-        kept = [mine == before for mine, before in zip(self._reset_counts(), self._resets, strict=True)]
-        # a layer that was reset began anew
-        before = torch.stack(
-            [row if keeps else torch.zeros_like(row) for row, keeps in zip(self._before, kept, strict=True)]
-        )
-        counts, self._before = self._now() - before, None
-        self._counts = torch.empty(counts.shape, dtype=torch.int64, pin_memory=counts.is_cuda)
-        self._counts.copy_(counts, non_blocking=True)
-        self._event = None
-        if counts.is_cuda:
+        assert self._resets is not None, "a window ends that has not begun"
+        for row, mine, before in zip(self._before, self._reset_counts(), self._resets, strict=True):
+            if mine != before:  # a layer that was reset began anew
+                row.zero_()
+        self._resets = None
+        self._read(self._counts)
+        self._counts -= self._before
+        self._on_host.copy_(self._counts, non_blocking=True)
+        if self._counts.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -60,13 +64,11 @@ class LoadWindow:
         return self._event is None or self._event.query()
 
     def take(self) -> Tensor:
-        """The last window's counts of this rank, on the host, once `copied`."""
-        assert self._counts is not None, "no window has ended"
-        counts, self._counts = self._counts, None
-        return counts
+        """The last window's counts of this rank, on the host, once `copied`; until the next `close`."""
+        return self._on_host
 
-    def _now(self) -> Tensor:
-        return torch.stack([placement.expert_load for placement in self._placements])
+    def _read(self, out: Tensor) -> None:
+        torch.stack([placement.expert_load for placement in self._placements], out=out)
 
     def _reset_counts(self) -> list[int]:
         return [placement.resets for placement in self._placements]

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.eplb.schedule import Batch, Itinerary, Piece
+from ep_moe.eplb.staging import Staging
 from ep_moe.eplb.store import Checksum, SlotStore
 from ep_moe.errors import PeerTimeout
 from ep_moe.parallel.link import Link
 from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
-_MADE_AT_ONCE = 32 << 20  # bytes of memory in one step
+_MAPS_AHEAD = 4  # that the device has not come to yet
 
 
 class BalancedLayer(Protocol):
@@ -32,59 +33,48 @@ class BalancedLayer(Protocol):
 class Mover:
     """Bytes between the ranks of an EP group, beside the model: communicator, stream and staging memory of its own.
 
-    link: of the EP group, over a process group that nobody else uses
+    link: of the EP group, over a process group that nobody else uses; staging: on the layers' device
     deadline_s: how long a batch may take
     """
 
-    def __init__(self, link: Link, device: torch.device, deadline_s: float) -> None:
-        self.link, self.device, self.deadline_s = link, device, deadline_s
-        self.checksum = Checksum(device)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._staging: list[Tensor] = []
-        self._outbox = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, link: Link, staging: Staging, deadline_s: float) -> None:
+        self.link, self.staging, self.deadline_s = link, staging, deadline_s
+        self.device = staging.device
+        self.checksum = Checksum(self.device)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._tag = 0
         self._connect()
 
     @torch.no_grad()
-    def rehearse(self, store: SlotStore) -> None:
-        """Once through what moves experts: CUDA loads a kernel at its first use, and everything on the device waits.
-        Slot 0 is read, and written as it is."""
-        torch.zeros(store.slots, dtype=torch.int64, pin_memory=self.stream is not None)
-        row = torch.empty(store.row_bytes, dtype=torch.uint8, device=self.device)
-        store.read(0, 0, store.row_bytes, row)
-        store.damage(row)
-        store.write({0: row})
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(row.numel() for row in self._staging) + self._outbox.numel()
-
-    def reserve(self, rows: int, row_bytes: int, outbox: int) -> bool:
-        """Make some of the room before anything travels, so that a rank without memory says so while no peer waits for
-        it; not all at once, since forwards would wait. Returns whether all is there."""
-        if self._outbox.numel() < outbox:
-            self._outbox = torch.empty(outbox, dtype=torch.uint8, device=self.device)
-        made = 0
-        while len(self._staging) < rows and made < _MADE_AT_ONCE:
-            self._staging.append(torch.empty(row_bytes, dtype=torch.uint8, device=self.device))
-            made += row_bytes
-        return len(self._staging) >= rows
-
-    def release(self) -> None:
-        self._staging.clear()
-        self._outbox = torch.empty(0, dtype=torch.uint8, device=self.device)
-
-    def row(self, index: int, row_bytes: int) -> Tensor:
-        """uint8 [row_bytes] of the reserved memory."""
-        return self._staging[index][:row_bytes]
-
-    def outbox(self, start: int, size: int) -> Tensor:
-        return self._outbox[start : start + size]
+    def rehearse(self, layer: BalancedLayer) -> None:
+        """Once through what moves a layer's experts, on the stream where that is done: a forward would wait for what
+        happens there for the first time, kernels that are compiled or loaded and memory that is made for the stream.
+        Slots are read, and written as they are."""
+        store = SlotStore(layer.expert_weights, self.checksum)
+        self.follow()
+        with self.beside():
+            # two, for every other slot may begin between multiples of 16 bytes: another kernel for Triton
+            for slot in range(min(2, store.slots)):
+                row = self.staging.row(0, store.row_bytes)
+                store.read(slot, 0, store.row_bytes, row)
+                self.staging.damage[slot] = store.damage(row)
+                store.write({slot: row})
+            self.staging.seen.copy_(self.staging.damage, non_blocking=True)
+        self.lead()
+        if self.stream is not None:
+            # what maps are put in force through: the host may be ahead of the device by several
+            tables = (layer.placement.logical_to_physical, layer.placement.replica_count)
+            _ = [torch.empty_like(one, device="cpu", pin_memory=True) for one in tables for _ in range(_MAPS_AHEAD)]
 
     def follow(self) -> None:
         """Nothing on the own stream before what the caller's has been given so far (commits, above all)."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def lead(self) -> None:
+        """Nothing on the caller's stream before what the own one has been given so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -137,8 +127,9 @@ class Migration:
         self._store = SlotStore(layer.expert_weights, mover.checksum)
         self._batches, self._staged = itinerary.batches, itinerary.staged
         self._place = {expert: index for index, expert in enumerate(self._staged)}
-        self._damage = torch.zeros(len(self._staged), dtype=torch.int64, device=mover.device)
-        self._seen = torch.zeros(len(self._staged), dtype=torch.int64, pin_memory=mover.stream is not None)
+        # no other migration is under way
+        self._damage = mover.staging.damage[: len(self._staged)].zero_()
+        self._seen = mover.staging.seen[: len(self._staged)].zero_()
         self._next = 0
         self._flight: _Flight | None = None
         # once and not for each batch, which a caller far ahead of the device would hold up; weights that are written
@@ -194,8 +185,7 @@ class Migration:
     @torch.no_grad()
     def commit(self) -> None:
         """Write the slots in place and put the new map in force, between two forwards."""
-        if self._mover.stream is not None:
-            torch.cuda.current_stream(self._mover.device).wait_stream(self._mover.stream)
+        self._mover.lead()
         self._store.write({slot: self._row(expert) for slot, expert in self.itinerary.slots})
         self.layer.expert_weights.expert_map = self.itinerary.new
         self.layer.placement.update(self.itinerary.new)
@@ -211,7 +201,7 @@ class Migration:
         for sent, received in batch.rounds:
             there = here = None
             if sent is not None:
-                packed = self._mover.outbox(used, sent.stop - sent.start)
+                packed = self._mover.staging.outbox(used, sent.stop - sent.start)
                 self._store.read(self._slot(sent.expert), sent.start, sent.stop, packed)
                 there, used = (packed, sent.peer), used + len(packed)
             if received is not None:
@@ -232,7 +222,7 @@ class Migration:
         return self.itinerary.old.local(self._rank).index(expert)
 
     def _row(self, expert: int) -> Tensor:
-        return self._mover.row(self._place[expert], self._store.row_bytes)
+        return self._mover.staging.row(self._place[expert], self._store.row_bytes)
 
     def _landing(self, piece: Piece) -> Tensor:
         return self._row(piece.expert)[piece.start : piece.stop]

@@ -65,12 +65,14 @@ class Batch:
 class Itinerary:
     """One rank's part in going from `old` to `new`.
 
+    row_bytes: of an expert
     slots: (slot, expert) that it writes at the end; staged: the experts that it needs room for until then
     batches: what it does step by step; outbox_bytes: the most that it sends in one of them
     """
 
     old: ExpertMap
     new: ExpertMap
+    row_bytes: int
     moves: Moves
     slots: tuple[tuple[int, int], ...]
     staged: tuple[int, ...]
@@ -85,7 +87,8 @@ def itinerary(
     planned = moves(old, new, ranks_per_node=ranks_per_node)
     parts = tuple(batches(planned, rank, row_bytes, budget))
     outbox = max([sum(sent.stop - sent.start for sent, _ in part.rounds if sent) for part in parts], default=0)
-    return Itinerary(old, new, planned, tuple(changed_slots(old, new, rank)), planned.staged(rank), parts, outbox)
+    slots = tuple(changed_slots(old, new, rank))
+    return Itinerary(old, new, row_bytes, planned, slots, planned.staged(rank), parts, outbox)
 
 
 def changed_slots(old: ExpertMap, new: ExpertMap, rank: int) -> list[tuple[int, int]]:
@@ -157,6 +160,24 @@ def _exchange(
         sends[edge.source][changed] = receives[edge.target][changed] = edge
 
 
+@dataclass(frozen=True)
+class Parcel:
+    """What a rank sends, and receives, in one batch at most: rows, or one piece of a larger row."""
+
+    pieces: int
+    piece_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.pieces * self.piece_bytes
+
+
+def parcel(row_bytes: int, budget: int) -> Parcel:
+    if row_bytes > budget:
+        return Parcel(1, max(UNIT, budget // UNIT * UNIT))
+    return Parcel(min(budget // row_bytes, MAX_ROUNDS), row_bytes)
+
+
 def batches(planned: Moves, rank: int, row_bytes: int, budget: int) -> list[Batch]:
     """A rank's part, step by step; equally many on all ranks.
 
@@ -164,8 +185,8 @@ def batches(planned: Moves, rank: int, row_bytes: int, budget: int) -> list[Batc
     are larger travel in pieces.
     """
     ranks = len(planned.local)
-    whole = max(1, min(budget // row_bytes, MAX_ROUNDS))
-    piece = row_bytes if row_bytes <= budget else max(UNIT, budget // UNIT * UNIT)
+    most = parcel(row_bytes, budget)
+    whole, piece = most.pieces, most.piece_bytes
     spans = [(start, min(start + piece, row_bytes)) for start in range(0, row_bytes, piece)]
     in_order = [(step, span) for step in rounds(planned.transfers, ranks) for span in spans]
     travel = [in_order[start : start + whole] for start in range(0, len(in_order), whole)]

@@ -42,7 +42,7 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
         layers = make_layers(context, 2)
         cap = layers[0].placement.expert_map.cap
         with ExpertBalancer(layers, context, on_request(bytes_per_step=budget, bytes_per_commit=commit)) as balancer:
-            counted = 0
+            counted, held = 0, balancer.stats().staging_bytes
             for turn in range(4):
                 maps = [random_map(world_size, cap, 10 * turn + index) for index in range(2)]
                 addresses = [p.data_ptr() for layer in layers for p in layer.parameters()]
@@ -57,7 +57,7 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
                     check_call(layer, context, what=f"after plan {turn}")
             stats = balancer.stats()
             assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (counted, 4, 0, "")
-            assert stats.staging_bytes == 0, "memory is given back"
+            assert stats.staging_bytes == held
             assert sum(everywhere(stats.received_bytes)) > 0
 
 
@@ -178,19 +178,20 @@ def test_a_window_counts_its_steps_and_nothing_else(world_size):
 
         config = EPLBConfig(interval=8, window=3, sync_every=1)
         with ExpertBalancer([layer], context, config, planner=planner) as balancer:
-            for number in range(1, 14):
+            for number in range(1, 18):
                 forward(rank if number > 5 else 5)
                 with balancer.no_stats():
                     forward(7)
                 if number == 6:
                     layer.placement.reset_load()
                 balancer.step()
-            balancer.settle()
-            # of steps 7 and 8, for the counters of step 6 were reset
-            assert windows == [[4, 4, 0, 0, 0, 0, 0, 0, 0, 4]]
+                if number in (12, 17):
+                    balancer.settle()
+            # of steps 7 and 8, for the counters of step 6 were reset; of steps 14 to 16
+            assert windows == [[4, 4, 0, 0, 0, 0, 0, 0, 0, 4], [6, 6, 0, 0, 0, 0, 0, 0, 0, 6]]
             (stats,) = balancer.stats().layers
-            assert stats.expert_load == (4, 4, 0, 0, 0, 0, 0, 0, 0, 4)
-            assert sum(stats.rank_load) == 12
+            assert stats.expert_load == (6, 6, 0, 0, 0, 0, 0, 0, 0, 6)
+            assert sum(stats.rank_load) == 18
             layer.placement.reset_load()
             forward(1)
             stats = layer.stats()

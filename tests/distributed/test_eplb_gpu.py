@@ -1,6 +1,9 @@
 """Layers captured in CUDA graphs, on GPUs: replays are right while experts move and after they have moved, and counters
 run in the replays too. Run under torchrun."""
 
+from importlib.util import find_spec
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,47 @@ from tests.distributed.test_layer_static import TOKENS, WIDE, Captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 BUDGETS = {"in pieces": 200_000, "all at once": 1 << 30}  # bytes per step; a row has 400,000 to 800,000
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@distributed(2, 4)  # before the other tests of this process: what they have compiled is there
+def test_the_first_rebalance_makes_nothing(world_size):
+    """From a balancer's making to its last commit no memory of the device, no pinned memory and no kernel is made:
+    forwards would wait. Every other slot of one layer has a scale that begins between multiples of 16 bytes."""
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device()) as context:
+        large = MoEConfig(hidden_size=1024, intermediate_size=1024, num_experts=10, top_k=3)
+        names = {"all2all": "allgather", "experts": "reference"}
+        layers = [*make_layers(context, **names), *make_layers(context, config=large, **names)]
+        held = layers[1].expert_weights
+        held.register_buffer("w13_extra_scale", torch.ones(held.num_slots, 6, device=context.device))
+        maps = [random_map(world_size, layers[0].placement.expert_map.cap, seed) for seed in (1, 2)]
+        config = EPLBConfig(interval=4, window=4, sync_every=2, bytes_per_step=4 << 20)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        with ExpertBalancer(layers, context, config, planner=lambda load, current: maps) as balancer:
+            before, compiled = _made(), []
+            # no forwards: they would leave memory behind that a rebalance could use
+            with on_compilation(lambda **found: compiled.append(found["repr"])):
+                while balancer.stats().commits < 2:
+                    for layer in layers:
+                        layer.placement.expert_load.add_(1)
+                    balancer.step()
+            assert _made() == before
+            assert compiled == []
+            balancer.settle()
+            for layer in layers:
+                assert_slots(layer)
+
+
+def _made():
+    """How often the driver was asked for memory: of the device, and pinned."""
+    return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
+
+
+def on_compilation(call):
+    from triton import knobs
+
+    return mock.patch.object(knobs.runtime, "jit_post_compile_hook", call)
 
 
 def settled(balancer, check, most=3000):
