@@ -1,6 +1,7 @@
 """`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
 experts' last kernel writes its answers straight back, where it can, or they are read from where it left them: two
-kernels in all. Beside other work, large calls go by copy engines.
+kernels in all. Few tokens, and their answers, go by cells, for which nobody has to be told (`p2p_cells_triton`); beside
+other work, large calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
 rows set out, and whoever wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row goes
@@ -74,6 +75,9 @@ class NVLinkP2PDispatcher(Dispatcher):
         static=True,
         peer_out=True,
     )
+    few_bytes: ClassVar[int] = (
+        1 << 18
+    )  # of a rank's rows, to all others, up to which they and their answers go by cells
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
     def __init__(self, geometry: Geometry, link: Link) -> None:
@@ -94,7 +98,7 @@ class NVLinkP2PDispatcher(Dispatcher):
     @classmethod
     def buffer_bytes(cls, geometry: Geometry) -> int:
         """All that is allocated for one call in flight, flags included."""
-        return carved_bytes(place_shapes(geometry))
+        return carved_bytes(place_shapes(geometry, cls._few(geometry)))
 
     @classmethod
     def calls_in_parts(cls, geometry: Geometry) -> int:
@@ -111,10 +115,10 @@ class NVLinkP2PDispatcher(Dispatcher):
         assert max_tokens is not None
         lane.busy = True
         places = lane.library.places
-        if self._by_copies:
+        if self._by_copies(max_tokens):
             send_copies(lane.library, x, x_scale, routing, max_tokens)
         else:
-            send(lane.library, x, x_scale, routing, max_tokens, self._blocks)
+            send(lane.library, x, x_scale, routing, max_tokens, self._blocks, cells=self._by_cells(max_tokens))
         rows = self.link.size * max_tokens
         received = Received(
             x=places["rows"][:rows],
@@ -125,7 +129,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             wire_ids=WireIds(PhysicalIds(places["ids"][:rows]), self.link.rank * self.geometry.cap),
             weights=places["weights"][:rows],
             out=places["answers"][:rows],
-            peer_out=lane.library.peer_out(max_tokens),
+            peer_out=None if self._by_cells(max_tokens) else lane.library.peer_out(max_tokens),
         )
         return Pending(lambda: received)
 
@@ -133,8 +137,9 @@ class NVLinkP2PDispatcher(Dispatcher):
         answers = handle.lane.library.places["answers"]
         if y.data_ptr() != answers.data_ptr():
             answers[: len(y)].copy_(y)
-        if not self._by_copies:
-            out = receive(handle.lane.library, handle.tokens, handle.bound, self._blocks)
+        if not self._by_copies(handle.bound):
+            cells = self._by_cells(handle.bound)
+            out = receive(handle.lane.library, handle.tokens, handle.bound, self._blocks, cells=cells)
             handle.lane.release(y.device)
             return Pending(lambda: out)
         give_copies(handle.lane.library, handle.bound)
@@ -142,7 +147,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         return Pending(partial(self._take, handle, tell=False))
 
     def _combine_written(self, handle: _Handle) -> Pending[Tensor]:
-        if not self._by_copies:
+        if not self._by_copies(handle.bound):
             out = self._take(handle, tell=True)
             return Pending(lambda: out)
         tell_given(handle.lane.library)
@@ -160,30 +165,41 @@ class NVLinkP2PDispatcher(Dispatcher):
         assert max_tokens is not None
         ids = torch.empty(0, self.geometry.top_k, dtype=torch.int64, device=device)
         nowhere = PhysicalRouting(PhysicalIds(ids), ids.float())
-        send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS)
+        cells = self._by_cells(max_tokens)
+        send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS, cells=cells)
         lane.library.places["answers"].fill_(torch.nan)
         give_copies(lane.library, max_tokens)  # the peers may await them, or come and read
-        receive(lane.library, 0, max_tokens, BLOCKS)
+        receive(lane.library, 0, max_tokens, BLOCKS, cells=cells)
 
-    @property
-    def _by_copies(self) -> bool:
-        """Of the present call. All ranks alike start it beside other work, or do not."""
-        return self._side.active and self._copies(self.geometry)
+    def _by_copies(self, bound: int) -> bool:
+        """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""
+        return self._side.active and self._copies(self.geometry) and not self._by_cells(bound)
+
+    def _by_cells(self, bound: int) -> bool:
+        """A call, from end to end: a rank that refuses knows no more of it."""
+        return bound <= self._few(self.geometry)
 
     @property
     def _blocks(self) -> int:
         return BLOCKS_BESIDE if self._side.active else BLOCKS
 
     @classmethod
+    def _few(cls, geometry: Geometry) -> int:
+        """Tokens of a rank that go by cells: twice the bytes, so that with many the links are what takes time."""
+        others = max(geometry.num_ranks - 1, 1) * geometry.hidden_size * geometry.dtype.itemsize
+        return cls.few_bytes // others
+
+    @classmethod
     def _copies(cls, geometry: Geometry) -> bool:
         assert geometry.max_tokens is not None
-        return geometry.max_tokens * geometry.row_bytes >= cls.copied_bytes
+        many = geometry.max_tokens > cls._few(geometry)
+        return many and geometry.max_tokens * geometry.row_bytes >= cls.copied_bytes
 
     def destroy(self) -> None:
         self.lanes.destroy()
 
     def _connect(self, device: torch.device) -> Workspace:
-        shapes = place_shapes(self.geometry)
+        shapes = place_shapes(self.geometry, self._few(self.geometry))
         try:
             memory = make_memory(self.link, device, carved_bytes(shapes))
         except (ImportError, OSError, RuntimeError) as error:

@@ -4,7 +4,7 @@ memory; the Triton forms (GPUs) are one launch each.
 Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted. Copied by the GPU's copy engines,
 all rows go to all ranks: a little more on the wire, and no multiprocessor is busy with it. Answers come in one of
 three: written to the ranks that wait for them by the experts' own last kernel; read by those ranks from where the
-experts left them; or copied as rows are.
+experts left them; or copied as rows are. Few rows, and their answers, go by cells on GPUs (`p2p_cells_triton`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from ep_moe.types import PeerRows, PhysicalRouting
 from ep_moe.workspace import Shapes, carve
 
 _SENT, _ANSWERED = 0, 1  # rows of flags
+_CELLS = ("row_cells", "answer_cells")
 
 
-def place_shapes(geometry: Geometry) -> Shapes:
+def place_shapes(geometry: Geometry, few: int) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
     answers [N, H]: read by peers, token by token; arrived [N, H]: where peers write or copy theirs to, rank by rank
+    row_cells, answer_cells [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
     flags [2, R]: how many dispatches and combines of each peer have got so far
     """
     g = geometry
     assert g.max_tokens is not None
-    places = g.num_ranks * g.max_tokens
+    places, few = g.num_ranks * g.max_tokens, min(few, g.max_tokens)
+    row = 2 * g.top_k + (g.row_bytes + g.scale_bytes) // 4
+    answer = g.hidden_size * g.dtype.itemsize // 4 + 1
     return {
         "rows": ((places, g.columns), g.row_dtype),
         "scales": ((places, g.scales), g.row_format.scale),
@@ -40,8 +44,15 @@ def place_shapes(geometry: Geometry) -> Shapes:
         "weights": ((places, g.top_k), torch.float32),
         "answers": ((places, g.hidden_size), g.dtype),
         "arrived": ((places, g.hidden_size), g.dtype),
+        "row_cells": ((g.num_ranks, few, _even(row)), torch.int64),
+        "answer_cells": ((g.num_ranks, few, _even(answer)), torch.int64),
         "flags": ((2, g.num_ranks), torch.int32),
     }
+
+
+def _even(cells: int) -> int:
+    """Two cells are stored at once."""
+    return cells + cells % 2
 
 
 class Workspace:
@@ -50,7 +61,9 @@ class Workspace:
     places: this rank's tensors by name; peers: those of all ranks; offsets: bytes from the beginning, equal on all
     sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
         which peers lay out by another bound
-    calls: int32 [2], dispatches so far, and blocks of the present one that have written
+    calls: int32 [3], the number of the call under way; blocks of its dispatch that have written; the number of the last
+        call. Dispatch makes the first out of the last, and combine the last out of the first, so that no kernel
+        changes what its later blocks have yet to read
     """
 
     def __init__(self, geometry: Geometry, rank: int, shapes: Shapes, memory: Any) -> None:
@@ -60,7 +73,7 @@ class Workspace:
         start = memory.local.data_ptr()
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
         self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
-        self.calls = torch.zeros(2, dtype=torch.int32, device=memory.local.device)
+        self.calls = torch.zeros(3, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[int, PeerRows] = {}  # by bound: few, and made once
 
     def peer_out(self, bound: int) -> PeerRows:
@@ -80,23 +93,28 @@ class Workspace:
 
 
 def send(
-    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int
-) -> None:
+    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
+    cells: bool = False,
+) -> None:  # fmt: skip
     """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
     range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
 
     x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `fp8_rows` does: each once, between
         the read and the writes
-    blocks: of the GPU's kernel, at most
+    blocks: of the GPU's kernel, at most; cells: the few tokens go by cells there. All ranks send alike, and receive as
+        they send
     """
     if x.is_cuda:
-        _triton().send(workspace, x, x_scale, routing, bound, blocks)
+        if cells:
+            _cells().send(workspace, x, x_scale, routing, bound)
+        else:
+            _triton().send(workspace, x, x_scale, routing, bound, blocks)
         return
     x, x_scale = _rounded(workspace, x, x_scale)
     for rank, peer in enumerate(workspace.peers):
         wanted = ((routing.ids >= 0) & (routing.ids // workspace.geometry.cap == rank)).any(1).nonzero().flatten()
         peer["rows"][workspace.rank * bound + wanted] = x[wanted]
-    _announce(workspace, x_scale, routing, bound)
+    _announce(workspace, x_scale, routing, bound, cells=cells)
 
 
 def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
@@ -117,7 +135,9 @@ def _rounded(workspace: Workspace, x: Tensor, x_scale: Tensor | None) -> tuple[T
     return (x, x_scale) if x.dtype == g.row_dtype else round_fp8(x, g.wire)
 
 
-def _announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
+def _announce(
+    workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *, cells: bool = False
+) -> None:
     g, first, tokens = workspace.geometry, workspace.rank * bound, len(routing.ids)
     valid = (routing.ids >= 0) & (routing.ids < g.num_physical)
     ids, weights = torch.full((bound, g.top_k), -1, dtype=torch.int32), torch.zeros(bound, g.top_k)
@@ -127,19 +147,21 @@ def _announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRou
         peer["ids"][first : first + bound], peer["weights"][first : first + bound] = ids, weights
         if x_scale is not None:
             peer["scales"][first : first + tokens] = x_scale
-    workspace.calls[0] += 1
-    _tell(workspace, _SENT)
-    _wait(workspace, _SENT)
+    workspace.calls[0] = workspace.calls[2] + 1
+    _tell(workspace, _SENT, cells=cells)
+    _wait(workspace, _SENT, cells=cells)
 
 
-def receive(workspace: Workspace, tokens: int, bound: int, blocks: int) -> Tensor:
+def receive(workspace: Workspace, tokens: int, bound: int, blocks: int, *, cells: bool = False) -> Tensor:
     """Wait until the peers' answers are ready, and sum those of this rank's tokens in the order of ranks, in float32:
     [T, H]."""
     if workspace.calls.is_cuda:
-        found: Tensor = _triton().receive(workspace, tokens, bound, blocks)
+        found: Tensor = (
+            _cells().receive(workspace, tokens, bound) if cells else _triton().receive(workspace, tokens, bound, blocks)
+        )
         return found
-    _tell(workspace, _ANSWERED)
-    _wait(workspace, _ANSWERED)
+    _tell(workspace, _ANSWERED, cells=cells)
+    _wait(workspace, _ANSWERED, cells=cells)
     first = workspace.rank * bound
     return _sum(workspace, tokens, [peer["answers"][first:] for peer in workspace.peers])
 
@@ -177,16 +199,21 @@ def _sum(workspace: Workspace, tokens: int, answers: list[Tensor]) -> Tensor:
     for rank, rows in enumerate(answers):
         here = ((ids // g.cap == rank) & (ids >= 0)).any(1, keepdim=True)
         total += rows[:tokens].float().where(here, 0.0)
+    workspace.calls[2] = workspace.calls[0]
     return total.to(g.dtype)
 
 
-def _tell(workspace: Workspace, phase: int) -> None:
+def _tell(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
+    """cells: by one cell in the place of all: who waits for a flag sees nothing of it."""
     for peer in workspace.peers:
-        peer["flags"][phase, workspace.rank] = workspace.calls[0]
+        place = peer[_CELLS[phase]][workspace.rank, 0, :1] if cells else peer["flags"][phase, workspace.rank]
+        place.copy_(workspace.calls[0])
 
 
-def _wait(workspace: Workspace, phase: int) -> None:
-    while (workspace.places["flags"][phase] - workspace.calls[0] < 0).any():
+def _wait(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
+    places = workspace.places
+    told = places[_CELLS[phase]][:, 0, 0] if cells else places["flags"][phase]
+    while (told - workspace.calls[0] < 0).any():
         time.sleep(2e-5)
 
 
@@ -194,6 +221,12 @@ def _turn(workspace: Workspace) -> list[int]:
     """All ranks, each rank's own list beginning with itself, so that no two copy to one at once."""
     ranks = len(workspace.peers)
     return [(workspace.rank + step) % ranks for step in range(ranks)]
+
+
+def _cells():  # type: ignore[no-untyped-def]
+    from ep_moe.all2all import p2p_cells_triton
+
+    return p2p_cells_triton
 
 
 def _triton():  # type: ignore[no-untyped-def]

@@ -38,7 +38,9 @@ from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
 from ep_moe.placement.expert_map import ExpertMap
 
-WARM, USUAL = 20, 200  # forwards that are thrown away, and that are timed before anything moves
+# forwards that are thrown away, and that are timed before anything moves: as many as later, so that what holds up the
+# host now and then is not taken for the rebalance
+WARM, USUAL = 20, 1500
 AHEAD = 2  # forwards
 LATE = 1.2
 _MOST = 20_000  # forwards while moving, after which something is wrong
@@ -64,6 +66,9 @@ class Result:
 
 
 def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_per_step: int) -> Result:
+    # a full collection of Python's holds up the host for some 100 ms, whether experts move or not
+    gc.collect()
+    gc.freeze()
     forward = passed(context, layers, tokens)
     for layer in layers:
         layer.requires_grad_(False)
@@ -106,7 +111,11 @@ def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Calla
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward()
-    return graph.replay
+
+    def replay(_read: Callable[[], Any] = forward) -> None:  # rows and routes live as long as what was captured
+        graph.replay()
+
+    return replay
 
 
 def timed(
@@ -171,8 +180,6 @@ def main() -> None:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
         layers = [build(context, config, variant) for _ in range(asked.layers)]
         tune(context, asked.tokens)
-        gc.collect()
-        gc.freeze()  # a full collection of Python's holds up the host for some 100 ms, whether experts move or not
         for tokens in asked.tokens:
             with context.at_most(tokens):
                 results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]

@@ -81,30 +81,38 @@ def test_pplx(world_size):
     check_dispatcher(pplx_alone, top_ks=(3,), dtypes=(torch.bfloat16,))
 
 
-def p2p(shape: Geometry, link: Link) -> Dispatcher:
+def p2p(shape: Geometry, link: Link, kind=nvlink_p2p.NVLinkP2PDispatcher) -> Dispatcher:
     if rank_device().type == "cpu":
         nvlink_p2p.make_memory = make_memory
-    return nvlink_p2p.NVLinkP2PDispatcher(shape, link)
+    return kind(shape, link)
+
+
+class ManyTokens(nvlink_p2p.NVLinkP2PDispatcher):
+    """As calls of many tokens travel."""
+
+    few_bytes = 0
 
 
 class CopyEngines(nvlink_p2p.NVLinkP2PDispatcher):
     """As large calls travel beside other work."""
 
-    copied_bytes = 0
+    few_bytes = copied_bytes = 0
+
+
+def p2p_many(shape: Geometry, link: Link) -> Dispatcher:
+    return p2p(shape, link, ManyTokens)
 
 
 def p2p_copies(shape: Geometry, link: Link) -> Dispatcher:
-    if rank_device().type == "cpu":
-        nvlink_p2p.make_memory = make_memory
-    return CopyEngines(shape, link)
+    return p2p(shape, link, CopyEngines)
 
 
 @distributed(2, 4)
-@pytest.mark.parametrize("make", [p2p, p2p_copies], ids=["kernels", "copies"])
+@pytest.mark.parametrize("make", [p2p, p2p_many, p2p_copies], ids=["cells", "kernels", "copies"])
 def test_nvlink_p2p(make, world_size):
     if rank_device().type == "cuda" and (why := nvlink_p2p.NVLinkP2PDispatcher.available()):
         pytest.skip(why)
-    check_dispatcher(make, top_ks=(1, 3) if make is p2p else (3,))
+    check_dispatcher(make, top_ks=(3,) if make is p2p_copies else (1, 3))
 
 
 @distributed(4)

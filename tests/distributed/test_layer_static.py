@@ -40,13 +40,14 @@ LAYOUTS = {
 }
 
 
-def on_the_cpu(kind, to_peers: bool = False) -> None:
+def on_the_cpu(kind, to_peers: bool = False, few_bytes: int = 0) -> None:
     """Within a rank's process. to_peers: experts write their rows to the ranks that wait for them"""
     if to_peers:
         ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, peer_out=True)
         ReferenceExperts.compute_to_peers = write_to_peers
     flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
     nvlink_p2p.make_memory, NVLinkP2PDispatcher.copied_bytes = make_memory, 0  # beside other work, all rows are copied
+    NVLinkP2PDispatcher.few_bytes = few_bytes
     kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
     kind.available = classmethod(lambda cls: None)
     kind.platform_problem = classmethod(lambda cls, layout: None)
@@ -59,10 +60,11 @@ def write_to_peers(experts: ReferenceExperts, received: Received, out: PeerRows)
 
 
 WAYS = {
-    "flashinfer_nvlink": (FlashInferNVLinkDispatcher, False),
-    "nvlink_p2p": (NVLinkP2PDispatcher, False),
+    "flashinfer_nvlink": (FlashInferNVLinkDispatcher,),
+    "nvlink_p2p": (NVLinkP2PDispatcher,),
     "nvlink_p2p, to peers": (NVLinkP2PDispatcher, True),
-    "pplx": (PplxDispatcher, False),
+    "nvlink_p2p, by cells": (NVLinkP2PDispatcher, False, 800),  # all calls of 2 ranks, of 4 ranks those of 4 tokens
+    "pplx": (PplxDispatcher,),
 }
 
 
@@ -72,8 +74,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_every_layout_equals_one_process(way, sizes, world_size):
     """pplx delivers BATCHED rows: the layer joins them to a kernel that takes RANK_MAJOR ones."""
-    kind, to_peers = WAYS[way]
-    on_the_cpu(kind, to_peers)
+    kind = WAYS[way][0]
+    on_the_cpu(*WAYS[way])
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(**LAYOUTS[sizes]), device=device, max_tokens=9) as context:
         for make in (ExpertMap.linear, lambda experts, ranks: ExpertMap.redundant(experts, ranks, 2 * ranks)):
@@ -111,13 +113,13 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
-@pytest.mark.parametrize("way", list(WAYS)[:3])
+@pytest.mark.parametrize("way", list(WAYS)[:4])
 @pytest.mark.parametrize("fault", ["tokens", "dtype"])
 @pytest.mark.parametrize(("pipeline", "most"), [(2, 9), (None, 9), (None, 4), (2, 4)])
 def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, fault, way, world_size):
     """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
-    kind, to_peers = WAYS[way]
-    on_the_cpu(kind, to_peers)
+    kind = WAYS[way][0]
+    on_the_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         layer = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=pipeline))
         rank = dist.get_rank()

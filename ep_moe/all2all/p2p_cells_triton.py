@@ -1,0 +1,239 @@
+"""Few tokens by cells: the Triton forms of `p2p_kernels.send` and `receive` without fences, flags or counters.
+
+A cell is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the cells of a row
+until all have this call's number, so that nothing has to be told after it. Twice the bytes, and two journeys less.
+
+Each program has one token and one peer: it sends that token there, and takes the peer's token of the same number.
+A rank's own tokens travel alike.
+"""
+
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.fp8_rows import SMALLEST
+from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
+from ep_moe.types import PhysicalRouting
+
+
+def send(
+    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *,
+    put: bool = True, take: bool = True,
+) -> None:  # fmt: skip
+    """put, take: both halves, which ranks that run one after the other must do one by one"""
+    g, places = workspace.geometry, workspace.places
+    words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
+    rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
+    _send[(bound, g.num_ranks)](
+        x.contiguous() if rounds else x.contiguous().view(torch.int32),
+        x.new_empty(0, dtype=torch.int32) if x_scale is None else x_scale.contiguous().view(torch.int32),
+        g.wire.input_scale,
+        routing.ids.contiguous(),
+        routing.weights.contiguous(),
+        workspace.memory.addresses,
+        workspace.calls,
+        workspace.sent,
+        places["row_cells"],
+        places["rows"].view(torch.int32),
+        places["scales"].view(torch.int32),
+        places["ids"],
+        places["weights"],
+        workspace.offsets["row_cells"],
+        len(x),
+        bound,
+        g.num_physical,
+        g.cap,
+        RANK=workspace.rank,
+        TOP_K=g.top_k,
+        WIDTH=triton.next_power_of_2(g.top_k),
+        WORDS=words,
+        BLOCK=triton.next_power_of_2(words),
+        SCALES=scale_words,
+        SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
+        ROUNDS=rounds,
+        SMALLEST=SMALLEST,
+        FEW=places["row_cells"].shape[1],
+        CELLS=places["row_cells"].shape[2],
+        PUT=put,
+        TAKE=take,
+        num_warps=8 if words > 1024 else 4,
+    )
+
+
+@triton.jit
+def _send(
+    x, x_scale, input_scale, ids, weights, peers, calls, sent, cells, rows, scales, got_ids, got_weights, cells_at,
+    tokens, bound, num_physical, cap,
+    RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr, FEW: tl.constexpr,
+    CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
+):  # fmt: skip
+    """A token's cells: K ids, K weights, the words of its row, and those of its scales."""
+    token, peer = tl.program_id(0), tl.program_id(1)
+    pick, word, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
+    number = tl.load(calls + 2) + 1
+    if PUT:
+        tl.store(calls, number)
+        given = (pick < TOP_K) & (token < tokens)
+        id = tl.load(ids + token * TOP_K + pick, mask=given, other=-1)  # noqa: A001
+        weight = tl.load(weights + token * TOP_K + pick, mask=given, other=0.0)
+        valid = (id >= 0) & (id < num_physical)
+        id = tl.where(valid, id, -1).to(tl.int32)  # noqa: A001
+        if peer == RANK:
+            tl.store(sent + token * TOP_K + pick, id, mask=pick < TOP_K)
+        theirs = _cells(peers, peer, cells_at) + (RANK * FEW + token) * CELLS
+        _put(theirs + pick, id, number, pick < TOP_K)
+        _put(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, pick < TOP_K)
+        if tl.max((valid & (id // cap == peer)).to(tl.int32), axis=0) > 0:
+            if ROUNDS == "":
+                row = tl.load(x + token * WORDS + word, mask=word < WORDS)
+                if SCALES:
+                    scale = tl.load(x_scale + token * SCALES + step, mask=step < SCALES)
+            else:
+                byte = tl.arange(0, 4)
+                at = x + token * WORDS * 4 + word[:, None] * 4 + byte[None, :]
+                value = tl.load(at, mask=(word < WORDS)[:, None], other=0.0).to(tl.float32)
+                if ROUNDS == "fp8_block":
+                    value, scale = e4m3_blocks(tl.reshape(value, [SCALE_BLOCK, 128]), SMALLEST)
+                    value = tl.reshape(value.to(tl.uint8, bitcast=True), [BLOCK, 4])
+                    scale = scale.to(tl.int32, bitcast=True)
+                else:
+                    value = e4m3_by(value, input_scale)
+                row = tl.sum(value.to(tl.int32) << (byte * 8)[None, :], axis=1)
+            _put(theirs + 2 * TOP_K + word, row, number, word < WORDS)
+            if SCALES:
+                _put(theirs + 2 * TOP_K + WORDS + step, scale, number, step < SCALES)
+    if TAKE:
+        mine = cells + (peer * FEW + token) * CELLS
+        id_cell, weight_cell = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
+        row_cell, scale_cell = tl.zeros([BLOCK], tl.int64), tl.zeros([SCALE_BLOCK], tl.int64)
+        here = token < 0
+        missing = 1
+        while missing > 0:
+            id_cell = tl.load(mine + pick, mask=pick < TOP_K, other=-1, volatile=True)
+            weight_cell = tl.load(mine + TOP_K + pick, mask=pick < TOP_K, other=0, volatile=True)
+            row_cell = tl.load(mine + 2 * TOP_K + word, mask=word < WORDS, other=0, volatile=True)
+            id = id_cell.to(tl.int32)  # noqa: A001
+            here = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
+            late = _late(row_cell, number, word < WORDS)
+            if SCALES:
+                at = mine + 2 * TOP_K + WORDS + step
+                scale_cell = tl.load(at, mask=step < SCALES, other=0, volatile=True)
+                late += _late(scale_cell, number, step < SCALES)
+            missing = _late(id_cell, number, pick < TOP_K) + _late(weight_cell, number, pick < TOP_K)
+            missing += tl.where(here, late, 0)
+        place = peer * tl.cast(bound, tl.int64) + token
+        tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
+        weight = weight_cell.to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(got_weights + place * TOP_K + pick, weight, mask=pick < TOP_K)
+        tl.store(rows + place * WORDS + word, row_cell.to(tl.int32), mask=(word < WORDS) & here)
+        if SCALES:
+            tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=(step < SCALES) & here)
+
+
+def receive(
+    workspace: Workspace, tokens: int, bound: int, *, put: bool = True, take: bool = True, out: Tensor | None = None
+) -> Tensor:
+    g, places = workspace.geometry, workspace.places
+    if out is None:
+        out = torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=workspace.calls.device)
+    words = g.hidden_size * g.dtype.itemsize // 4
+    _receive[(bound, g.num_ranks)](
+        out.view(torch.int32),
+        places["answers"].view(torch.int32),
+        places["ids"],
+        workspace.sent,
+        workspace.memory.addresses,
+        workspace.calls,
+        places["answer_cells"],
+        workspace.offsets["answer_cells"],
+        tokens,
+        bound,
+        g.cap,
+        RANK=workspace.rank,
+        RANKS=g.num_ranks,
+        TOP_K=g.top_k,
+        WIDTH=triton.next_power_of_2(g.top_k),
+        WORDS=words,
+        BLOCK=triton.next_power_of_2(words),
+        PART=triton.next_power_of_2(triton.cdiv(words, g.num_ranks)),
+        DTYPE=getattr(tl, str(g.dtype).removeprefix("torch.")),
+        FEW=places["answer_cells"].shape[1],
+        CELLS=places["answer_cells"].shape[2],
+        PUT=put,
+        TAKE=take,
+        num_warps=8 if words > 1024 else 4,
+    )
+    return out
+
+
+@triton.jit
+def _receive(
+    out, answers, got_ids, sent, peers, calls, cells, cells_at, tokens, bound, cap,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr,
+    PUT: tl.constexpr, TAKE: tl.constexpr,
+):  # fmt: skip
+    """A token's cells: the words of its answer, where there is one, and one cell that always comes, by which a rank
+    knows that its peers have read what it sent. A program sends a whole answer, and sums a part of its own token's."""
+    token, peer = tl.program_id(0), tl.program_id(1)
+    pick, word = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    number = tl.load(calls)
+    if PUT:
+        place = peer * tl.cast(bound, tl.int64) + token
+        id = tl.load(got_ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+        theirs = _cells(peers, peer, cells_at) + (RANK * FEW + token) * CELLS
+        if tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0:
+            answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)
+            _put(theirs + word, answer, number, word < WORDS)
+        tl.store(theirs + WORDS, number.to(tl.int64) << 32, cache_modifier=".wt")
+    if TAKE:
+        tl.store(calls + 2, number)
+        part = peer * PART + tl.arange(0, PART)
+        id = tl.load(sent + token * TOP_K + pick, mask=(pick < TOP_K) & (token < tokens), other=-1)  # noqa: A001
+        owner = tl.where(id >= 0, id // cap, RANKS)
+        low, high = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32)
+        for source in tl.static_range(RANKS):
+            mine = cells + (source * FEW + token) * CELLS
+            wanted = (tl.max((owner == source).to(tl.int32), axis=0) > 0) & (part < WORDS)
+            cell = tl.zeros([PART], tl.int64)
+            missing = 1
+            while missing > 0:
+                cell = tl.load(mine + part, mask=wanted, other=0, volatile=True)
+                missing = _late(cell, number, wanted)
+                missing += ((tl.load(mine + WORDS, volatile=True) >> 32).to(tl.int32) != number).to(tl.int32)
+            bits = cell.to(tl.int32)
+            if tl.float32 == DTYPE:
+                low += tl.where(wanted, bits.to(tl.float32, bitcast=True), 0.0)
+            else:
+                low += tl.where(wanted, bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
+                high += tl.where(wanted, (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
+        if tl.float32 == DTYPE:
+            bits = low.to(tl.int32, bitcast=True)
+        else:
+            bits = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            bits |= high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        tl.store(out + token * WORDS + part, bits, mask=(part < WORDS) & (token < tokens))
+
+
+@triton.jit
+def _cells(peers, peer, cells_at):
+    return tl.multiple_of(tl.load(peers + peer) + cells_at, 16).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _put(at, value, number, mask):
+    cell = (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    tl.store(at, cell, mask=mask, cache_modifier=".wt")  # to the peer, past caches
+
+
+@triton.jit
+def _late(cell, number, mask):
+    return tl.sum((((cell >> 32).to(tl.int32) != number) & mask).to(tl.int32), axis=0)
