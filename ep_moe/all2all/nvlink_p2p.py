@@ -75,9 +75,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         static=True,
         peer_out=True,
     )
-    few_bytes: ClassVar[int] = (
-        1 << 18
-    )  # of a rank's rows, to all others, up to which they and their answers go by cells
+    few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to all others, up to which these and answers go by cells
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
     def __init__(self, geometry: Geometry, link: Link) -> None:

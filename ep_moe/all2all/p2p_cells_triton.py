@@ -77,10 +77,10 @@ def _send(
 ):  # fmt: skip
     """A token's cells: K ids, K weights, the words of its row, and those of its scales."""
     token, peer = tl.program_id(0), tl.program_id(1)
-    pick, word, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
     number = tl.load(calls + 2) + 1
     if PUT:
         tl.store(calls, number)
+        pick = tl.arange(0, WIDTH)
         given = (pick < TOP_K) & (token < tokens)
         id = tl.load(ids + token * TOP_K + pick, mask=given, other=-1)  # noqa: A001
         weight = tl.load(weights + token * TOP_K + pick, mask=given, other=0.0)
@@ -92,50 +92,76 @@ def _send(
         _put(theirs + pick, id, number, pick < TOP_K)
         _put(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, pick < TOP_K)
         if tl.max((valid & (id // cap == peer)).to(tl.int32), axis=0) > 0:
-            if ROUNDS == "":
-                row = tl.load(x + token * WORDS + word, mask=word < WORDS)
-                if SCALES:
-                    scale = tl.load(x_scale + token * SCALES + step, mask=step < SCALES)
-            else:
-                byte = tl.arange(0, 4)
-                at = x + token * WORDS * 4 + word[:, None] * 4 + byte[None, :]
-                value = tl.load(at, mask=(word < WORDS)[:, None], other=0.0).to(tl.float32)
-                if ROUNDS == "fp8_block":
-                    value, scale = e4m3_blocks(tl.reshape(value, [SCALE_BLOCK, 128]), SMALLEST)
-                    value = tl.reshape(value.to(tl.uint8, bitcast=True), [BLOCK, 4])
-                    scale = scale.to(tl.int32, bitcast=True)
-                else:
-                    value = e4m3_by(value, input_scale)
-                row = tl.sum(value.to(tl.int32) << (byte * 8)[None, :], axis=1)
-            _put(theirs + 2 * TOP_K + word, row, number, word < WORDS)
-            if SCALES:
-                _put(theirs + 2 * TOP_K + WORDS + step, scale, number, step < SCALES)
+            row_at = theirs + 2 * TOP_K
+            _put_row(
+                row_at, x, x_scale, input_scale, token, number, WORDS, BLOCK, SCALES, SCALE_BLOCK, ROUNDS, SMALLEST
+            )
     if TAKE:
         mine = cells + (peer * FEW + token) * CELLS
-        id_cell, weight_cell = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
-        row_cell, scale_cell = tl.zeros([BLOCK], tl.int64), tl.zeros([SCALE_BLOCK], tl.int64)
-        here = token < 0
-        missing = 1
-        while missing > 0:
-            id_cell = tl.load(mine + pick, mask=pick < TOP_K, other=-1, volatile=True)
-            weight_cell = tl.load(mine + TOP_K + pick, mask=pick < TOP_K, other=0, volatile=True)
-            row_cell = tl.load(mine + 2 * TOP_K + word, mask=word < WORDS, other=0, volatile=True)
-            id = id_cell.to(tl.int32)  # noqa: A001
-            here = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
-            late = _late(row_cell, number, word < WORDS)
-            if SCALES:
-                at = mine + 2 * TOP_K + WORDS + step
-                scale_cell = tl.load(at, mask=step < SCALES, other=0, volatile=True)
-                late += _late(scale_cell, number, step < SCALES)
-            missing = _late(id_cell, number, pick < TOP_K) + _late(weight_cell, number, pick < TOP_K)
-            missing += tl.where(here, late, 0)
         place = peer * tl.cast(bound, tl.int64) + token
-        tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
-        weight = weight_cell.to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(got_weights + place * TOP_K + pick, weight, mask=pick < TOP_K)
-        tl.store(rows + place * WORDS + word, row_cell.to(tl.int32), mask=(word < WORDS) & here)
+        to = (got_ids, got_weights, rows, scales)
+        _take(mine, to, place, number, cap, RANK, TOP_K, WIDTH, WORDS, BLOCK, SCALES, SCALE_BLOCK)
+
+
+@triton.jit
+def _put_row(
+    at, x, x_scale, input_scale, token, number,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """A row and its scales as they travel; ROUNDS: of plain numbers, four to a word."""
+    word, step = tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
+    if ROUNDS == "":
+        row = tl.load(x + token * WORDS + word, mask=word < WORDS)
         if SCALES:
-            tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=(step < SCALES) & here)
+            scale = tl.load(x_scale + token * SCALES + step, mask=step < SCALES)
+    else:
+        byte = tl.arange(0, 4)
+        four = x + token * WORDS * 4 + word[:, None] * 4 + byte[None, :]
+        value = tl.load(four, mask=(word < WORDS)[:, None], other=0.0).to(tl.float32)
+        if ROUNDS == "fp8_block":
+            value, scale = e4m3_blocks(tl.reshape(value, [SCALE_BLOCK, 128]), SMALLEST)
+            value = tl.reshape(value.to(tl.uint8, bitcast=True), [BLOCK, 4])
+            scale = scale.to(tl.int32, bitcast=True)
+        else:
+            value = e4m3_by(value, input_scale)
+        row = tl.sum(value.to(tl.int32) << (byte * 8)[None, :], axis=1)
+    _put(at + word, row, number, word < WORDS)
+    if SCALES:
+        _put(at + WORDS + step, scale, number, step < SCALES)
+
+
+@triton.jit
+def _take(
+    cells, to, place, number, cap, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Wait for a token, whose row comes where one of its experts is here. to: ids, weights, rows and scales"""
+    got_ids, got_weights, rows, scales = to
+    pick, word, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
+    row_at = cells + 2 * TOP_K
+    id_cell, weight_cell = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
+    row_cell, scale_cell = tl.zeros([BLOCK], tl.int64), tl.zeros([SCALE_BLOCK], tl.int64)
+    here = place < 0
+    missing = 1
+    while missing > 0:
+        id_cell = tl.load(cells + pick, mask=pick < TOP_K, other=-1, volatile=True)
+        weight_cell = tl.load(cells + TOP_K + pick, mask=pick < TOP_K, other=0, volatile=True)
+        row_cell = tl.load(row_at + word, mask=word < WORDS, other=0, volatile=True)
+        id = id_cell.to(tl.int32)  # noqa: A001
+        here = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
+        late = _late(row_cell, number, word < WORDS)
+        if SCALES:
+            scale_cell = tl.load(row_at + WORDS + step, mask=step < SCALES, other=0, volatile=True)
+            late += _late(scale_cell, number, step < SCALES)
+        missing = _late(id_cell, number, pick < TOP_K) + _late(weight_cell, number, pick < TOP_K)
+        missing += tl.where(here, late, 0)
+    tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
+    weight = weight_cell.to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(got_weights + place * TOP_K + pick, weight, mask=pick < TOP_K)
+    tl.store(rows + place * WORDS + word, row_cell.to(tl.int32), mask=(word < WORDS) & here)
+    if SCALES:
+        tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=(step < SCALES) & here)
 
 
 def receive(
