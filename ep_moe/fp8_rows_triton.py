@@ -1,5 +1,5 @@
 """The Triton forms of `fp8_rows`, and their arithmetic for the kernels that round rows on their way: it stands here
-once, so that a row has the same bits wherever it is rounded."""
+once, so that a row has the same bits whichever way it travels."""
 
 # Triton's language has no types
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

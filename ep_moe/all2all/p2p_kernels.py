@@ -21,7 +21,7 @@ from ep_moe.types import PeerRows, PhysicalRouting
 from ep_moe.workspace import Shapes, carve
 
 _SENT, _ANSWERED = 0, 1  # rows of flags
-_CELLS = ("row_cells", "answer_cells")
+_CELL_PLACES = ("row_cells", "answer_cells")
 
 
 def place_shapes(geometry: Geometry, few: int) -> Shapes:
@@ -106,7 +106,7 @@ def send(
     """
     if x.is_cuda:
         if cells:
-            _cells().send(workspace, x, x_scale, routing, bound)
+            _cells_triton().send(workspace, x, x_scale, routing, bound)
         else:
             _triton().send(workspace, x, x_scale, routing, bound, blocks)
         return
@@ -157,7 +157,9 @@ def receive(workspace: Workspace, tokens: int, bound: int, blocks: int, *, cells
     [T, H]."""
     if workspace.calls.is_cuda:
         found: Tensor = (
-            _cells().receive(workspace, tokens, bound) if cells else _triton().receive(workspace, tokens, bound, blocks)
+            _cells_triton().receive(workspace, tokens, bound)
+            if cells
+            else _triton().receive(workspace, tokens, bound, blocks)
         )
         return found
     _tell(workspace, _ANSWERED, cells=cells)
@@ -206,13 +208,13 @@ def _sum(workspace: Workspace, tokens: int, answers: list[Tensor]) -> Tensor:
 def _tell(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
     """cells: by one cell in the place of all: who waits for a flag sees nothing of it."""
     for peer in workspace.peers:
-        place = peer[_CELLS[phase]][workspace.rank, 0, :1] if cells else peer["flags"][phase, workspace.rank]
+        place = peer[_CELL_PLACES[phase]][workspace.rank, 0, :1] if cells else peer["flags"][phase, workspace.rank]
         place.copy_(workspace.calls[0])
 
 
 def _wait(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
     places = workspace.places
-    told = places[_CELLS[phase]][:, 0, 0] if cells else places["flags"][phase]
+    told = places[_CELL_PLACES[phase]][:, 0, 0] if cells else places["flags"][phase]
     while (told - workspace.calls[0] < 0).any():
         time.sleep(2e-5)
 
@@ -223,7 +225,7 @@ def _turn(workspace: Workspace) -> list[int]:
     return [(workspace.rank + step) % ranks for step in range(ranks)]
 
 
-def _cells():  # type: ignore[no-untyped-def]
+def _cells_triton():  # type: ignore[no-untyped-def]
     from ep_moe.all2all import p2p_cells_triton
 
     return p2p_cells_triton
