@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -123,13 +124,14 @@ class Exchange:
         with self._stage("combine"):
             return self.dispatcher.combine(y, received.handle)
 
-    def _answers(self, received: Received) -> Tensor | PeerRows:
-        """The experts' rows, written where the transport would have them."""
-        to_peers = self.to_peers and received.peer_out is not None
+    def _answers(self, received: Received, *, last: bool = True) -> Tensor | PeerRows:
+        """The experts' rows, written where the transport would have them: to the peers by the experts themselves, but
+        for a part that can travel while the next one is computed."""
+        to_peers = last and self.to_peers and received.peer_out is not None
         return self.experts(received, received.peer_out if to_peers else received.out)
 
-    def _computed(self, received: Received) -> Pending[Tensor | PeerRows]:
-        y = self._answers(received)
+    def _computed(self, received: Received, *, last: bool) -> Pending[Tensor | PeerRows]:
+        y = self._answers(received, last=last)
         return Pending(lambda: y)
 
     def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
@@ -137,33 +139,35 @@ class Exchange:
         beside it when it returns.
 
         Parts are computed ahead of the transport's kernels, whose many blocks would take all multiprocessors first."""
-        results: list[Tensor] = []
+        g = self.dispatcher.geometry
+        out = torch.empty(len(self.x), g.hidden_size, dtype=g.dtype, device=self.x.device)
         back: Pending[Tensor] | None = None
-        for following in parts[1:]:
+        for part, following in pairwise(parts):
             received = self._waited(pending)
             with self._stage("dispatch"):
                 pending = self._start(following)
-            y = self._computed_beside(received)
+            y = self._computed_beside(received, last=False)
             with self._stage("combine"):
-                under_way = self.dispatcher.combine_start(y, received.handle)
+                under_way = self.dispatcher.combine_start(y, received.handle, out[part])
             if back is not None:
-                results.append(self._waited(back, "combine wait"))
+                self._waited(back, "combine wait")
             back = under_way
         received = self._waited(pending)
-        y = self._computed_beside(received)
+        y = self._computed_beside(received, last=True)
         if back is not None:  # before the last one sets out: kernels that wait for peers keep one order on all ranks
-            results.append(self._waited(back, "combine wait"))
+            self._waited(back, "combine wait")
         with self._stage("combine"):
-            results.append(self.dispatcher.combine(y, received.handle))
-        return torch.cat(results)
+            self.dispatcher.combine(y, received.handle, out[parts[-1]])
+        return out
 
     def _waited(self, pending: Pending[Result], name: str = "dispatch wait") -> Result:
         with self._stage(name):
             return pending.wait()
 
-    def _computed_beside(self, received: Received) -> Tensor | PeerRows:
+    def _computed_beside(self, received: Received, *, last: bool) -> Tensor | PeerRows:
+        call = partial(self._computed, received, last=last)
         with self._stage("experts"):
-            return self.context.compute.start(self.x.device, partial(self._computed, received)).wait()
+            return self.context.compute.start(self.x.device, call).wait()
 
 
 def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:

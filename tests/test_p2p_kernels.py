@@ -101,11 +101,13 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
     for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
         if way == "read":
             expected = p2p_kernels.receive(wanted[rank], tokens, bound, blocks)
-            out = p2p_kernels_triton.receive(found[rank], tokens, bound, blocks)
+            out = found[rank].sums(tokens)
+            p2p_kernels_triton.receive(found[rank], out, bound, blocks)
         else:
             found[rank].places["arrived"].copy_(wanted[rank].places["arrived"])
             expected = p2p_kernels.take(wanted[rank], tokens, bound, blocks, tell=way == "written")
-            out = p2p_kernels_triton.receive(found[rank], tokens, bound, blocks, arrived=True, tell=way == "written")
+            out = found[rank].sums(tokens)
+            p2p_kernels_triton.receive(found[rank], out, bound, blocks, arrived=True, tell=way == "written")
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
         assert out.dtype == dtype
     for ours in found:
@@ -171,11 +173,13 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
         for rank, ours in enumerate(found):
             tokens = (bound, 0, 3, 5)[rank]
             out = torch.full((tokens, hidden), 9.0, dtype=dtype, device=DEVICE)
-            results.append(p2p_cells_triton.receive(ours, tokens, bound, take=False, out=out))
+            p2p_cells_triton.receive(ours, out, bound, take=False)
+            results.append(out)
             assert bool((results[-1] == 9).all())
         for rank, ours in enumerate(found):
             expected = p2p_kernels.receive(wanted[rank], len(results[rank]), bound, 1)
-            out = p2p_cells_triton.receive(ours, len(expected), bound, put=False, out=results[rank])
+            out = results[rank]
+            p2p_cells_triton.receive(ours, out, bound, put=False)
             assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
             assert ours.calls.tolist() == [8 + call, 0, 8 + call]
 
@@ -261,7 +265,7 @@ def test_numbers_may_overflow():
     there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
     for _ in range(2):
         p2p_kernels_triton.send(made[0], x.to(DEVICE), None, there, 1, 1)
-        p2p_kernels_triton.receive(made[0], 1, 1, 1)
+        p2p_kernels_triton.receive(made[0], made[0].sums(1), 1, 1)
         for workspace in made:
             workspace.places["flags"] += 1
     assert made[0].calls.tolist() == [-(2**31) + 1, 0, -(2**31) + 1]

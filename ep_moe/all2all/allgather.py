@@ -58,5 +58,5 @@ class AllGatherDispatcher(Dispatcher):
 
         return Pending(finish)
 
-    def _combine(self, y: Tensor, handle: list[int]) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: list[int], out: Tensor | None) -> Pending[Tensor]:
         return reduce_scatter_rows(y, handle, self.link)

@@ -11,6 +11,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -198,10 +199,11 @@ class Dispatcher(ABC):
         `capabilities.rounds`. The same numbers arrive."""
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
-    def combine(self, y: Tensor | PeerRows, handle: Any) -> Tensor:
+    def combine(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None = None) -> Tensor:
         """The experts' rows, in the order received, to [T, H]: the sum over ranks. y: those rows, or
-        `Received.peer_out` if that is where they were written, by all ranks alike."""
-        return self._begin_combine(y, handle).wait()
+        `Received.peer_out` if that is where they were written, by all ranks alike. out: where to write the sum; what is
+        returned then"""
+        return self._begin_combine(y, handle, out).wait()
 
     def dispatch_start(
         self,
@@ -220,9 +222,9 @@ class Dispatcher(ABC):
         """
         return self._beside(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
 
-    def combine_start(self, y: Tensor | PeerRows, handle: Any) -> Pending[Tensor]:
-        """As `dispatch_start`, for the way back. y must not be written before `wait()`."""
-        return self._beside(y.device, lambda: self._begin_combine(y, handle))
+    def combine_start(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None = None) -> Pending[Tensor]:
+        """As `dispatch_start`, for the way back. y must not be written before `wait()`, nor out read."""
+        return self._beside(y.device, lambda: self._begin_combine(y, handle, out))
 
     def _beside(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
         """For transports whose `_dispatch` and `_combine` run on the current stream: a stream beside it."""
@@ -249,12 +251,12 @@ class Dispatcher(ABC):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
         return self._guarded("dispatch", pending, self._told)
 
-    def _begin_combine(self, y: Tensor | PeerRows, handle: Any) -> Pending[Tensor]:
+    def _begin_combine(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None) -> Pending[Tensor]:
         with self.link.ledger.step("combine", self.name):
-            pending = self._combine_written(handle) if isinstance(y, PeerRows) else self._combine(y, handle)
+            pending = self._combine_written(handle, out) if isinstance(y, PeerRows) else self._combine(y, handle, out)
         if self.capabilities.static and y.device.type == "cuda" and not capturing(y.device):
             self.link.ledger.mark(y.device)
-        return self._guarded("combine", pending)
+        return self._guarded("combine", pending, partial(_placed, out))
 
     def destroy(self) -> None:
         """Give back what was allocated. Collective, idempotent."""
@@ -266,9 +268,10 @@ class Dispatcher(ABC):
     ) -> Pending[Received]: ...
 
     @abstractmethod
-    def _combine(self, y: Tensor, handle: Any) -> Pending[Tensor]: ...
+    def _combine(self, y: Tensor, handle: Any, out: Tensor | None) -> Pending[Tensor]:
+        """out: None, or where the sum is wanted; a transport that writes it elsewhere need not care"""
 
-    def _combine_written(self, handle: Any) -> Pending[Tensor]:
+    def _combine_written(self, handle: Any, out: Tensor | None) -> Pending[Tensor]:
         """The experts' rows are in `Received.peer_out`."""
         raise AssertionError(f"{self.name} offers no peer_out")
 
@@ -340,6 +343,10 @@ class Dispatcher(ABC):
                 f"{count} on rank {rank}" for rank, count in zip(self.link.ranks, bad, strict=True) if count
             )
             raise InputError(f"routing.ids must be -1 or {experts} in range, got ids out of range: {found}")
+
+
+def _placed(out: Tensor | None, found: Tensor) -> Tensor:
+    return found if out is None or out is found else out.copy_(found)
 
 
 def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:

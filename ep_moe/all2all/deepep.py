@@ -97,7 +97,7 @@ class DeepEPDispatcher(Dispatcher):
 
         return Pending(finish)
 
-    def _combine(self, y: Tensor, handle: Any) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: Any, out: Tensor | None) -> Pending[Tensor]:
         out, _, event = self._buffer.combine(y.contiguous(), handle, async_finish=True)
 
         def finish() -> Tensor:
@@ -149,7 +149,7 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
         assert max_tokens is not None
         ids = torch.empty(0, g.top_k, dtype=torch.int64, device=device)
         received = self._send(*g.no_rows(device), ids, ids.float(), self.link.size * max_tokens).wait()
-        self._combine(torch.full_like(received.x, torch.nan, dtype=g.dtype), received.handle).wait()
+        self._combine(torch.full_like(received.x, torch.nan, dtype=g.dtype), received.handle, None).wait()
 
 
 def library_problem() -> str | None:

@@ -100,7 +100,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         )
         return Pending(lambda: received)
 
-    def _combine(self, y: Tensor, handle: Lane) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: Lane, out: Tensor | None) -> Pending[Tensor]:
         out = handle.library.combine(y.contiguous())
         handle.release(y.device)
         return Pending(lambda: out)

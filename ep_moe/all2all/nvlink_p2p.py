@@ -131,30 +131,30 @@ class NVLinkP2PDispatcher(Dispatcher):
         )
         return Pending(lambda: received)
 
-    def _combine(self, y: Tensor, handle: _Handle) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         answers = handle.lane.library.places["answers"]
         if y.data_ptr() != answers.data_ptr():
             answers[: len(y)].copy_(y)
         if not self._by_copies(handle.bound):
             cells = self._by_cells(handle.bound)
-            out = receive(handle.lane.library, handle.tokens, handle.bound, self._blocks, cells=cells)
+            found = receive(handle.lane.library, handle.tokens, handle.bound, self._blocks, cells=cells, out=out)
             handle.lane.release(y.device)
-            return Pending(lambda: out)
+            return Pending(lambda: found)
         give_copies(handle.lane.library, handle.bound)
         tell_given(handle.lane.library)
-        return Pending(partial(self._take, handle, tell=False))
+        return Pending(partial(self._take, handle, out, tell=False))
 
-    def _combine_written(self, handle: _Handle) -> Pending[Tensor]:
+    def _combine_written(self, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         if not self._by_copies(handle.bound):
-            out = self._take(handle, tell=True)
-            return Pending(lambda: out)
+            found = self._take(handle, out, tell=True)
+            return Pending(lambda: found)
         tell_given(handle.lane.library)
-        return Pending(partial(self._take, handle, tell=False))
+        return Pending(partial(self._take, handle, out, tell=False))
 
-    def _take(self, handle: _Handle, *, tell: bool) -> Tensor:
-        out = take(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE, tell=tell)
-        handle.lane.release(out.device)
-        return out
+    def _take(self, handle: _Handle, out: Tensor | None, *, tell: bool) -> Tensor:
+        found = take(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE, tell=tell, out=out)
+        handle.lane.release(found.device)
+        return found
 
     def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""

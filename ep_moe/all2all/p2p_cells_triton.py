@@ -164,12 +164,8 @@ def _take(
         tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=(step < SCALES) & here)
 
 
-def receive(
-    workspace: Workspace, tokens: int, bound: int, *, put: bool = True, take: bool = True, out: Tensor | None = None
-) -> Tensor:
+def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
     g, places = workspace.geometry, workspace.places
-    if out is None:
-        out = torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=workspace.calls.device)
     words = g.hidden_size * g.dtype.itemsize // 4
     _receive[(bound, g.num_ranks)](
         out.view(torch.int32),
@@ -180,7 +176,7 @@ def receive(
         workspace.calls,
         places["answer_cells"],
         workspace.offsets["answer_cells"],
-        tokens,
+        len(out),
         bound,
         g.cap,
         RANK=workspace.rank,
@@ -197,7 +193,6 @@ def receive(
         TAKE=take,
         num_warps=8 if words > 1024 else 4,
     )
-    return out
 
 
 @triton.jit

@@ -85,6 +85,11 @@ class Workspace:
             self._peer_out[bound] = PeerRows(blocks, self.memory.addresses, start, self.rank)
         return self._peer_out[bound]
 
+    def sums(self, tokens: int) -> Tensor:
+        """Room for sums of answers, [T, H], undefined."""
+        g = self.geometry
+        return torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=self.calls.device)
+
     def destroy(self) -> None:
         self._peer_out.clear()
         self.places.clear()
@@ -152,20 +157,22 @@ def _announce(
     _wait(workspace, _SENT, cells=cells)
 
 
-def receive(workspace: Workspace, tokens: int, bound: int, blocks: int, *, cells: bool = False) -> Tensor:
+def receive(
+    workspace: Workspace, tokens: int, bound: int, blocks: int, *, cells: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Wait until the peers' answers are ready, and sum those of this rank's tokens in the order of ranks, in float32:
-    [T, H]."""
+    [T, H]. out: where to, contiguous; default a new tensor"""
+    out = workspace.sums(tokens) if out is None else out
     if workspace.calls.is_cuda:
-        found: Tensor = (
-            _cells_triton().receive(workspace, tokens, bound)
-            if cells
-            else _triton().receive(workspace, tokens, bound, blocks)
-        )
-        return found
+        if cells:
+            _cells_triton().receive(workspace, out, bound)
+        else:
+            _triton().receive(workspace, out, bound, blocks)
+        return out
     _tell(workspace, _ANSWERED, cells=cells)
     _wait(workspace, _ANSWERED, cells=cells)
     first = workspace.rank * bound
-    return _sum(workspace, tokens, [peer["answers"][first:] for peer in workspace.peers])
+    return _sum(workspace, out, [peer["answers"][first:] for peer in workspace.peers])
 
 
 def give_copies(workspace: Workspace, bound: int) -> None:
@@ -183,26 +190,29 @@ def tell_given(workspace: Workspace) -> None:
         _tell(workspace, _ANSWERED)
 
 
-def take(workspace: Workspace, tokens: int, bound: int, blocks: int, *, tell: bool) -> Tensor:
+def take(
+    workspace: Workspace, tokens: int, bound: int, blocks: int, *, tell: bool, out: Tensor | None = None
+) -> Tensor:
     """As `receive`, of what peers wrote or copied here. tell: do what `tell_given` does first"""
+    out = workspace.sums(tokens) if out is None else out
     if workspace.calls.is_cuda:
-        found: Tensor = _triton().receive(workspace, tokens, bound, blocks, arrived=True, tell=tell)
-        return found
+        _triton().receive(workspace, out, bound, blocks, arrived=True, tell=tell)
+        return out
     if tell:
         _tell(workspace, _ANSWERED)
     _wait(workspace, _ANSWERED)
     arrived = workspace.places["arrived"]
-    return _sum(workspace, tokens, [arrived[rank * bound :] for rank in range(len(workspace.peers))])
+    return _sum(workspace, out, [arrived[rank * bound :] for rank in range(len(workspace.peers))])
 
 
-def _sum(workspace: Workspace, tokens: int, answers: list[Tensor]) -> Tensor:
-    g, ids = workspace.geometry, workspace.sent[:tokens]
-    total = torch.zeros(tokens, g.hidden_size)
+def _sum(workspace: Workspace, out: Tensor, answers: list[Tensor]) -> Tensor:
+    g, tokens = workspace.geometry, len(out)
+    ids, total = workspace.sent[:tokens], torch.zeros(tokens, g.hidden_size)
     for rank, rows in enumerate(answers):
         here = ((ids // g.cap == rank) & (ids >= 0)).any(1, keepdim=True)
         total += rows[:tokens].float().where(here, 0.0)
     workspace.calls[2] = workspace.calls[0]
-    return total.to(g.dtype)
+    return out.copy_(total)
 
 
 def _tell(workspace: Workspace, phase: int, *, cells: bool = False) -> None:

@@ -107,7 +107,7 @@ class PplxDispatcher(Dispatcher):
 
         return Pending(finish)
 
-    def _combine(self, y: Tensor, handle: _Handle) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         rows, workspace = y.contiguous(), handle.lane.library
         assert self.geometry.max_tokens is not None
         out = y.new_empty(self.geometry.max_tokens, y.shape[-1])

@@ -78,7 +78,7 @@ class TorchAll2AllDispatcher(Dispatcher):
 
         return Pending(finish)
 
-    def _combine(self, y: Tensor, handle: _Handle) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         pending = all_to_all_rows(y, handle.received, handle.sent, self.link)
 
         def finish() -> Tensor:

@@ -190,13 +190,13 @@ class SharedState(TorchAll2AllDispatcher):
 
         return mock.Mock(wait=finish)
 
-    def _combine(self, y, handle):
-        return super()._combine(y, self.latest)
+    def _combine(self, y, handle, out):
+        return super()._combine(y, self.latest, out)
 
 
 class LastRowLost(TorchAll2AllDispatcher):
-    def _combine(self, y, handle):
-        pending = super()._combine(y, handle)
+    def _combine(self, y, handle, out):
+        pending = super()._combine(y, handle, out)
 
         def finish():
             out = pending.wait().clone()
