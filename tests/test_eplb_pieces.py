@@ -90,3 +90,12 @@ def test_pieces_move_no_byte_twice():
     assert sum(len(part.moves.transfers) for part in parts) == len(
         itinerary(old, new, 0, row_bytes=64, budget=1 << 20).moves.transfers
     )
+
+
+def test_nothing_is_added_to_a_cycle_that_is_too_large():
+    """Not even what another rank writes."""
+    old = ExpertMap.from_ranks([[0, 1], [2, 3], [2, 4]], 5)
+    new = ExpertMap.from_ranks([[1, 0], [2, 3], [3, 4]], 5)
+    between = ExpertMap.from_ranks([[1, 0], [2, 3], [2, 4]], 5)
+    assert pieces(old, new, 1) == [between, new]
+    assert pieces(old, new, 2) == [new]

@@ -56,6 +56,7 @@ def test_layers_of_several_sizes():
     """One is on its way at a time: places are as large as the largest row that may lie there."""
     room = Room.usual([(20, 100), (3, 1000), (0, 8000)], budget=450, commit=1200)
     assert room == Room((1000, 1000, 1000, *[100] * 9), outbox=448)
+    assert Room.usual([(3, 10), (3, 1000), (3, 100)], budget=8, commit=1) == Room((1000,) * 3, outbox=8)
     assert Room.usual([(20, 8)], budget=1 << 30, commit=1).outbox == 16 * 8
     assert Room.usual([], budget=1, commit=1) == Room.of_plan([]) == Room()
 

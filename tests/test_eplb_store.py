@@ -25,6 +25,20 @@ def weights_of(scheme, preparation, bias=True, dtype=torch.bfloat16):
     return weights
 
 
+def damage(store, row):
+    found = torch.full((2,), 77)
+    store.examine(row, found[1])
+    assert found[0] == 77
+    return int(found[1])
+
+
+def put(store, rows):
+    pairs = torch.full((store.slots, 2), -1)
+    store.address(rows, pairs)
+    assert pairs[: len(rows)].tolist() == [[slot, row.data_ptr()] for slot, row in rows.items()]
+    store.write(rows, pairs)
+
+
 def raw(weights, slot):
     """Every byte that is registered and belongs to a slot, found without `slot_tensors`."""
     held = [*weights._parameters.items(), *weights._buffers.items()]
@@ -47,8 +61,8 @@ def test_a_row_holds_all_of_a_slot(scheme, preparation):
     for start in range(0, store.row_bytes, 5000):
         stop = min(start + 5000, store.row_bytes)
         store.read(0, start, stop, row[start:stop])
-    assert store.damage(row) == 0
-    store.write({2: row})
+    assert damage(store, row) == 0
+    put(store, {2: row})
     assert same(raw(weights, 2), before)
     assert same(raw(weights, 0), before)
     assert same(raw(weights, 1), bystander)
@@ -66,22 +80,22 @@ def test_every_byte_counts(scheme):
     for name, (first, last) in store._spans.items():
         for byte in (first, last - 1):
             row[byte] ^= 1
-            assert store.damage(row) != 0, (name, byte)
+            assert damage(store, row) != 0, (name, byte)
             row[byte] ^= 1
         view = weights.slot_tensors()[name][1].view(-1).view(torch.uint8)
         view[-1] ^= 128
         assert store.checksum(1) != sound, name
         view[-1] ^= 128
-    assert store.damage(row) == 0
+    assert damage(store, row) == 0
     for byte in range(store.row_bytes - 8, store.row_bytes):
         row[byte] ^= 1
-        assert store.damage(row) != 0
+        assert damage(store, row) != 0
         row[byte] ^= 1
 
 
 def test_a_row_that_never_came_is_damaged():
     store = SlotStore(weights_of("none", Preparation), CHECKSUM)
-    assert store.damage(torch.zeros(store.row_bytes, dtype=torch.uint8)) != 0
+    assert damage(store, torch.zeros(store.row_bytes, dtype=torch.uint8)) != 0
 
 
 def test_a_scale_per_slot_that_somebody_adds_moves_too():
@@ -92,8 +106,22 @@ def test_a_scale_per_slot_that_somebody_adds_moves_too():
     assert store.row_bytes == plain + 8
     row = torch.zeros(store.row_bytes, dtype=torch.uint8)
     store.read(2, 0, store.row_bytes, row)
-    store.write({0: row})
+    put(store, {0: row})
     assert weights.w13_extra_scale.tolist() == [3.0, 2.0, 3.0]
+
+
+def test_a_store_is_right_until_a_row_changes():
+    """Its owner keeps it, and asks."""
+    weights, other = (weights_of("none", Preparation) for _ in range(2))
+    store = SlotStore(weights, CHECKSUM)
+    assert store.fits(weights)
+    assert not store.fits(other)
+    weights.to(torch.float32)
+    assert not store.fits(weights)
+    store = SlotStore(weights, CHECKSUM)
+    assert store.fits(weights)
+    weights.register_buffer("w13_extra_scale", torch.ones(3))
+    assert not store.fits(weights)
 
 
 def test_a_tensor_that_is_not_per_slot_is_refused():

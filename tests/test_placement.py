@@ -1,6 +1,7 @@
 """Placement: logical to physical ids, the choice among replicas, load counts, and tables rewritten in place."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -351,3 +352,73 @@ def test_a_map_that_does_not_fit_is_refused_before_it_is_tried():
     with pytest.raises(ConfigError, match="num_experts=6, got 4"):
         placement.check(ExpertMap.linear(4, 2))
     assert_tables(placement, ExpertMap.linear(6, 2))
+
+
+# --- prepared updates -----------------------------------------------------------------------------------------------
+
+OLD = ExpertMap.from_ranks([[0, 1], [2, 0], [1, 2]], 3)
+NEW = ExpertMap.from_ranks([[2, 1], [0, 2], [1, 0]], 3)
+OTHER = ExpertMap.from_ranks([[1, 2], [0, 1], [2, 0]], 3)
+
+
+def by_update(expert_map: ExpertMap, replicas: Replicas) -> Placement:
+    fresh = Placement(OLD, ep_rank=1)
+    fresh.choose(replicas)
+    fresh.update(expert_map)
+    return fresh
+
+
+def same_tables(one: Placement, other: Placement) -> bool:
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in TABLES)
+
+
+@pytest.mark.parametrize("replicas", Replicas)
+def test_a_prepared_update_is_an_update(replicas):
+    placement = Placement(OLD, ep_rank=1)
+    placement.choose(replicas)
+    before = {name: getattr(placement, name).clone() for name in TABLES}
+    placement.prepare(NEW)
+    assert placement.expert_map is OLD
+    assert all(torch.equal(getattr(placement, name), before[name]) for name in TABLES), "in force before it was put"
+    with mock.patch.object(Placement, "_tables", side_effect=AssertionError("computed again")):
+        placement.update(NEW)
+    assert same_tables(placement, by_update(NEW, replicas))
+    placement.update(OLD)
+    assert same_tables(placement, by_update(OLD, replicas))
+
+
+def test_what_was_prepared_for_another_map_is_not_used():
+    placement = Placement(OLD, ep_rank=1)
+    placement.prepare(NEW)
+    placement.update(OTHER)
+    assert same_tables(placement, by_update(OTHER, Replicas.SPREAD))
+    placement.update(NEW)
+    assert same_tables(placement, by_update(NEW, Replicas.SPREAD))
+
+
+def test_what_was_prepared_for_another_choice_is_not_used():
+    placement = Placement(OLD, ep_rank=1)
+    placement.prepare(NEW)
+    placement.choose(Replicas.NEAREST)
+    assert same_tables(placement, by_update(OLD, Replicas.NEAREST))
+    placement.update(NEW)
+    assert same_tables(placement, by_update(NEW, Replicas.NEAREST))
+    assert not same_tables(placement, by_update(NEW, Replicas.SPREAD))
+
+
+def test_what_does_not_fit_is_refused_when_it_is_prepared():
+    placement = Placement(OLD)
+    large = ExpertMap.linear(4, 3)
+    for call in (placement.prepare, placement.update):
+        with pytest.raises(ConfigError, match="needs a map with num_experts=3"):
+            call(large)
+    assert placement.expert_map is OLD
+
+
+def test_prepared_before_the_buffers_were_made_anew(noise):
+    placement = Placement(OLD, ep_rank=1)
+    placement.prepare(NEW)
+    placement.to_empty(device="cpu")
+    assert_tables(placement, OLD)
+    placement.update(NEW)
+    assert_tables(placement, NEW)

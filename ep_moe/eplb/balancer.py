@@ -25,7 +25,6 @@ from ep_moe.eplb.migrate import BalancedLayer, Migration
 from ep_moe.eplb.pact import Call, Facts, State, Trouble, Verdict, judge
 from ep_moe.eplb.schedule import Itinerary
 from ep_moe.eplb.stats import BalancerStats
-from ep_moe.eplb.store import SlotStore
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.stats import LayerStats
@@ -213,7 +212,9 @@ class ExpertBalancer:
             "commit": self.config.bytes_per_commit,
             "ranks_per_node": self._per_node,
         }
-        layers = [(layer.placement, layer.placement.expert_map, self._row_bytes(layer)) for layer in self.layers]
+        layers = [
+            (layer.placement, layer.placement.expert_map, self._mover.store(layer).row_bytes) for layer in self.layers
+        ]
         self._decision, self._background = None, Background(partial(laid_out, call, layers, **rest))
         self._enter(State.PLANNING)
 
@@ -228,9 +229,6 @@ class ExpertBalancer:
     def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, Itinerary]]:
         pairs = zip(self.layers, decision.itineraries, strict=True)
         return [(layer, part) for layer, parts in pairs for part in parts]
-
-    def _row_bytes(self, layer: BalancedLayer) -> int:
-        return SlotStore(layer.expert_weights, self._mover.checksum).row_bytes
 
     @property
     def _per_node(self) -> int:
@@ -288,7 +286,7 @@ class ExpertBalancer:
         load = (sums // etp).numpy()
         current = [layer.placement.expert_map for layer in self.layers]
         self._window = loads([layer.name for layer in self.layers], load, current)
-        moe, size = self.layers[0].expert_weights.config, self._row_bytes(self.layers[0]) * etp
+        moe, size = self.layers[0].expert_weights.config, self._mover.store(self.layers[0]).row_bytes * etp
         self._plan(partial(decide, load, current, self._planner, self.config, moe, size))
 
     def _next_layer(self) -> None:

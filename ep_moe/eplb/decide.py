@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +27,8 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats
 
-_BREATH_S = 1e-3  # between pieces: Python runs one thread at a time, and the other one has forwards to launch
+_BREATH_S = 1e-3
+_STRETCH_S = 2e-4  # of Python without a breath: it runs one thread at a time, and the other one has forwards to launch
 
 Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
 
@@ -44,8 +47,11 @@ class Decision:
     @cached_property
     def digest(self) -> int:
         """64 bits of a hash of the maps, as a signed integer."""
-        text = "\n".join(placed.to_json() for placed in self.maps)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+        text = hashlib.sha256()
+        for placed in self.maps:
+            slots = placed.physical_to_logical
+            text.update(array("q", (placed.num_experts, placed.num_ranks, placed.allow_duplicates, len(slots), *slots)))
+        return int.from_bytes(text.digest()[:8], "big", signed=True)
 
     @cached_property
     def room(self) -> Room:
@@ -74,11 +80,14 @@ def decide(
         return Decision(planned)
     ranks = current[0].num_ranks
     per_node = ranks // config.nodes
+    time.sleep(_BREATH_S)
+    moved = traffic(current, planned, expert_bytes=expert_bytes, ranks_per_node=per_node)
+    time.sleep(_BREATH_S)
     price = verdict(
         load / config.window,
         current,
         planned,
-        moved=traffic(current, planned, expert_bytes=expert_bytes, ranks_per_node=per_node),
+        moved=moved,
         time=replace(LayerTime.of(moe, config.machine), expert_bytes=expert_bytes),
         within_steps=config.interval,
         ranks_per_node=per_node,
@@ -107,16 +116,19 @@ def laid_out(
     layers: placement, the map that was in force at the same step on all ranks, a slot's bytes
     budget, commit: bytes of a step, and of what is put in force at once
     """
-    decision, parts = call(), list[tuple[Itinerary, ...]]()
+    decision, parts, pause = call(), list[tuple[Itinerary, ...]](), _Breath()
+    rest: dict[str, Any] = {"budget": budget, "ranks_per_node": ranks_per_node, "pause": pause}
     for (placement, old, size), new in zip(layers, decision.maps, strict=True):
+        pause()
         placement.check(new)
-        rest = {"row_bytes": size, "budget": budget, "ranks_per_node": ranks_per_node}
-        way, found = [old, *pieces(old, new, max(1, commit // size))], list[Itinerary]()
+        pause()
+        way, found = [old, *pieces(old, new, max(1, commit // size), pause=pause)], list[Itinerary]()
         for one, next_one in pairwise(way):
-            time.sleep(_BREATH_S)
-            found.append(itinerary(one, next_one, rank, **rest))
+            pause()
+            found.append(itinerary(one, next_one, rank, row_bytes=size, **rest))
         parts.append(tuple(found))
     decision = replace(decision, itineraries=tuple(parts))
+    pause()
     _ = decision.digest, decision.room  # computed here and kept
     return decision
 
@@ -130,6 +142,18 @@ def loads(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[
     )
 
 
+class _Breath:
+    """Called often, it lets other threads run where this one has long enough, and at first."""
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+
+    def __call__(self) -> None:
+        if time.perf_counter() - self._since > _STRETCH_S:
+            time.sleep(_BREATH_S)
+            self._since = time.perf_counter()
+
+
 class Background:
     """A call in a thread of its own, which must not touch a device. Its error is raised by `result`."""
 
@@ -141,6 +165,7 @@ class Background:
         self._thread.start()
 
     def _run(self) -> None:
+        time.sleep(_BREATH_S)  # or who starts the thread would wait for it
         try:
             self._value = self._call()
         except BaseException as error:

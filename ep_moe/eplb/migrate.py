@@ -43,27 +43,37 @@ class Mover:
         self.checksum = Checksum(self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._tag = 0
+        self._stores: dict[int, SlotStore] = {}
         self._connect()
+
+    def store(self, layer: BalancedLayer) -> SlotStore:
+        """The same one while the layer's rows stay as they are."""
+        held = self._stores.get(id(layer))
+        if held is None or not held.fits(layer.expert_weights):
+            held = self._stores[id(layer)] = SlotStore(layer.expert_weights, self.checksum)
+        return held
 
     @torch.no_grad()
     def rehearse(self, layer: BalancedLayer) -> None:
         """Once through what moves a layer's experts, on the stream where that is done: a forward would wait for what
         happens there for the first time, kernels that are compiled or loaded and memory that is made for the stream.
         Slots are read, and written as they are."""
-        store = SlotStore(layer.expert_weights, self.checksum)
+        store = self.store(layer)
         self.follow()
         with self.beside():
-            # two, for every other slot may begin between multiples of 16 bytes: another kernel for Triton
+            # two, for every other slot may begin between multiples of 16 bytes: another kernel of torch's
             for slot in range(min(2, store.slots)):
                 row = self.staging.row(0, store.row_bytes)
                 store.read(slot, 0, store.row_bytes, row)
-                self.staging.damage[slot] = store.damage(row)
-                store.write({slot: row})
+                store.examine(row, self.staging.damage[slot])
+                store.address({slot: row}, self.staging.pairs)
+                store.write({slot: row}, self.staging.pairs)
             self.staging.seen.copy_(self.staging.damage, non_blocking=True)
         self.lead()
         if self.stream is not None:
             # what maps are put in force through: the host may be ahead of the device by several
-            tables = (layer.placement.logical_to_physical, layer.placement.replica_count)
+            placed, pairs = layer.placement, self.staging.pairs[: store.slots]
+            tables = (placed.logical_to_physical, placed.replica_count, pairs)
             _ = [torch.empty_like(one, device="cpu", pin_memory=True) for one in tables for _ in range(_MAPS_AHEAD)]
 
     def follow(self) -> None:
@@ -124,7 +134,7 @@ class Migration:
         self.layer, self.itinerary, self._mover = layer, itinerary, mover
         self._rank = mover.link.rank
         self._updates = layer.expert_weights.updates
-        self._store = SlotStore(layer.expert_weights, mover.checksum)
+        self._store = mover.store(layer)
         self._batches, self._staged = itinerary.batches, itinerary.staged
         self._place = {expert: index for index, expert in enumerate(self._staged)}
         # no other migration is under way
@@ -132,6 +142,7 @@ class Migration:
         self._seen = mover.staging.seen[: len(self._staged)].zero_()
         self._next = 0
         self._flight: _Flight | None = None
+        self._rows: dict[int, Tensor] | None = None  # by slot, once `_prepare` was called
         # once and not for each batch, which a caller far ahead of the device would hold up; weights that are written
         # meanwhile make the migration outdated
         mover.follow()
@@ -166,6 +177,8 @@ class Migration:
 
     def advance(self) -> None:
         """Look after the batch under way, and start the next. PeerTimeout where a peer does not answer in time."""
+        if self._next == len(self._batches):
+            self._prepare()  # in a step that has little else to do
         if self._flight is not None:
             if not self._flight.landed(self.layer.name):
                 return
@@ -185,10 +198,22 @@ class Migration:
     @torch.no_grad()
     def commit(self) -> None:
         """Write the slots in place and put the new map in force, between two forwards."""
+        rows = self._prepare()
         self._mover.lead()
-        self._store.write({slot: self._row(expert) for slot, expert in self.itinerary.slots})
+        self._store.write(rows, self._mover.staging.pairs)
         self.layer.expert_weights.expert_map = self.itinerary.new
         self.layer.placement.update(self.itinerary.new)
+
+    @torch.no_grad()
+    def _prepare(self) -> dict[int, Tensor]:
+        """What `commit` needs and what can be made before it, once: forwards wait for a commit. Changes nothing that
+        serves. Returns the row of each slot that is to be written."""
+        if self._rows is None:
+            self._rows = {slot: self._row(expert) for slot, expert in self.itinerary.slots}
+            with self._mover.beside():
+                self._store.address(self._rows, self._mover.staging.pairs)
+            self.layer.placement.prepare(self.itinerary.new)
+        return self._rows
 
     # --- a batch -----------------------------------------------------------------------------------------------
 
@@ -214,7 +239,7 @@ class Migration:
         """Compare the rows that this batch has completed with their checksums, on the device."""
         complete = [part.expert for _, part in batch.rounds if part and part.stop == self._store.row_bytes]
         for expert in (*batch.copies, *complete):
-            self._damage[self._place[expert]] = self._store.damage(self._row(expert))
+            self._store.examine(self._row(expert), self._damage[self._place[expert]])
         if self._next == len(self._batches):
             self._seen.copy_(self._damage, non_blocking=True)
 

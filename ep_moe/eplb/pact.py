@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -127,10 +127,10 @@ class Pact:
         self._told: tuple[Tensor, dist.Work | None] | None = None
 
     def tell(self, facts: Facts) -> None:
-        own = torch.tensor([int(value) for value in astuple(facts)], dtype=torch.int64)
-        every = own.repeat(self.link.size)
-        work = None
+        own = torch.tensor(list(map(int, vars(facts).values())), dtype=torch.int64)
+        every, work = own, None
         if self.link.size > 1:
+            every = torch.empty(self.link.size * len(own), dtype=torch.int64)
             work = all_gather_single(every, own, group=self.link.group, async_op=True)
         self._told = every, work
 

@@ -6,37 +6,37 @@ written at different times unless an expert goes from one to another: then it wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
 
-def pieces(old: ExpertMap, new: ExpertMap, most: int) -> list[ExpertMap]:
+def pieces(old: ExpertMap, new: ExpertMap, most: int, *, pause: Callable[[], None] = lambda: None) -> list[ExpertMap]:
     """The maps on the way from `old` to `new`, of which the last is `new`; from each to the next a rank writes at most
-    `most` slots, or as many as a cycle of experts that change places needs. Pure: the same on all ranks."""
+    `most` slots, or as many as a cycle of experts that change places needs. Pure: the same on all ranks.
+
+    pause: called now and then, for a thread that is not to take all the time"""
     groups = _groups(old, new)
     twice = old.allow_duplicates or new.allow_duplicates
     way: list[ExpertMap] = []
-    slots, written = list(old.physical_to_logical), [0] * old.num_ranks
-    for number, group in enumerate(groups):
+    slots, written = list(old.physical_to_logical), Counter[int]()
+    for group in groups:
+        pause()
         needs = _writes(group, new)
-        if any(written) and any(a + b > most for a, b in zip(written, needs, strict=True)):
+        if written and (max(written.values()) > most or any(written[rank] + needs[rank] > most for rank in needs)):
             way.append(ExpertMap(new.num_experts, new.num_ranks, tuple(slots), twice))
-            written = [0] * old.num_ranks
+            written.clear()
         for slot in group:
             slots[slot] = new.physical_to_logical[slot]
-        written = [a + b for a, b in zip(written, needs, strict=True)]
-        if number == len(groups) - 1:
-            way.append(new)
-    return way
+        written += needs
+    return [*way, new] if groups else way
 
 
-def _writes(group: Iterable[int], new: ExpertMap) -> list[int]:
+def _writes(group: Iterable[int], new: ExpertMap) -> Counter[int]:
     """Slots that each rank writes; what an empty slot holds is no matter."""
-    counts = [0] * new.num_ranks
-    for slot in group:
-        counts[slot // new.cap] += new.physical_to_logical[slot] != EMPTY
-    return counts
+    cap = new.cap
+    return Counter(slot // cap for slot in group if new.physical_to_logical[slot] != EMPTY)
 
 
 def _groups(old: ExpertMap, new: ExpertMap) -> list[list[int]]:

@@ -5,13 +5,14 @@ Ranks are EP ranks, experts logical. A row is all bytes of one expert's slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
 MAX_ROUNDS = 16  # in one batch: two operations each, so that few are in flight however small the experts are
 UNIT = 8  # bytes; pieces begin at multiples
+_PAUSES = 32  # transfers between calls of `pause`
 
 
 @dataclass(frozen=True, order=True)
@@ -81,11 +82,19 @@ class Itinerary:
 
 
 def itinerary(
-    old: ExpertMap, new: ExpertMap, rank: int, *, row_bytes: int, budget: int, ranks_per_node: int | None = None
+    old: ExpertMap,
+    new: ExpertMap,
+    rank: int,
+    *,
+    row_bytes: int,
+    budget: int,
+    ranks_per_node: int | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> Itinerary:
-    """budget: as for `batches`."""
+    """budget: as for `batches`; pause: called now and then, for a thread that is not to take all the time"""
     planned = moves(old, new, ranks_per_node=ranks_per_node)
-    parts = tuple(batches(planned, rank, row_bytes, budget))
+    pause()
+    parts = tuple(batches(planned, rank, row_bytes, budget, pause=pause))
     outbox = max([sum(sent.stop - sent.start for sent, _ in part.rounds if sent) for part in parts], default=0)
     slots = tuple(changed_slots(old, new, rank))
     return Itinerary(old, new, row_bytes, planned, slots, planned.staged(rank), parts, outbox)
@@ -99,14 +108,18 @@ def changed_slots(old: ExpertMap, new: ExpertMap, rank: int) -> list[tuple[int, 
 
 def moves(old: ExpertMap, new: ExpertMap, *, ranks_per_node: int | None = None) -> Moves:
     """Sources are ranks of the target's node where any has the expert, and send evenly many."""
-    per_node = ranks_per_node or old.num_ranks
-    holders = [sorted({slot // old.cap for slot in slots}) for slots in old.logical_to_physical]
+    per_node, cap = ranks_per_node or old.num_ranks, old.cap
+    wanted: list[set[int]] = [set() for _ in range(old.num_ranks)]
+    for slot, (before, after) in enumerate(zip(old.physical_to_logical, new.physical_to_logical, strict=True)):
+        if after not in (EMPTY, before):
+            wanted[slot // cap].add(after)
+    # of few experts, where the change is one piece of a layer's
+    holders = {e: sorted({slot // cap for slot in old.logical_to_physical[e]}) for e in set().union(*wanted)}
     local: list[tuple[int, ...]] = []
     choices = []
-    for target in range(old.num_ranks):
-        wanted = sorted({expert for _, expert in changed_slots(old, new, target)})
-        local.append(tuple(expert for expert in wanted if target in holders[expert]))
-        for expert in wanted:
+    for target, experts in enumerate(wanted):
+        local.append(tuple(sorted(expert for expert in experts if target in holders[expert])))
+        for expert in experts:
             if target not in holders[expert]:
                 near = [rank for rank in holders[expert] if rank // per_node == target // per_node]
                 choices.append((near or holders[expert], expert, target))
@@ -117,10 +130,12 @@ def moves(old: ExpertMap, new: ExpertMap, *, ranks_per_node: int | None = None) 
         source = min(sources, key=lambda rank: (sent[rank], rank))
         sent[source] += 1
         transfers.append(Transfer(expert, source, target))
-    return Moves(tuple(local), tuple(sorted(transfers)))
+    return Moves(tuple(local), tuple(sorted(transfers, key=lambda t: (t.expert, t.source, t.target))))
 
 
-def rounds(transfers: Sequence[Transfer], num_ranks: int) -> list[list[Transfer]]:
+def rounds(
+    transfers: Sequence[Transfer], num_ranks: int, pause: Callable[[], None] = lambda: None
+) -> list[list[Transfer]]:
     """Rounds in which each rank sends to at most one peer and receives from at most one; as few as there can be, which
     is the most that any rank sends or receives.
 
@@ -128,7 +143,9 @@ def rounds(transfers: Sequence[Transfer], num_ranks: int) -> list[list[Transfer]
     common, two colours are exchanged along a path (Konig)."""
     sends: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]  # colour -> transfer
     receives: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]
-    for transfer in transfers:
+    for number, transfer in enumerate(transfers):
+        if number % _PAUSES == 0:
+            pause()
         free_there = _free(sends[transfer.source])
         free_here = _free(receives[transfer.target])
         if free_there in receives[transfer.target]:
@@ -178,7 +195,9 @@ def parcel(row_bytes: int, budget: int) -> Parcel:
     return Parcel(min(budget // row_bytes, MAX_ROUNDS), row_bytes)
 
 
-def batches(planned: Moves, rank: int, row_bytes: int, budget: int) -> list[Batch]:
+def batches(
+    planned: Moves, rank: int, row_bytes: int, budget: int, *, pause: Callable[[], None] = lambda: None
+) -> list[Batch]:
     """A rank's part, step by step; equally many on all ranks.
 
     In a batch a rank sends at most `budget` bytes, receives at most as many, and copies as many (or one row). Rows that
@@ -188,19 +207,29 @@ def batches(planned: Moves, rank: int, row_bytes: int, budget: int) -> list[Batc
     most = parcel(row_bytes, budget)
     whole, piece = most.pieces, most.piece_bytes
     spans = [(start, min(start + piece, row_bytes)) for start in range(0, row_bytes, piece)]
-    in_order = [(step, span) for step in rounds(planned.transfers, ranks) for span in spans]
-    travel = [in_order[start : start + whole] for start in range(0, len(in_order), whole)]
+    in_order: list[tuple[Piece | None, Piece | None]] = []
+    for step in rounds(planned.transfers, ranks, pause):
+        in_order += _part(step, rank, spans)
+        pause()
+    travel = [tuple(in_order[start : start + whole]) for start in range(0, len(in_order), whole)]
     copies = [planned.local[rank][start : start + whole] for start in range(0, max(map(len, planned.local)), whole)]
     return [
         Batch(
             copies=copies[number] if number < len(copies) else (),
-            rounds=tuple(_part(step, rank, *span) for step, span in travel[number]) if number < len(travel) else (),
+            rounds=travel[number] if number < len(travel) else (),
         )
         for number in range(max(len(copies), len(travel)))
     ]
 
 
-def _part(step: list[Transfer], rank: int, start: int, stop: int) -> tuple[Piece | None, Piece | None]:
-    sent = [Piece(t.expert, t.target, start, stop) for t in step if t.source == rank]
-    received = [Piece(t.expert, t.source, start, stop) for t in step if t.target == rank]
-    return sent[0] if sent else None, received[0] if received else None
+def _part(step: list[Transfer], rank: int, spans: Sequence[tuple[int, int]]) -> list[tuple[Piece | None, Piece | None]]:
+    """A rank's (sent, received) of one round, span by span."""
+    sent = next((t for t in step if t.source == rank), None)
+    received = next((t for t in step if t.target == rank), None)
+    return [
+        (
+            Piece(sent.expert, sent.target, *span) if sent else None,
+            Piece(received.expert, received.source, *span) if received else None,
+        )
+        for span in spans
+    ]

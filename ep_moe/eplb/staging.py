@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,9 +41,12 @@ class Room:
     def _for_one_of(cls, needs: Iterable[tuple[int, int, int]]) -> Room:
         """needs: (rows, bytes of each, outbox), of which there is one at a time."""
         needs = list(needs)
-        most = max([rows for rows, _, _ in needs], default=0)
-        rows = tuple(max(size for rows, size, _ in needs if rows > place) for place in range(most))
-        return cls(rows, max([outbox for _, _, outbox in needs], default=0))
+        largest = [0] * max([rows for rows, _, _ in needs], default=0)
+        for rows, size, _ in needs:
+            if rows:
+                largest[rows - 1] = max(largest[rows - 1], size)
+        places = [*accumulate(reversed(largest), max)]  # from the last on: one is as large as all after it
+        return cls(tuple(reversed(places)), max([outbox for _, _, outbox in needs], default=0))
 
 
 class Staging:
@@ -51,6 +55,7 @@ class Staging:
 
     kept: what is kept; slots: the most that a rank has of a layer
     damage: int64 [slots], on the device, what each row's checksum finds; seen: the same on the host, pinned for a GPU
+    pairs: int64 [slots, 2], on the device, which row goes to which slot (`SlotStore.address`)
     """
 
     @torch.inference_mode(False)  # or what is made within one could not be written outside
@@ -59,6 +64,7 @@ class Staging:
         self._rows = [self._empty(size) for size in kept.rows]
         self._outbox = self._empty(kept.outbox)
         self.damage = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.pairs = torch.zeros(slots, 2, dtype=torch.int64, device=device)
         self.seen = torch.zeros(slots, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     @property

@@ -7,15 +7,20 @@ end the checksum of the rest (int64), so that it travels with what it vouches fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ep_moe.weights.expert_weights import ExpertWeights
 
+if TYPE_CHECKING:
+    from ep_moe.eplb.row_triton import Rows
+
 _WORDS = 1 << 20  # int64 words that are weighed at a time: 8 MiB of scratch memory
 _MOST_BLOCKS = 1 << 10  # of them in one tensor: 8 GiB
 _TAIL = 8  # bytes of the checksum
+_MOST_PARTS = 64  # tensors of a slot that one launch takes
 
 
 class Checksum:
@@ -29,6 +34,7 @@ class Checksum:
         powers = [pow(self._step, power, 1 << 64) for power in range(_MOST_BLOCKS + 1)]
         signed = [power - (1 << 64) if power >> 63 else power for power in powers]
         self._powers = torch.tensor(signed, dtype=torch.int64, device=device)
+        self._scratch = torch.zeros(_MOST_PARTS + 1, dtype=torch.int64, device=device)
 
     def __call__(self, data: Tensor) -> Tensor:
         """int64 [] on the device, of uint8 [bytes]; the last word is filled up with zeros."""
@@ -43,15 +49,18 @@ class Checksum:
 
     def of_parts(self, parts: Sequence[Tensor]) -> Tensor:
         """int64 [], of the checksums of parts, each uint8 [bytes]."""
-        if parts[0].is_cuda and all(part.numel() % 8 == 0 and part.storage_offset() % 8 == 0 for part in parts):
-            from ep_moe.eplb import checksum_triton
-
-            return checksum_triton.of_parts([part.view(torch.int64) for part in parts], self._factors, self._powers)
         return self(_bytes(torch.stack([self(part) for part in parts])))
+
+    def rows(self, parts: Sequence[tuple[int, int]]) -> Rows:
+        """The same in few launches, on one stream. parts: as for `Rows`, on this device."""
+        from ep_moe.eplb.row_triton import Rows
+
+        return Rows(parts, self._factors, self._powers, self._scratch)
 
 
 class SlotStore:
-    """All bytes of the slots of one layer on this rank.
+    """All bytes of the slots of one layer on this rank. On a GPU a row of whole int64 words is read and examined in one
+    launch each, and any number of them written in one (`row_triton`).
 
     row_bytes: of a row, checksum included; equal on all ranks of a layer
     slots: of this rank
@@ -66,18 +75,22 @@ class SlotStore:
             self._spans[name] = (end, end + count * itemsize)
             end += -(-count * itemsize // 8) * 8
         self.row_bytes = end + _TAIL
+        self._kinds = _kinds(weights)
+        self._at: list[int] = []  # where the tensors lay when `_rows` was made
+        self._rows: Rows | None = None
 
-    def _views(self, slot: int) -> list[tuple[int, int, Tensor]]:
-        """(start, stop, uint8 view) of the slot's tensors; looked up at each use, since `.to(device)` replaces them."""
-        found = []
-        for name, tensor in self._weights.slot_tensors().items():
-            assert tensor.is_contiguous(), f"{name} of ExpertWeights is not contiguous"
-            if self._spans[name][0] < self._spans[name][1]:
-                found.append((*self._spans[name], tensor[slot].view(-1).view(torch.uint8)))
-        return found
+    def fits(self, weights: ExpertWeights) -> bool:
+        """Whether rows of these weights are still as when this was made: `.to(dtype)` changes them, and who registers
+        another tensor."""
+        return weights is self._weights and _kinds(weights) == self._kinds
 
     def read(self, slot: int, start: int, stop: int, out: Tensor) -> None:
-        """Bytes [start, stop) of the slot's row into uint8 [stop - start]. What lies between tensors is undefined."""
+        """Bytes [start, stop) of the slot's row into uint8 [stop - start]; on a GPU multiples of 8. What lies between
+        tensors is undefined."""
+        rows = self._on_gpu()
+        if rows is not None:
+            rows.pack(slot, start, stop, out)
+            return
         for first, last, view in self._views(slot):
             low, high = max(first, start), min(last, stop)
             if low < high:
@@ -87,14 +100,38 @@ class SlotStore:
             low = max(tail, start)
             out[low - start :].copy_(_bytes(self.checksum(slot))[low - tail : stop - tail])
 
-    def write(self, rows: Mapping[int, Tensor]) -> None:
-        """Rows into slots, in place; on a GPU in few launches, as forwards wait meanwhile."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+    def examine(self, row: Tensor, found: Tensor) -> None:
+        """Into int64 [] `found` 0 where the row is what its checksum says, else another number."""
+        rows = self._on_gpu()
+        if rows is not None:
+            rows.examine(row, found)
+            return
+        parts = [row[first:last] for first, last in self._spans.values() if first < last]
+        found.copy_(self._checksum.of_parts(parts) - row[-_TAIL:].view(torch.int64)[0])
+
+    def address(self, rows: Mapping[int, Tensor], pairs: Tensor) -> None:
+        """Before `write`, the device is told which row goes to which slot, in int64 [>= slots, 2] of its own."""
+        listed = [(slot, row.data_ptr()) for slot, row in rows.items()]
+        # of one size, so that memory is there; a copy under way keeps it
+        on_host = torch.empty(self.slots, 2, dtype=torch.int64, pin_memory=pairs.is_cuda)
+        on_host[: len(listed)] = torch.tensor(listed, dtype=torch.int64).view(len(listed), 2)
+        pairs[: self.slots].copy_(on_host, non_blocking=True)
+
+    def write(self, rows: Mapping[int, Tensor], pairs: Tensor) -> None:
+        """Rows into slots, in place; on a GPU in few launches, as forwards wait meanwhile. pairs: as `address` wrote
+        them for these rows"""
+        if not rows:
+            return
+        on_gpu = self._on_gpu()
+        if on_gpu is not None:
+            on_gpu.write(pairs, len(rows))
+            return
+        moved: list[tuple[Tensor, Tensor]] = []
         for slot, row in rows.items():
-            pairs += [(view, row[first:last]) for first, last, view in self._views(slot)]
+            moved += [(view, row[first:last]) for first, last, view in self._views(slot)]
         for group in (  # words where there are whole ones: a thread copies several numbers, of whatever size
-            [(view.view(torch.int64), data.view(torch.int64)) for view, data in pairs if view.numel() % 8 == 0],
-            [pair for pair in pairs if pair[0].numel() % 8],
+            [(view.view(torch.int64), data.view(torch.int64)) for view, data in moved if view.numel() % 8 == 0],
+            [pair for pair in moved if pair[0].numel() % 8],
         ):
             if group:
                 torch._foreach_copy_([view for view, _ in group], [data for _, data in group])
@@ -103,10 +140,45 @@ class SlotStore:
         """int64 [] of what the slot holds now."""
         return self._checksum.of_parts([view for _, _, view in self._views(slot)])
 
-    def damage(self, row: Tensor) -> Tensor:
-        """int64 [], 0 where the row is what its checksum says."""
-        found = self._checksum.of_parts([row[first:last] for first, last in self._spans.values() if first < last])
-        return found - row[-_TAIL:].view(torch.int64)[0]
+    def _views(self, slot: int) -> list[tuple[int, int, Tensor]]:
+        """(start, stop, uint8 view) of the slot's tensors; looked up at each use, since `.to(device)` replaces them."""
+        return [
+            (*self._spans[name], tensor[slot].view(-1).view(torch.uint8)) for name, tensor in self._tensors().items()
+        ]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those that have bytes, in the order of a row."""
+        found = {}
+        for name, tensor in self._weights.slot_tensors().items():
+            assert tensor.is_contiguous(), f"{name} of ExpertWeights is not contiguous"
+            if self._spans[name][0] < self._spans[name][1]:
+                found[name] = tensor
+        return found
+
+    def _on_gpu(self) -> Rows | None:
+        """None where the torch form is for these tensors."""
+        at = [tensor.data_ptr() for tensor in (*self._weights.parameters(), *self._weights.buffers())]
+        if at != self._at:
+            self._at, self._rows = at, self._looked_up()
+        return self._rows
+
+    def _looked_up(self) -> Rows | None:
+        parts = []
+        for name, tensor in self._tensors().items():
+            size = self._spans[name][1] - self._spans[name][0]
+            if not _is_on_gpu(tensor) or size % 8 or tensor.data_ptr() % 8:
+                return None
+            parts.append((tensor.data_ptr(), size // 8))
+        return self._checksum.rows(parts) if 0 < len(parts) <= _MOST_PARTS else None
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _kinds(weights: ExpertWeights) -> list[tuple[str, torch.Size, torch.dtype]]:
+    found = (*weights.named_parameters(), *weights.named_buffers())
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in found]
 
 
 def _bytes(words: Tensor) -> Tensor:

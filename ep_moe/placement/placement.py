@@ -55,6 +55,7 @@ class Placement(nn.Module):
         self._ep_rank = ep_rank
         self._replicas, self._ranks_per_node = Replicas.SPREAD, expert_map.num_ranks
         self.resets = 0
+        self._ahead: tuple[ExpertMap, list[Tensor]] | None = None  # see `prepare`
         self._slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
         experts = expert_map.num_experts
         # room for any later plan: no expert needs more replicas than ranks or than spare slots
@@ -147,9 +148,16 @@ class Placement(nn.Module):
                 f"{max(expert_map.replica_count)}"
             )
 
+    def prepare(self, expert_map: ExpertMap) -> None:
+        """Compute beforehand what `update` with this very map writes, which forwards would wait for. Changes nothing
+        that is in force."""
+        self.check(expert_map)
+        self._ahead = expert_map, self._tables(expert_map)
+
     def update(self, expert_map: ExpertMap) -> None:
         """Put another map in force, in place: captured graphs and held references see it."""
-        self.check(expert_map)
+        if self._ahead is None or self._ahead[0] is not expert_map:
+            self.check(expert_map)
         self.expert_map = expert_map
         self._write(expert_map)
         self.slot_load.zero_()
@@ -164,12 +172,19 @@ class Placement(nn.Module):
         return self.slot_load.view(self.expert_map.num_ranks, -1).sum(1)
 
     def _write(self, expert_map: ExpertMap) -> None:
+        ahead, self._ahead = self._ahead, None  # it is of no use to whoever writes other tables, nor after them
         if self.replica_count.is_meta:
             return
+        tables = ahead[1] if ahead is not None and ahead[0] is expert_map else self._tables(expert_map)
+        for table, values in zip((self.logical_to_physical, self.replica_count), tables, strict=True):
+            table.copy_(values, non_blocking=True)
+
+    def _tables(self, expert_map: ExpertMap) -> list[Tensor]:
+        """Of a map, on the host; pinned for a GPU: a map is put in force between two forwards, without a wait."""
         used = [self._used(ids, expert_map.cap) for ids in expert_map.logical_to_physical]
         table = [[*ids, *[EMPTY] * (self._max_replicas - len(ids))] for ids in used]
-        _fill(self.logical_to_physical, table)
-        _fill(self.replica_count, list(map(len, used)))
+        pinned = self.replica_count.is_cuda
+        return [torch.tensor(values, dtype=torch.int64, pin_memory=pinned) for values in (table, [*map(len, used)])]
 
     def _used(self, ids: tuple[int, ...], cap: int) -> tuple[int, ...]:
         """Those of an expert's physical ids that this rank's tokens go to."""
@@ -191,8 +206,3 @@ class Placement(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.expert_map)
-
-
-def _fill(table: Tensor, values: list[int] | list[list[int]]) -> None:
-    """Without a wait for the device: a map is put in force between two forwards."""
-    table.copy_(torch.tensor(values, dtype=table.dtype, pin_memory=table.is_cuda), non_blocking=True)
