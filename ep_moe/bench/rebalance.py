@@ -17,7 +17,8 @@ import argparse
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -66,14 +67,11 @@ class Result:
 
 
 def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_per_step: int) -> Result:
-    # a full collection of Python's holds up the host for some 100 ms, whether experts move or not
-    gc.collect()
-    gc.freeze()
     forward = passed(context, layers, tokens)
     for layer in layers:
         layer.requires_grad_(False)
     config = EPLBConfig(interval=0, window=1, bytes_per_step=bytes_per_step)
-    with ExpertBalancer(list(layers), context, config) as balancer:
+    with ExpertBalancer(list(layers), context, config) as balancer, frozen():
         usual, _ = timed(context, forward, balancer, lambda number: number < USUAL)
         maps = [rotated(layer.placement.expert_map) for layer in layers]
         moving, seconds = timed(
@@ -90,6 +88,18 @@ def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_p
         float(usual.median()), float(usual.max()), float(moving.median()), float(moving.max()),
         int((moving > LATE * usual.median()).sum()), len(moving), seconds, int(sent), found.commits,
     )  # fmt: skip
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What is there is left alone by Python's collector, as in servers once they are warm: a full collection holds up
+    the host for 14 ms and more, and a plan's objects may be what sets it off."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Callable[[], Any]:

@@ -15,7 +15,7 @@ UNIT = 8  # bytes; pieces begin at multiples
 _PAUSES = 32  # transfers between calls of `pause`
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Transfer:
     """One expert from a rank that has it to one that has not."""
 
@@ -40,7 +40,7 @@ class Moves:
         return (*self.local[rank], *(t.expert for t in self.transfers if t.target == rank))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Bytes [start, stop) of an expert's row, to or from `peer`."""
 
@@ -50,7 +50,7 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What one rank does in one step.
 
