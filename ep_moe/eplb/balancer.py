@@ -10,9 +10,9 @@ by the first word in the store: also a rank that has lost the others then learns
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class ExpertBalancer:
         self._end: EPMoEError | None = None
         self._epoch = 0
         self._counts = dict.fromkeys(("rebalances", "commits", "rollbacks", "skipped", "restarts", "received_bytes"), 0)
-        self._window: tuple[LayerStats, ...] = ()
+        self._window: Callable[[], tuple[LayerStats, ...]] = tuple
         self._price = self._error = ""
         for layer in self.layers:
             layer.placement.choose(self.config.replicas, ranks_per_node=self._per_node)
@@ -122,7 +122,7 @@ class ExpertBalancer:
             state=self._state,
             steps=self._steps,
             staging_bytes=self._mover.staging.bytes,
-            layers=self._window,
+            layers=self._window(),
             price=self._price,
             error=self._error,
             **self._counts,
@@ -277,6 +277,7 @@ class ExpertBalancer:
             self._price = str(self._decision.price or "")
             self._queue = self._changes(self._decision)
             self._counts["rebalances"] += bool(self._queue)
+            self._decision = self._background = None  # freed piece by piece: all at once would take a millisecond
             self._next_layer()
         else:
             self._commit()
@@ -285,7 +286,8 @@ class ExpertBalancer:
         etp = self.layers[0].expert_weights.etp.size  # whose members count the same rows
         load = (sums // etp).numpy()
         current = [layer.placement.expert_map for layer in self.layers]
-        self._window = loads([layer.name for layer in self.layers], load, current)
+        # for who asks: milliseconds of a large model's; a copy, for a planner may do with its load what it likes
+        self._window = cache(partial(loads, [layer.name for layer in self.layers], load.copy(), current))
         moe, size = self.layers[0].expert_weights.config, self._mover.store(self.layers[0]).row_bytes * etp
         self._plan(partial(decide, load, current, self._planner, self.config, moe, size))
 

@@ -135,11 +135,8 @@ def laid_out(
 
 def loads(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[LayerStats, ...]:
     """A window's load per layer, each replica of an expert carrying an equal share."""
-    ranks = loads_by_rank(load, maps)
-    return tuple(
-        LayerStats(name, tuple(map(int, experts)), tuple(map(float, held)))
-        for name, experts, held in zip(names, load, ranks, strict=True)
-    )
+    rows = zip(names, load.tolist(), loads_by_rank(load, maps).tolist(), strict=True)
+    return tuple(LayerStats(name, tuple(experts), tuple(held)) for name, experts, held in rows)
 
 
 class _Breath:

@@ -11,7 +11,7 @@ from ep_moe.placement.stats import LayerStats
 
 @dataclass(frozen=True)
 class BalancerStats:
-    """A snapshot of the host's; asking costs nothing.
+    """A snapshot of the host's; asking waits for nothing. The first to ask after a window has `layers` made.
 
     steps: calls of `step`; rebalances, commits (of layers, or pieces of them), rollbacks: since the beginning
     skipped: windows that ended while a rebalance was still under way

@@ -63,9 +63,7 @@ class Case:
 @pytest.mark.parametrize("words", [*WORDS, [(1 << 20) + 5, 9], [(1 << 21) + 4096]], ids=str)
 def test_a_row_is_torchs(words):
     case = Case(words)
-    for slot in (
-        (2, 0, 2) if sum(words) < 1 << 20 else (1,)
-    ):  # one after the other: each leaves the scratch memory as it was
+    for slot in (2, 0, 2) if sum(words) < 1 << 20 else (1,):  # each leaves the scratch memory as it was
         row = case.packed(slot, 0, case.row_bytes)
         assert torch.equal(row, case.row(slot))
         assert case.examined(row) == 0
