@@ -201,8 +201,8 @@ class Dispatcher(ABC):
 
     def combine(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None = None) -> Tensor:
         """The experts' rows, in the order received, to [T, H]: the sum over ranks. y: those rows, or
-        `Received.peer_out` if that is where they were written, by all ranks alike. out: where to write the sum; what is
-        returned then"""
+        `Received.peer_out` if that is where they were written, by all ranks alike. out: [T, H] of the layer's dtype,
+        where to write the sum; what is returned then"""
         return self._begin_combine(y, handle, out).wait()
 
     def dispatch_start(
@@ -252,8 +252,9 @@ class Dispatcher(ABC):
         return self._guarded("dispatch", pending, self._told)
 
     def _begin_combine(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None) -> Pending[Tensor]:
+        to = out if out is not None and out.is_contiguous() else None
         with self.link.ledger.step("combine", self.name):
-            pending = self._combine_written(handle, out) if isinstance(y, PeerRows) else self._combine(y, handle, out)
+            pending = self._combine_written(handle, to) if isinstance(y, PeerRows) else self._combine(y, handle, to)
         if self.capabilities.static and y.device.type == "cuda" and not capturing(y.device):
             self.link.ledger.mark(y.device)
         return self._guarded("combine", pending, partial(_placed, out))
@@ -269,7 +270,8 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def _combine(self, y: Tensor, handle: Any, out: Tensor | None) -> Pending[Tensor]:
-        """out: None, or where the sum is wanted; a transport that writes it elsewhere need not care"""
+        """out: None, or a contiguous tensor where the sum is wanted; a transport that writes it elsewhere need not
+        care"""
 
     def _combine_written(self, handle: Any, out: Tensor | None) -> Pending[Tensor]:
         """The experts' rows are in `Received.peer_out`."""

@@ -98,11 +98,11 @@ class DeepEPDispatcher(Dispatcher):
         return Pending(finish)
 
     def _combine(self, y: Tensor, handle: Any, out: Tensor | None) -> Pending[Tensor]:
-        out, _, event = self._buffer.combine(y.contiguous(), handle, async_finish=True)
+        sums, _, event = self._buffer.combine(y.contiguous(), handle, async_finish=True)
 
         def finish() -> Tensor:
             event.current_stream_wait()
-            return out  # type: ignore[no-any-return]
+            return sums  # type: ignore[no-any-return]
 
         return Pending(finish)
 

@@ -101,9 +101,9 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         return Pending(lambda: received)
 
     def _combine(self, y: Tensor, handle: Lane, out: Tensor | None) -> Pending[Tensor]:
-        out = handle.library.combine(y.contiguous())
+        sums = handle.library.combine(y.contiguous())
         handle.release(y.device)
-        return Pending(lambda: out)
+        return Pending(lambda: sums)
 
     def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back.

@@ -163,6 +163,7 @@ def receive(
     """Wait until the peers' answers are ready, and sum those of this rank's tokens in the order of ranks, in float32:
     [T, H]. out: where to, contiguous; default a new tensor"""
     out = workspace.sums(tokens) if out is None else out
+    assert out.is_contiguous(), "kernels write it as they would a new one"
     if workspace.calls.is_cuda:
         if cells:
             _cells_triton().receive(workspace, out, bound)
@@ -195,6 +196,7 @@ def take(
 ) -> Tensor:
     """As `receive`, of what peers wrote or copied here. tell: do what `tell_given` does first"""
     out = workspace.sums(tokens) if out is None else out
+    assert out.is_contiguous(), "kernels write it as they would a new one"
     if workspace.calls.is_cuda:
         _triton().receive(workspace, out, bound, blocks, arrived=True, tell=tell)
         return out

@@ -110,14 +110,14 @@ class PplxDispatcher(Dispatcher):
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         rows, workspace = y.contiguous(), handle.lane.library
         assert self.geometry.max_tokens is not None
-        out = y.new_empty(self.geometry.max_tokens, y.shape[-1])
-        workspace.combine(out, handle.ids, handle.weights, rows, send=True)
+        sums = y.new_empty(self.geometry.max_tokens, y.shape[-1])
+        workspace.combine(sums, handle.ids, handle.weights, rows, send=True)
 
         def finish() -> Tensor:
-            workspace.combine(out, handle.ids, handle.weights, rows, send=False)
+            workspace.combine(sums, handle.ids, handle.weights, rows, send=False)
             handle.lane.release(y.device)
             # a token of nobody was sent to an expert here, with weight 0: 0 times what it held
-            return torch.where(handle.routed, out[: len(handle.ids)], 0)
+            return torch.where(handle.routed, sums[: len(handle.ids)], 0)
 
         return Pending(finish)
 

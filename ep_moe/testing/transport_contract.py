@@ -185,13 +185,15 @@ def two_in_flight(case: Case) -> None:
     dispatcher = case.dispatcher
     first, second = case.dispatch_start(a, to_a), case.dispatch_start(b, to_b)
     got_a, got_b = first.wait(), second.wait()
-    back_a = dispatcher.combine_start(case.experts(got_a), got_a.handle)
     room = torch.full((len(b) + 2, HIDDEN), 7.0, dtype=case.shape.dtype, device=case.device)
+    wide = torch.full((len(a), 2 * HIDDEN), 7.0, dtype=case.shape.dtype, device=case.device)
+    back_a = dispatcher.combine_start(case.experts(got_a), got_a.handle, wide[:, :HIDDEN])
     back_b = dispatcher.combine_start(case.experts(got_b), got_b.handle, room[1:-1])
     case.same(back_b.wait(), wanted_b, "second call")
     case.same(room[1:-1], wanted_b, "second call, where it was wanted")
-    case.that(bool((room[[0, -1]] == 7).all()), "combine wrote beside `out`")
     case.same(back_a.wait(), wanted_a, "first call")
+    case.same(wide[:, :HIDDEN], wanted_a, "first call, where it was wanted")
+    case.that(bool((room[[0, -1]] == 7).all() & (wide[:, HIDDEN:] == 7).all()), "combine wrote beside `out`")
 
 
 def nan_stays_with_its_owner(case: Case) -> None:
