@@ -93,9 +93,11 @@ class Exchange:
 
     def _parts(self) -> list[slice]:
         """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
-        most = self.dispatcher.geometry.max_tokens
-        if most is None or self.bound is None or not self.in_parts:
+        if not self.in_parts:
             return [slice(0, len(self.x))]  # too many too, for the dispatcher to refuse
+        most = self.dispatcher.geometry.max_tokens
+        assert most is not None
+        assert self.bound is not None
         return [slice(start, min(start + most, self.bound)) for start in range(0, self.bound, most)]
 
     def _start(self, part: slice) -> Pending[Received]:
