@@ -74,8 +74,7 @@ class Exchange:
     def _nan(self, received: Received, out: Tensor | PeerRows | None) -> Tensor | PeerRows:
         """In the place of experts: no number may pass for a result."""
         if isinstance(out, PeerRows):
-            for block in out.blocks:
-                block.fill_(torch.nan)
+            out.write(out.blocks[0].new_full((len(out.blocks) * out.bound, out.blocks[0].shape[1]), torch.nan))
             return out
         if out is not None:
             return out.fill_(torch.nan)

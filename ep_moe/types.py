@@ -83,18 +83,45 @@ class WireIds:
 
 
 @dataclass(frozen=True)
+class PeerCells:
+    """Rows as cells of 8 bytes, 4 of a row and the number of the call, and one cell more that comes for every row, also
+    where there is no answer.
+
+    blocks: R tensors int64 [bound, at least words + 1], rows at multiples of 16 bytes; number: int32 [at least 1] on
+        the device; words: of a row
+    """
+
+    blocks: tuple[Tensor, ...]
+    number: Tensor
+    words: int
+
+    @property
+    def stride(self) -> int:
+        """Cells from one row to the next."""
+        return self.blocks[0].stride(0)
+
+    def write(self, place: Tensor, rows: Tensor | None) -> None:
+        number = self.number[:1].long() << 32
+        if rows is not None:
+            place[:, : self.words].copy_(rows.contiguous().view(torch.int32).long() & 0xFFFFFFFF | number)
+        place[:, self.words].copy_(number.expand(len(place)))
+
+
+@dataclass(frozen=True)
 class PeerRows:
     """The experts' rows in the memory of the ranks that the received ones came from: row n is row n % bound of its
     block n // bound.
 
     blocks: R tensors [bound, H], as this rank sees them; addresses: int64 [R] on the device; offset: bytes: block r
         begins at addresses[r] + offset; rank: whose own block lies here
+    cells: rows go there, and not into blocks, which then say what they are like; offset is of these
     """
 
     blocks: tuple[Tensor, ...]
     addresses: Tensor
     offset: int
     rank: int
+    cells: PeerCells | None = None
 
     @property
     def bound(self) -> int:
@@ -106,8 +133,18 @@ class PeerRows:
 
     def write(self, y: Tensor) -> None:
         """All rows. y: [N, H]"""
-        for block, rows in zip(self.blocks, y.split(self.bound), strict=True):
-            block.copy_(rows)
+        places = self.blocks if self.cells is None else self.cells.blocks
+        for place, rows in zip(places, y.split(self.bound), strict=True):
+            if self.cells is None:
+                place.copy_(rows)
+            else:
+                self.cells.write(place, rows)
+
+    def write_nothing(self) -> None:
+        """No row is wanted of this rank, which who awaits cells must be told."""
+        for place in () if self.cells is None else self.cells.blocks:
+            assert self.cells is not None
+            self.cells.write(place, None)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.hopper_gemm import tiles_for
 from ep_moe.fp8_rows import round_blocks
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LocalIds, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
+from ep_moe.types import LocalIds, PeerCells, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, SCHEMES
 from ep_moe.workspace import Workspaces
@@ -199,6 +199,29 @@ def check_peers(experts: Experts, received: Received, ranks: int, rank: int) -> 
     expected[:, rank + 1] = experts(received).where(here, torch.nan).view(ranks, bound, hidden)
     assert torch.equal(memory.nan_to_num(99.0), expected.nan_to_num(99.0))
     assert bool(here.any()), "the test writes"
+    check_peer_cells(experts, received, ranks, rank, here)
+
+
+def check_peer_cells(experts: Experts, received: Received, ranks: int, rank: int, here: torch.Tensor) -> None:
+    """The same by cells, as `PeerRows.write` puts them, in places for more rows than the bound."""
+    bound, hidden = len(received.x) // ranks, experts.config.hidden_size
+    words, room = hidden // 2, bound + 2
+    memory = torch.full((ranks, ranks + 1, room, words + 2), 77, dtype=torch.int64, device=DEVICE)
+    addresses = torch.tensor([memory[peer].data_ptr() for peer in range(ranks)], device=DEVICE)
+    number = torch.tensor([-(2**31) + 5, 9, 9], dtype=torch.int32, device=DEVICE)
+    places = tuple(memory[peer, rank + 1, :bound] for peer in range(ranks))
+    blocks = tuple(torch.empty(bound, hidden, dtype=BF16, device=DEVICE) for _ in range(ranks))
+    offset = (rank + 1) * room * (words + 2) * 8
+    peers = PeerRows(blocks, addresses, offset, rank, PeerCells(places, number, words))
+    assert experts(received, peers) is peers
+    found = memory.clone()
+    memory.fill_(77)
+    peers.write(experts(received))
+    unwanted = ~here.view(ranks, bound)
+    for peer in range(ranks):
+        places[peer][:, :words][unwanted[peer]] = 77
+    assert torch.equal(found, memory)
+    assert (found[:, rank + 1, :bound, words] >> 32 == int(number[0])).all(), "one for every row"
 
 
 @pytest.mark.parametrize("kind", [Bf16TritonExperts, Fp8BlockTritonExperts])

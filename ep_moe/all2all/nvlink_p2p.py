@@ -1,6 +1,6 @@
 """`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
 experts' last kernel writes its answers straight back, where it can, or they are read from where it left them: two
-kernels in all. Few tokens, and their answers, go by cells, for which nobody has to be told (`p2p_cells_triton`); beside
+kernels in all. Few tokens, and their answers, go by cells, for which nobody has to be told (`cells_triton`); beside
 other work, large calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
@@ -127,7 +127,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             wire_ids=WireIds(PhysicalIds(places["ids"][:rows]), self.link.rank * self.geometry.cap),
             weights=places["weights"][:rows],
             out=places["answers"][:rows],
-            peer_out=None if self._by_cells(max_tokens) else lane.library.peer_out(max_tokens),
+            peer_out=lane.library.peer_out(max_tokens, cells=self._by_cells(max_tokens)),
         )
         return Pending(lambda: received)
 
@@ -152,7 +152,8 @@ class NVLinkP2PDispatcher(Dispatcher):
         return Pending(partial(self._take, handle, out, tell=False))
 
     def _take(self, handle: _Handle, out: Tensor | None, *, tell: bool) -> Tensor:
-        found = take(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE, tell=tell, out=out)
+        cells = self._by_cells(handle.bound)
+        found = take(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE, tell=tell, cells=cells, out=out)
         handle.lane.release(found.device)
         return found
 

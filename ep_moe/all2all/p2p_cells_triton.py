@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.cells_triton import late_cells, put_cells
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
 from ep_moe.types import PhysicalRouting
@@ -89,8 +90,8 @@ def _send(
         if peer == RANK:
             tl.store(sent + token * TOP_K + pick, id, mask=pick < TOP_K)
         theirs = _cells(peers, peer, cells_at) + (RANK * FEW + token) * CELLS
-        _put(theirs + pick, id, number, pick < TOP_K)
-        _put(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, pick < TOP_K)
+        put_cells(theirs + pick, id, number, pick < TOP_K)
+        put_cells(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, pick < TOP_K)
         if tl.max((valid & (id // cap == peer)).to(tl.int32), axis=0) > 0:
             row_at = theirs + 2 * TOP_K
             _put_row(
@@ -126,9 +127,9 @@ def _put_row(
         else:
             value = e4m3_by(value, input_scale)
         row = tl.sum(value.to(tl.int32) << (byte * 8)[None, :], axis=1)
-    _put(at + word, row, number, word < WORDS)
+    put_cells(at + word, row, number, word < WORDS)
     if SCALES:
-        _put(at + WORDS + step, scale, number, step < SCALES)
+        put_cells(at + WORDS + step, scale, number, step < SCALES)
 
 
 @triton.jit
@@ -150,11 +151,11 @@ def _take(
         row_cell = tl.load(row_at + word, mask=word < WORDS, other=0, volatile=True)
         id = id_cell.to(tl.int32)  # noqa: A001
         here = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
-        late = _late(row_cell, number, word < WORDS)
+        late = late_cells(row_cell, number, word < WORDS)
         if SCALES:
             scale_cell = tl.load(row_at + WORDS + step, mask=step < SCALES, other=0, volatile=True)
-            late += _late(scale_cell, number, step < SCALES)
-        missing = _late(id_cell, number, pick < TOP_K) + _late(weight_cell, number, pick < TOP_K)
+            late += late_cells(scale_cell, number, step < SCALES)
+        missing = late_cells(id_cell, number, pick < TOP_K) + late_cells(weight_cell, number, pick < TOP_K)
         missing += tl.where(here, late, 0)
     tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
     weight = weight_cell.to(tl.int32).to(tl.float32, bitcast=True)
@@ -213,8 +214,8 @@ def _receive(
         theirs = _cells(peers, peer, cells_at) + (RANK * FEW + token) * CELLS
         if tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0:
             answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)
-            _put(theirs + word, answer, number, word < WORDS)
-        tl.store(theirs + WORDS, number.to(tl.int64) << 32, cache_modifier=".wt")
+            put_cells(theirs + word, answer, number, word < WORDS)
+        put_cells(theirs + WORDS, number * 0, number, True)
     if TAKE:
         tl.store(calls + 2, number)
         part = peer * PART + tl.arange(0, PART)
@@ -228,7 +229,7 @@ def _receive(
             missing = 1
             while missing > 0:
                 cell = tl.load(mine + part, mask=wanted, other=0, volatile=True)
-                missing = _late(cell, number, wanted)
+                missing = late_cells(cell, number, wanted)
                 missing += ((tl.load(mine + WORDS, volatile=True) >> 32).to(tl.int32) != number).to(tl.int32)
             bits = cell.to(tl.int32)
             if tl.float32 == DTYPE:
@@ -247,14 +248,3 @@ def _receive(
 @triton.jit
 def _cells(peers, peer, cells_at):
     return tl.multiple_of(tl.load(peers + peer) + cells_at, 16).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def _put(at, value, number, mask):
-    cell = (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-    tl.store(at, cell, mask=mask, cache_modifier=".wt")  # to the peer, past caches
-
-
-@triton.jit
-def _late(cell, number, mask):
-    return tl.sum((((cell >> 32).to(tl.int32) != number) & mask).to(tl.int32), axis=0)

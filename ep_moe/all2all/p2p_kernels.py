@@ -10,6 +10,7 @@ experts left them; or copied as rows are. Few rows, and their answers, go by cel
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
 from ep_moe.fp8_rows import round_fp8
-from ep_moe.types import PeerRows, PhysicalRouting
+from ep_moe.types import PeerCells, PeerRows, PhysicalRouting
 from ep_moe.workspace import Shapes, carve
 
 _SENT, _ANSWERED = 0, 1  # rows of flags
@@ -74,16 +75,23 @@ class Workspace:
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
         self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
         self.calls = torch.zeros(3, dtype=torch.int32, device=memory.local.device)
-        self._peer_out: dict[int, PeerRows] = {}  # by bound: few, and made once
+        self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
 
-    def peer_out(self, bound: int) -> PeerRows:
-        """Where the peers await this rank's answers."""
-        if bound not in self._peer_out:
+    def peer_out(self, bound: int, *, cells: bool = False) -> PeerRows:
+        """Where the peers await this rank's answers. cells: by which they go on GPUs"""
+        if (bound, cells) not in self._peer_out:
             part = slice(self.rank * bound, (self.rank + 1) * bound)
             blocks = tuple(peer["arrived"][part] for peer in self.peers)
             start = self.offsets["arrived"] + part.start * self.geometry.hidden_size * self.geometry.dtype.itemsize
-            self._peer_out[bound] = PeerRows(blocks, self.memory.addresses, start, self.rank)
-        return self._peer_out[bound]
+            made = PeerRows(blocks, self.memory.addresses, start, self.rank)
+            self._peer_out[bound, cells] = self._by_cells(made) if cells and self.calls.is_cuda else made
+        return self._peer_out[bound, cells]
+
+    def _by_cells(self, rows: PeerRows) -> PeerRows:
+        places = tuple(peer["answer_cells"][self.rank, : rows.bound] for peer in self.peers)
+        start = self.offsets["answer_cells"] + self.rank * self.places["answer_cells"][0].nbytes
+        words = self.geometry.hidden_size * self.geometry.dtype.itemsize // 4
+        return replace(rows, offset=start, cells=PeerCells(places, self.calls, words))
 
     def sums(self, tokens: int) -> Tensor:
         """Room for sums of answers, [T, H], undefined."""
@@ -192,17 +200,22 @@ def tell_given(workspace: Workspace) -> None:
 
 
 def take(
-    workspace: Workspace, tokens: int, bound: int, blocks: int, *, tell: bool, out: Tensor | None = None
-) -> Tensor:
-    """As `receive`, of what peers wrote or copied here. tell: do what `tell_given` does first"""
+    workspace: Workspace, tokens: int, bound: int, blocks: int, *, tell: bool, cells: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `receive`, of what peers wrote or copied here. tell: do what `tell_given` does first; cells tell by
+    themselves"""
     out = workspace.sums(tokens) if out is None else out
     assert out.is_contiguous(), "kernels write it as they would a new one"
     if workspace.calls.is_cuda:
-        _triton().receive(workspace, out, bound, blocks, arrived=True, tell=tell)
+        if cells:
+            _cells_triton().receive(workspace, out, bound, put=False)
+        else:
+            _triton().receive(workspace, out, bound, blocks, arrived=True, tell=tell)
         return out
     if tell:
-        _tell(workspace, _ANSWERED)
-    _wait(workspace, _ANSWERED)
+        _tell(workspace, _ANSWERED, cells=cells)
+    _wait(workspace, _ANSWERED, cells=cells)
     arrived = workspace.places["arrived"]
     return _sum(workspace, out, [arrived[rank * bound :] for rank in range(len(workspace.peers))])
 

@@ -51,17 +51,19 @@ def bf16_moe(
     offset: int,
     bound: int,
     rank: int,
+    number: Tensor | None,
+    stride: int,
 ) -> None:
     """x, out: bf16 [N, H]; ids: int [N, K], local ones counted from `base`, others are none; weights: float32 [N, K],
     None for 1, a pick of weight 0 is none; w13: bf16 [L, 2 * I, H] ([L, I, H] without a gate), w2: bf16 [L, H, I]
 
     expected: pairs per row that tiles are chosen for; chunk: picks of one pass
     spare_sms: multiprocessors that the large products leave free
-    peers, offset, bound, rank: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
+    peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
     """
     from ep_moe.experts.pair_kernels import Home, passes
 
-    home = None if peers is None else Home(peers, offset, bound, rank)
+    home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         _pass(

@@ -67,6 +67,8 @@ def fp8_block_moe(
     offset: int,
     bound: int,
     rank: int,
+    number: Tensor | None,
+    stride: int,
 ) -> None:
     """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None
 
@@ -75,7 +77,7 @@ def fp8_block_moe(
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     spare_sms: multiprocessors that the products leave free
-    peers, offset, bound, rank: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None;
+    peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None;
         with ids only
     """
     step = _Step(workspace, w13, w13_scale, w2, w2_scale, activation, alpha, limit, spare_sms)
@@ -90,7 +92,7 @@ def fp8_block_moe(
         return
     from ep_moe.experts.pair_kernels import Home, passes
 
-    home = None if peers is None else Home(peers, offset, bound, rank)
+    home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], _part(weights, part), base)
         step.rank_major(x[part], _part(x_scale, part), found, out if to else out[part], to, expected)

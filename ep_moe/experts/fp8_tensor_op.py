@@ -61,6 +61,8 @@ def fp8_tensor_moe(
     offset: int,
     bound: int,
     rank: int,
+    number: Tensor | None,
+    stride: int,
 ) -> None:
     """x: [N, H] in bf16, rounded here by the largest of w13_input_scale; or E4M3, rounded before by input_scale
     out: bf16 [N, H]; ids: int [N, K], local ones counted from `base`, others are none
@@ -69,13 +71,13 @@ def fp8_tensor_moe(
 
     expected: pairs per row that tiles are chosen for; chunk: picks of one pass
     spare_sms: multiprocessors that the large products leave free
-    peers, offset, bound, rank: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
+    peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
     """
     from ep_moe.experts.pair_kernels import Home, passes
 
     matrices = (w13, w13_scale, w13_input_scale, w2, w2_scale, w2_input_scale)
     step = _Step(workspace, *matrices, Activation(activation), alpha, limit, expected, spare_sms)
-    home = None if peers is None else Home(peers, offset, bound, rank)
+    home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         step(out if to else out[part], to, x[part], input_scale, found)

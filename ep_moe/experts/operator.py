@@ -38,6 +38,9 @@ def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, Non
     return wrap
 
 
-def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int]:
-    """addresses, offset, bound and rank, as operators take them: of types that a graph's node can have."""
-    return (None, 0, 1, 0) if peers is None else (peers.addresses, peers.offset, peers.bound, peers.rank)
+def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:
+    """The fields of `pair_kernels.Home`, as operators take them: of types that a graph's node can have."""
+    if peers is None:
+        return None, 0, 1, 0, None, 0
+    number, stride = (None, 0) if peers.cells is None else (peers.cells.number, peers.cells.stride)
+    return peers.addresses, peers.offset, peers.bound, peers.rank, number, stride

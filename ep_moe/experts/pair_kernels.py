@@ -25,12 +25,18 @@ PROGRAMS = 1024  # that sort, at most
 @dataclass(frozen=True)
 class Home:
     """The ranks that received rows came from, for a kernel that writes its rows there: `types.PeerRows` without its
-    blocks. first: the number of a call's first row among all that were received"""
+    blocks.
+
+    number, stride: of `types.PeerCells`, for rows that go by cells; first: the number of a call's first row among all
+        that were received
+    """
 
     addresses: Tensor
     offset: int
     bound: int
     rank: int
+    number: Tensor | None = None
+    stride: int = 0
     first: int = 0
 
 
@@ -53,7 +59,8 @@ def reduce(
 
     y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a pick of weight 0 is none
     slots: int32 [N, K], a pick's row is y[slots[n, k]] then, and below 0 for no pick
-    out: [N, H]; with a `home` only its dtype counts, and rows without any expert here are left as they are
+    out: [N, H]; with a `home` only its dtype counts, and rows without any expert here are left as they are, but for the
+        cell that comes for each
     """
     rows, top_k = ids.shape
     size = out.shape[-1]
@@ -62,7 +69,9 @@ def reduce(
     block = min(REDUCE_BLOCK, triton.next_power_of_2(size))
     # as many ranks as rows came from take turns, so that all links are busy all the time
     turns = 1 if home is None else max(1, min(len(home.addresses), rows // home.bound))
-    to = (None, 0, 1, 0, 0) if home is None else (home.addresses, home.offset, home.bound, home.first, home.rank)
+    to: tuple[Tensor | int | None, ...] = (None, 0, 1, 0, 0, None, 0)
+    if home is not None:
+        to = (home.addresses, home.offset, home.bound, home.first, home.rank, home.number, home.stride)
     kernels.reduce[(turns * triton.cdiv(rows, turns), triton.cdiv(size, block))](
         y, ids, weights, slots, out, *to, base, num_experts, rows, size,
         TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,

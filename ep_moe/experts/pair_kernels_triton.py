@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ep_moe.cells_triton import put_cells
+
 
 @triton.jit
 def local_experts(ids, weights, base, pair, pairs, WEIGHTED: tl.constexpr):
@@ -82,10 +84,11 @@ def place_pairs(
 
 @triton.jit
 def reduce(
-    y, ids, weights, slots, out, peers, offset, bound, first, rank, base, experts, rows, size,
+    y, ids, weights, slots, out, peers, offset, bound, first, rank, number, stride, base, experts, rows, size,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset."""
+    """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset, by cells with the
+    number that is there, if it is not None."""
     program = tl.program_id(0)
     n = ((program + rank) % TURNS * (tl.num_programs(0) // TURNS) + program // TURNS).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -106,10 +109,22 @@ def reduce(
     if peers is None:
         tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)
     else:
-        number = first + n
-        start = tl.multiple_of(tl.load(peers + number // bound, mask=n < rows, other=0) + offset, 16)
-        theirs = start.to(tl.pointer_type(out.dtype.element_ty)) + number % bound * size
-        tl.store(theirs + at, total.to(out.dtype.element_ty), mask=inside & here)
+        row = first + n
+        start = tl.multiple_of(tl.load(peers + row // bound, mask=n < rows, other=0) + offset, 16)
+        value = total.to(out.dtype.element_ty)
+        if number is None:
+            theirs = start.to(tl.pointer_type(out.dtype.element_ty)) + row % bound * size
+            tl.store(theirs + at, value, mask=inside & here)
+        else:
+            call, words = tl.load(number), size // 2
+            # two cells are stored at once
+            theirs = tl.multiple_of(start + row % bound * (stride * 8), 16).to(tl.pointer_type(tl.int64))
+            low, high = tl.split(tl.reshape(value.to(tl.int16, bitcast=True), [BLOCK // 2, 2]))
+            word = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+            bits = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+            put_cells(theirs + word, bits, call, (word < words) & here)
+            if tl.program_id(1) == 0:
+                put_cells(theirs + words, call * 0, call, n < rows)
 
 
 @triton.jit

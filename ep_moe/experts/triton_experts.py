@@ -34,6 +34,8 @@ class TritonExperts(Experts):
     def compute_to_peers(self, received: Received, out: PeerRows) -> None:
         if received.x.numel() and self.weights.num_slots:
             self.step(received, out.blocks[out.rank], out)
+        else:
+            out.write_nothing()
 
     @abstractmethod
     def step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
