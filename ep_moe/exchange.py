@@ -97,8 +97,8 @@ class Exchange:
     def _parts(self) -> list[slice]:
         """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
         most = self.dispatcher.geometry.max_tokens
-        if most is None or self.bound is None:
-            return [slice(0, len(self.x))]
+        if most is None or self.bound is None or not self.in_parts:
+            return [slice(0, len(self.x))]  # too many too, for the dispatcher to refuse
         return [slice(start, min(start + most, self.bound)) for start in range(0, self.bound, most)]
 
     def _start(self, part: slice) -> Pending[Received]:
@@ -116,7 +116,7 @@ class Exchange:
         return None if self.x_scale is None else self.x_scale[part]
 
     def _most(self, part: slice) -> int | None:
-        return None if self.bound is None else part.stop - part.start
+        return part.stop - part.start if self.in_parts else self.bound
 
     def _routing(self, part: slice) -> PhysicalRouting:
         if part.start == 0 and part.stop >= len(self.routing.weights):

@@ -115,13 +115,16 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
 @distributed(2)
 @pytest.mark.parametrize("way", list(WAYS)[:4])
 @pytest.mark.parametrize("fault", ["tokens", "dtype"])
-@pytest.mark.parametrize(("pipeline", "most"), [(2, 9), (None, 9), (None, 4), (2, 4)])
-def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, fault, way, world_size):
+@pytest.mark.parametrize(
+    ("pipeline", "most", "shared"), [(2, 9, 0), (None, 9, 0), (None, 4, 0), (2, 4, 0), (None, 9, 16)]
+)
+def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fault, way, world_size):
     """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
     kind = WAYS[way][0]
     on_the_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
-        layer = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=pipeline))
+        config = dataclasses.replace(CONFIG, shared_intermediate_size=shared)
+        layer = fill(MoELayer(config, context, all2all=kind.name, pipeline=pipeline))
         rank = dist.get_rank()
         tokens = most + rank * (fault == "tokens")
         x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
