@@ -19,6 +19,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.wire_rows import round_rows
 from ep_moe.observe import stage
+from ep_moe.placement.late import placed
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
 
 Result = TypeVar("Result")
@@ -36,7 +37,9 @@ class Exchange:
         self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
         self.to_peers = experts.capabilities.peer_out
-        self.routing, self.bound = routing, context.step_tokens
+        self.bound = context.step_tokens
+        on_the_way = dispatcher.capabilities.places and not self.in_parts
+        self.routing = routing if on_the_way else placed(routing)
         wire = dispatcher.geometry.wire
         self.x, self.x_scale = (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_rows(x, wire)
 
@@ -117,6 +120,8 @@ class Exchange:
         return part.stop - part.start if self.in_parts else self.bound
 
     def _routing(self, part: slice) -> PhysicalRouting:
+        if part.start == 0 and part.stop >= len(self.routing.weights):
+            return self.routing  # perhaps to be placed on its way
         return PhysicalRouting(PhysicalIds(self.routing.ids[part]), self.routing.weights[part])
 
     def _return(self, received: Received) -> Tensor:

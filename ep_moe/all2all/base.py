@@ -22,6 +22,7 @@ from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
+from ep_moe.placement.late import given_ids
 from ep_moe.row_formats import ROW_FORMATS, RowFormat
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
@@ -44,6 +45,7 @@ class DispatcherCapabilities:
     rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
     static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
     peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
+    places: a `LateRouting` need not be placed before it sets out
     """
 
     layout: RowLayout
@@ -64,6 +66,7 @@ class DispatcherCapabilities:
     rounds: frozenset[str] = frozenset()
     static: bool = False
     peer_out: bool = False
+    places: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +311,7 @@ class Dispatcher(ABC):
                 return f"max_tokens must be in [1, {g.max_tokens}], as EPContext has it, got {max_tokens}"
             if (problem := too_many_tokens(x, max_tokens)) is not None:
                 return problem
-        return routing_problem(routing.ids, routing.weights, x, g.top_k)
+        return routing_problem(given_ids(routing), routing.weights, x, g.top_k)
 
     def _rows_problem(self, x: Tensor, x_scale: Tensor | None) -> str | None:
         g = self.geometry

@@ -74,6 +74,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         rounds=frozenset({"fp8_block", "fp8_tensor"}),
         static=True,
         peer_out=True,
+        places=True,
     )
     few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to all others, up to which these and answers go by cells
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work

@@ -21,6 +21,8 @@ from ep_moe.all2all.p2p_kernels import Workspace
 from ep_moe.cells_triton import late_cells, put_cells
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
+from ep_moe.placement.late import to_place
+from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
 
 
@@ -32,11 +34,12 @@ def send(
     g, places = workspace.geometry, workspace.places
     words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
+    ids, tables, most = to_place(routing)
     _send[(bound, g.num_ranks)](
         x.contiguous() if rounds else x.contiguous().view(torch.int32),
         x.new_empty(0, dtype=torch.int32) if x_scale is None else x_scale.contiguous().view(torch.int32),
         g.wire.input_scale,
-        routing.ids.contiguous(),
+        ids.contiguous(),
         routing.weights.contiguous(),
         workspace.memory.addresses,
         workspace.calls,
@@ -51,6 +54,8 @@ def send(
         bound,
         g.num_physical,
         g.cap,
+        *tables,
+        MOST=most,
         RANK=workspace.rank,
         TOP_K=g.top_k,
         WIDTH=triton.next_power_of_2(g.top_k),
@@ -71,12 +76,13 @@ def send(
 @triton.jit
 def _send(
     x, x_scale, input_scale, ids, weights, peers, calls, sent, cells, rows, scales, got_ids, got_weights, cells_at,
-    tokens, bound, num_physical, cap,
-    RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr, FEW: tl.constexpr,
-    CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
+    tokens, bound, num_physical, cap, replicas, counts, expert_load, slot_load, counting, seed, experts,
+    MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    SMALLEST: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
 ):  # fmt: skip
-    """A token's cells: K ids, K weights, the words of its row, and those of its scales."""
+    """A token's cells: K ids, K weights, the words of its row, and those of its scales. From replicas on: as `to_place`
+    gives them; each program places its token's ids, and the one that sends them to their own rank counts them."""
     token, peer = tl.program_id(0), tl.program_id(1)
     number = tl.load(calls + 2) + 1
     if PUT:
@@ -85,6 +91,10 @@ def _send(
         given = (pick < TOP_K) & (token < tokens)
         id = tl.load(ids + token * TOP_K + pick, mask=given, other=-1)  # noqa: A001
         weight = tl.load(weights + token * TOP_K + pick, mask=given, other=0.0)
+        if MOST:
+            logical, counted = id, tl.load(counting) != 0
+            id, known = place_ids(logical, token, replicas, counts, experts, seed, MOST)  # noqa: A001
+            id = tl.where(known, id, -1)  # noqa: A001
         valid = (id >= 0) & (id < num_physical)
         id = tl.where(valid, id, -1).to(tl.int32)  # noqa: A001
         if peer == RANK:
@@ -97,6 +107,8 @@ def _send(
             _put_row(
                 row_at, x, x_scale, input_scale, token, number, WORDS, BLOCK, SCALES, SCALE_BLOCK, ROUNDS, SMALLEST
             )
+        if MOST:
+            count_ids(logical, id, known & counted & (peer == RANK), expert_load, slot_load)
     if TAKE:
         mine = cells + (peer * FEW + token) * CELLS
         place = peer * tl.cast(bound, tl.int64) + token

@@ -15,6 +15,8 @@ from torch import Tensor
 from ep_moe.all2all.p2p_kernels import Workspace
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
+from ep_moe.placement.late import to_place
+from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
 
 _TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows
@@ -26,12 +28,13 @@ def send(
     g, at = workspace.geometry, workspace.offsets
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     elements, scale_words = g.hidden_size if rounds else g.row_bytes // 4, g.scale_bytes // 4
+    ids, tables, most = to_place(routing)
     # a row takes longer where it is rounded, and more of them at once hide that
     _send[(min(bound, 4 * blocks if rounds else blocks),)](
         x.contiguous() if rounds else x.contiguous().view(torch.int32),
         _words(x_scale, x),
         g.wire.input_scale,
-        routing.ids.contiguous(),
+        ids.contiguous(),
         routing.weights.contiguous(),
         workspace.memory.addresses,
         workspace.places["flags"],
@@ -46,6 +49,8 @@ def send(
         bound,
         g.num_physical,
         g.cap,
+        *tables,
+        MOST=most,
         RANK=workspace.rank,
         RANKS=g.num_ranks,
         LANES=triton.next_power_of_2(g.num_ranks),
@@ -64,12 +69,13 @@ def send(
 @triton.jit
 def _send(
     x, x_scale, input_scale, ids, weights, peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at,
-    tokens, bound, num_physical, cap,
-    RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
-    ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    tokens, bound, num_physical, cap, replicas, counts, expert_load, slot_load, counting, seed, experts,
+    MOST: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words."""
+    """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. From replicas
+    on: as `to_place` gives them."""
     blocks = tl.num_programs(0)
     pick, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
     for token in range(tl.program_id(0), bound, blocks):
@@ -77,6 +83,10 @@ def _send(
         given = (pick < TOP_K) & (token < tokens)
         id = tl.load(ids + at * TOP_K + pick, mask=given, other=-1)  # noqa: A001
         weight = tl.load(weights + at * TOP_K + pick, mask=given, other=0.0)
+        if MOST:
+            logical, counted = id, tl.load(counting) != 0
+            id, known = place_ids(logical, at, replicas, counts, experts, seed, MOST)  # noqa: A001
+            id = tl.where(known, id, -1)  # noqa: A001
         valid = (id >= 0) & (id < num_physical)
         owner = tl.where(valid, (id // cap).to(tl.int32), RANKS)
         tl.store(sent + at * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=pick < TOP_K)
@@ -102,6 +112,8 @@ def _send(
                 if SCALES:
                     their_scales = (base + scales_at).to(tl.pointer_type(tl.int32))
                     tl.store(their_scales + place * SCALES + step, scale, mask=step < SCALES)
+        if MOST:
+            count_ids(logical, id, known & counted, expert_load, slot_load)
     _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.placement.late import LateRouting, Tables, placed
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 
 # Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
@@ -75,9 +76,9 @@ class Placement(nn.Module):
 
     def forward(self, routing: Routing) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
-        that the dispatcher refuses it on all ranks together."""
+        that the dispatcher refuses it on all ranks together. Few picks on a GPU leave as a `LateRouting`."""
         if routing.ids.is_cuda and not torch.compiler.is_compiling():
-            return PhysicalRouting(PhysicalIds(self._place_on_gpu(routing.ids)), routing.weights)
+            return self._on_gpu(routing)
         experts = self.expert_map.num_experts
         ids = routing.ids.long()
         valid = (ids >= 0) & (ids < experts)
@@ -90,14 +91,17 @@ class Placement(nn.Module):
         unknown = torch.where(ids == EMPTY, ids, self.expert_map.num_physical)
         return PhysicalRouting(PhysicalIds(physical.where(valid, unknown)), routing.weights)
 
-    @torch.no_grad()
-    def _place_on_gpu(self, ids: Tensor) -> Tensor:
-        from ep_moe.placement.placement_triton import place
+    def _on_gpu(self, routing: Routing) -> PhysicalRouting:
+        from ep_moe.placement.placement_triton import MANY
 
-        out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-        tables = (self.logical_to_physical, self.replica_count, self.expert_load, self.slot_load, self.counting)
-        place(ids.contiguous(), *tables, out, self._ep_rank * _RANK_FACTOR)
-        return out
+        late = LateRouting(routing.ids, routing.weights, self.tables)
+        return late if routing.ids.numel() < MANY else placed(late)
+
+    @property
+    def tables(self) -> Tables:
+        loads = self.expert_load, self.slot_load
+        seed = self._ep_rank * _RANK_FACTOR
+        return Tables(self.logical_to_physical, self.replica_count, *loads, self.counting, seed)
 
     @torch.no_grad()
     def _count(self, logical: Tensor, physical: Tensor, valid: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""The Triton form of `Placement.forward`: one launch in the place of some twenty."""
+"""The Triton form of `Placement.forward`: one launch in the place of some twenty; and its arithmetic, for kernels that
+place ids as they send them."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -9,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WIDE_BLOCK = 256, 1024  # picks of a program
-_MANY = 4096  # picks from which on each program counts its own first: they are many for few counters
+MANY = 4096  # picks from which on each program counts its own first: they are many for few counters
 
 
 def place(
@@ -21,11 +22,11 @@ def place(
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
         return
-    many = pairs >= _MANY
+    many = pairs >= MANY
     block = _WIDE_BLOCK if many else _BLOCK
     _place[(triton.cdiv(pairs, block),)](
-        ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, len(counts), replicas.shape[1],
-        len(slot_load), top_k, BLOCK=block, EXPERT_BINS=_bins(expert_load) if many else 0,
+        ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, len(counts), len(slot_load), top_k,
+        MOST=replicas.shape[1], BLOCK=block, EXPERT_BINS=_bins(expert_load) if many else 0,
         SLOT_BINS=_bins(slot_load) if many else 0,
     )  # fmt: skip
 
@@ -36,28 +37,41 @@ def _bins(load: Tensor) -> int:
 
 @triton.jit
 def _place(
-    ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, experts, most, slots, top_k,
-    BLOCK: tl.constexpr, EXPERT_BINS: tl.constexpr, SLOT_BINS: tl.constexpr,
+    ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, experts, slots, top_k,
+    MOST: tl.constexpr, BLOCK: tl.constexpr, EXPERT_BINS: tl.constexpr, SLOT_BINS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < pairs
     given = tl.load(ids + at, mask=inside, other=-1).to(tl.int64)
-    valid = (given >= 0) & (given < experts)
-    safe = tl.where(valid, given, 0)
-    row = (at // top_k).to(tl.int64)
-    mixed = row * 2654435761 + safe * 2246822519 + seed
-    replica = ((mixed & 0xFFFFFFFF) >> 16) % tl.load(counts + safe)
-    physical = tl.load(replicas + safe * most + replica, mask=inside, other=0)
+    physical, valid = place_ids(given, at // top_k, replicas, counts, experts, seed, MOST)
     tl.store(out + at, tl.where(valid, physical, tl.where(given == -1, given, slots)), mask=inside)
     if tl.load(counting) != 0:
         # sums of whole numbers are the same in any order
         if EXPERT_BINS:
-            _count(expert_load, safe, valid & inside, experts, EXPERT_BINS)
-            _count(slot_load, physical, valid & inside, slots, SLOT_BINS)
+            _count(expert_load, given, valid, experts, EXPERT_BINS)
+            _count(slot_load, physical, valid, slots, SLOT_BINS)
         else:
-            one = tl.full([BLOCK], 1, tl.int64)
-            tl.atomic_add(expert_load + safe, one, mask=valid & inside, sem="relaxed")
-            tl.atomic_add(slot_load + physical, one, mask=valid & inside, sem="relaxed")
+            count_ids(given, physical, valid, expert_load, slot_load)
+
+
+@triton.jit
+def place_ids(given, row, replicas, counts, experts, seed, MOST: tl.constexpr):
+    """Physical ids of logical ones in these rows of a call, and whether they are: for ids of no expert they are noise.
+    MOST: replicas that an expert may have"""
+    known = (given >= 0) & (given < experts)
+    safe = tl.where(known, given, 0).to(tl.int64)
+    at = safe * MOST
+    if MOST > 1:
+        mixed = tl.cast(row, tl.int64) * 2654435761 + safe * 2246822519 + seed
+        at += ((mixed & 0xFFFFFFFF) >> 16).to(tl.int32) % tl.load(counts + safe).to(tl.int32)
+    return tl.load(replicas + at), known
+
+
+@triton.jit
+def count_ids(given, physical, known, expert_load, slot_load):
+    one = tl.full(given.shape, 1, tl.int64)
+    tl.atomic_add(expert_load + given, one, mask=known, sem="relaxed")
+    tl.atomic_add(slot_load + physical, one, mask=known, sem="relaxed")
 
 
 @triton.jit

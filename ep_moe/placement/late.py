@@ -1,0 +1,77 @@
+"""Ids that are placed on their way: by the kernel that sends them, or by a launch of their own for whoever looks."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
+
+
+class Tables(NamedTuple):
+    """What a GPU places and counts with, in the order in which kernels take it: `Placement`'s buffers, which are
+    rewritten in place.
+
+    replicas: int64 [E, most]; counts, expert_load: int64 [E]; slot_load: int64 [P]; counting: int64 []
+    seed: what the hash adds to all
+    """
+
+    replicas: Tensor
+    counts: Tensor
+    expert_load: Tensor
+    slot_load: Tensor
+    counting: Tensor
+    seed: int
+
+    @torch.no_grad()
+    def place(self, ids: Tensor) -> Tensor:
+        """int64 [T, K] of logical ids [T, K]; counts them."""
+        from ep_moe.placement.placement_triton import place
+
+        out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+        place(ids.contiguous(), *self[:5], out, self.seed)
+        return out
+
+
+class LateRouting(PhysicalRouting):
+    """The routing of one call, not placed yet: whoever looks at `ids` first has them placed, and counted. A transport
+    that does both itself (`DispatcherCapabilities.places`) takes `to_place` instead, and then nobody may look.
+
+    Rows are those of the whole call, by whose numbers replicas are chosen: it is placed before it is cut.
+    """
+
+    logical: LogicalIds
+    tables: Tables
+
+    def __init__(self, logical: LogicalIds, weights: Tensor, tables: Tables) -> None:
+        self.__dict__.update(logical=logical, weights=weights, tables=tables)  # frozen, as its base is
+
+    @cached_property
+    def ids(self) -> PhysicalIds:  # type: ignore[override]
+        return PhysicalIds(self.tables.place(self.logical))
+
+
+def placed(routing: PhysicalRouting) -> PhysicalRouting:
+    """With ids that are there."""
+    return PhysicalRouting(routing.ids, routing.weights) if isinstance(routing, LateRouting) else routing
+
+
+def given_ids(routing: PhysicalRouting) -> Tensor:
+    """Those that there are, placed or not: for checks of their shape."""
+    return routing.logical if _late(routing) else routing.ids
+
+
+def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Any, ...], int]:
+    """For a kernel that can place: the ids that it is given, its arguments `replicas, counts, expert_load, slot_load,
+    counting, seed, experts`, and its MOST, 0 where ids are placed already."""
+    if not _late(routing):
+        return routing.ids, (None,) * 7, 0
+    experts, most = routing.tables.replicas.shape
+    return routing.logical, (*routing.tables, experts), most
+
+
+def _late(routing: PhysicalRouting) -> TypeGuard[LateRouting]:
+    return isinstance(routing, LateRouting) and "ids" not in routing.__dict__

@@ -1,0 +1,153 @@
+"""Placements that leave ids to whoever needs them, as on GPUs: whole layers on the CPU place and count as they do
+without."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext, ExpertMap, InputError, MoELayer, ParallelConfig
+from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
+from ep_moe.placement.late import LateRouting, given_ids, placed, to_place
+from ep_moe.placement.placement import Placement
+from ep_moe.testing import distributed, rank_device
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
+from tests.distributed.test_layer_static import CONFIG, on_the_cpu
+from tests.helpers import assert_same, fill, integer_routing, integer_rows, oracle
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs on the CPU")
+KINDS = {"nvlink_p2p": NVLinkP2PDispatcher, "torch_a2a": TorchAll2AllDispatcher}
+
+
+class Late:
+    """Makes a layer's placement late, by its own torch form. looks: how often ids were placed"""
+
+    def __init__(self, placement: Placement) -> None:
+        self.looks, self._forward = 0, placement.forward
+        placement.forward = self.forward
+
+    def forward(self, routing: Routing) -> LateRouting:
+        return LateRouting(routing.ids, routing.weights, SimpleNamespace(place=partial(self._place, routing.weights)))
+
+    def _place(self, weights: torch.Tensor, ids: LogicalIds) -> torch.Tensor:
+        self.looks += 1
+        return self._forward(Routing(ids, weights)).ids
+
+
+def seen_by(kind: type[Dispatcher]) -> list[bool]:
+    """Of each dispatch from now on within this process: whether the transport is given ids that are not placed."""
+    seen, before = [], kind._dispatch
+
+    def dispatch(self, x, x_scale, routing, problem, max_tokens):
+        seen.append(isinstance(routing, LateRouting) and "ids" not in routing.__dict__)
+        return before(self, x, x_scale, routing, problem, max_tokens)
+
+    kind._dispatch = dispatch
+    return seen
+
+
+@distributed(2)
+@pytest.mark.parametrize(("all2all", "pipeline", "few_bytes", "late_there"), [
+    ("nvlink_p2p", None, 0, True), ("nvlink_p2p", None, 800, True), ("nvlink_p2p", 2, 0, False),
+    ("torch_a2a", None, 0, False),
+])  # fmt: skip
+@pytest.mark.parametrize("shared", [0, 16])
+def test_late_ids_are_the_same_ones_and_counted_once(shared, all2all, pipeline, few_bytes, late_there, world_size):
+    """Answers and loads; of a call in parts each row keeps its number in the whole call."""
+    on_the_cpu(NVLinkP2PDispatcher, False, few_bytes)
+    rank, config = dist.get_rank(), dataclasses.replace(CONFIG, shared_intermediate_size=shared)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
+        make = partial(MoELayer, config, context, expert_map=ExpertMap.redundant(6, 2, 4), all2all=all2all)
+        plain, layer = [fill(make(experts="reference", pipeline=pipeline)) for _ in range(2)]
+        for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+            ours.data.copy_(theirs.data)
+        late, seen = Late(layer.placement), seen_by(KINDS[all2all])
+        for number, tokens in enumerate((9, 0, 5)):
+            x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, 7 * number + rank)
+            with torch.no_grad():
+                wanted = plain.forward_routed(x, routing)
+                seen.clear()
+                assert_same(layer.forward_routed(x, routing), wanted)
+            assert set(seen) == {late_there}
+            assert late.looks == number + 1, "placed once"
+        with layer.no_stats(), plain.no_stats(), torch.no_grad():
+            layer.forward_routed(x, routing)
+        assert torch.equal(layer.placement.slot_load, plain.placement.slot_load)
+        assert torch.equal(layer.placement.expert_load, plain.placement.expert_load)
+        assert plain.placement.slot_load.any()
+        assert layer.stats().expert_load == plain.stats().expert_load
+        if not shared:
+            with torch.no_grad():
+                assert_same(layer.forward_routed(x, routing), oracle(CONFIG, x, routing))
+
+
+@distributed(2)
+def test_gradients_flow_past_them(world_size):
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all="torch_a2a", experts="reference"))
+        found = []
+        for _ in range(2):
+            x, routing = integer_rows(5, 16, rank).requires_grad_(), integer_routing(5, CONFIG, rank)
+            routing = Routing(routing.ids, routing.weights.requires_grad_())
+            layer.forward_routed(x, routing).square().sum().backward()
+            found.append((x.grad, routing.weights.grad))
+            late = Late(layer.placement)
+        assert late.looks == 0
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        layer.forward_routed(x, routing)
+        assert late.looks == 1
+
+
+@distributed(2)
+@pytest.mark.parametrize("fault", ["tokens", "dispatched"])
+def test_a_bad_call_is_refused_all_the_same(fault, world_size):
+    on_the_cpu(NVLinkP2PDispatcher)
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference"))
+        Late(layer.placement)
+        tokens = 9 + rank * (fault == "tokens")
+        x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
+        with torch.no_grad():
+            if not rank:
+                assert layer.forward_routed(x, routing).isnan().any()
+            elif fault == "tokens":
+                with pytest.raises(InputError, match="rank 1: x has 10 tokens on their way"):
+                    layer.forward_routed(x, routing)
+            else:
+                late = layer.placement(Routing(LogicalIds(routing.ids[:3]), routing.weights))
+                with pytest.raises(InputError, match=r"rank 1: routing.ids must be \[T, K\] = \[9, 3\], got \[3, 3\]"):
+                    layer.dispatcher.dispatch(x, late)
+                assert not layer.placement.expert_load.any()
+        dist.barrier()
+
+
+def test_what_is_there_of_a_late_routing():
+    routing, placement = integer_routing(5, CONFIG, 0), Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
+    expected = placement(routing).ids
+    placement.reset_load()
+    late = Late(placement)
+    for look in (placed, lambda given: given):
+        given = placement(routing)
+        assert given_ids(given) is routing.ids, "a check of shapes places nothing"
+        looks = late.looks
+        assert type(look(given)) is (PhysicalRouting if look is placed else LateRouting)
+        assert torch.equal(look(given).ids, expected)
+        assert look(given).ids is given.ids
+        assert late.looks == looks + 1
+        assert to_place(given) == (given.ids, (None,) * 7, 0), "what is placed and counted is sent as it is"
+    there = PhysicalRouting(PhysicalIds(expected), routing.weights)
+    assert placed(there) is there
+    assert given_ids(there) is expected
+    own = Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
+    ids, tables, most = to_place(LateRouting(routing.ids, routing.weights, own.tables))
+    assert (ids is routing.ids, most, tables[0] is own.logical_to_physical) == (True, 2, True)
+    assert tables[1:] == (own.replica_count, own.expert_load, own.slot_load, own.counting, 3266489917, 6)
