@@ -56,12 +56,14 @@ def place_pairs(
     if totals is None:
         count = tl.zeros([EXPERTS], tl.int32)
         place = tl.zeros([EXPERTS], tl.int32)
-        for start in range(0, pairs, LOOK):
-            pair = start + tl.arange(0, LOOK)
-            expert = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
-            valid = (expert >= 0) & (expert < experts)
-            count += tl.histogram(expert, EXPERTS, mask=valid)
-            place += tl.histogram(expert, EXPERTS, mask=valid & (pair < block * PAIRS))
+        first = block * PAIRS
+        for start in range(0, first, LOOK):
+            expert = local_experts(ids, weights, base, start + tl.arange(0, LOOK), first, WEIGHTED)
+            place += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
+        for start in range(first, pairs, LOOK):
+            expert = local_experts(ids, weights, base, start + tl.arange(0, LOOK), pairs, WEIGHTED)
+            count += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
+        count += place
     else:
         count = tl.load(totals + lane, mask=lane < experts, other=0)
         place = tl.load(earlier + lane * tl.num_programs(0) + block, mask=lane < experts, other=0)
@@ -110,15 +112,15 @@ def reduce(
         tl.store(out + n * size + at, total.to(out.dtype.element_ty), mask=inside)
     else:
         row = first + n
-        start = tl.multiple_of(tl.load(peers + row // bound, mask=n < rows, other=0) + offset, 16)
+        start = tl.load(peers + row // bound, mask=n < rows, other=0) + offset
         value = total.to(out.dtype.element_ty)
+        # said of pointers: of numbers that become pointers the compiler forgets it, and stores 2 bytes at a time
         if number is None:
-            theirs = start.to(tl.pointer_type(out.dtype.element_ty)) + row % bound * size
+            theirs = tl.multiple_of(start.to(tl.pointer_type(out.dtype.element_ty)), 16) + row % bound * size
             tl.store(theirs + at, value, mask=inside & here)
         else:
             call, words = tl.load(number), size // 2
-            # two cells are stored at once
-            theirs = tl.multiple_of(start + row % bound * (stride * 8), 16).to(tl.pointer_type(tl.int64))
+            theirs = tl.multiple_of((start + row % bound * (stride * 8)).to(tl.pointer_type(tl.int64)), 16)
             low, high = tl.split(tl.reshape(value.to(tl.int16, bitcast=True), [BLOCK // 2, 2]))
             word = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
             bits = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)

@@ -1,0 +1,69 @@
+"""Kernels that write to peers' memory, compiled for Hopper: what they store there is 16 bytes an instruction. Triton
+sees that only where it is told of the pointer itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile  # noqa: A004
+
+from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
+from ep_moe.experts import pair_kernels_triton
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing")
+
+CELLS = {"RANK": 1, "TOP_K": 8, "WIDTH": 8, "FEW": 32, "CELLS": 1042, "WORDS": 1024, "BLOCK": 512, "PUT": True}
+TABLES = dict.fromkeys(("replicas", "counts", "expert_load", "slot_load", "counting", "seed", "experts"))
+FLAGS = {"RANK": 1, "RANKS": 4, "LANES": 4, "TOP_K": 8, "WIDTH": 8, "MOST": 0, **TABLES}
+PLAIN = {"SCALES": 0, "SCALE_BLOCK": 1, "ROUNDS": "", "SMALLEST": 1e-10}
+REDUCE = {"TOP_K": 8, "WEIGHTED": True, "TURNS": 4, "BLOCK": 1024}
+TYPES = {
+    "x": "*i32", "x_scale": "*i32", "input_scale": "fp32", "ids": "*i64", "weights": "*fp32", "peers": "*i64",
+    "flags": "*i32", "calls": "*i32", "sent": "*i32", "cells": "*i64", "rows": "*i32", "scales": "*i32",
+    "got_ids": "*i32", "got_weights": "*fp32", "out": "*bf16", "answers": "*i32", "y": "*bf16", "slots": "*i32",
+    "number": "*i32",
+}  # fmt: skip
+
+
+def stores(kernel: Any, constants: dict[str, Any], warps: int) -> Counter[int]:
+    """How many store instructions have so many bytes, of those to numbers and of cells."""
+    names = kernel.arg_names
+    known = TYPES | ({"rows": "i32"} if kernel is pair_kernels_triton.reduce else {})
+    types = {name: "constexpr" if name in constants else known.get(name, _number(name)) for name in names}
+    given = {(names.index(name),): constants[name] for name in names if name in constants}
+    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*" or _even(name)}
+    source = ASTSource(kernel, types, given, even)
+    target = GPUTarget("cuda", 90, 32)
+    ptx = compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
+    found = re.findall(r"st\.global(?:\.wt)?(?:\.v(\d))?\.b(\d+)", ptx)
+    return Counter(int(lanes or 1) * int(bits) // 8 for lanes, bits in found)
+
+
+def _number(name: str) -> str:
+    return "i64" if name == "offset" or name.endswith("_at") else "i32"
+
+
+def _even(name: str) -> bool:
+    return name in ("offset", "size", "stride") or name.endswith("_at")
+
+
+@pytest.mark.parametrize(("kernel", "constants", "warps", "wide"), [
+    (p2p_kernels_triton._send, {**FLAGS, **PLAIN, "ELEMENTS": 1024, "BLOCK": 1024}, 4, 4 * 2),
+    (p2p_cells_triton._send, {**CELLS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
+    (p2p_cells_triton._receive, {**CELLS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}, 4, 2),
+    (pair_kernels_triton.reduce, {**REDUCE, "number": None}, 2, 2),
+    (pair_kernels_triton.reduce, REDUCE, 2, 4),
+], ids=["send", "send by cells", "receive by cells", "reduce", "reduce by cells"])  # fmt: skip
+def test_rows_are_stored_16_bytes_at_once(kernel, constants, warps, wide):
+    """wide: instructions for a program's row, or its cells: bytes / 16 / threads, for each peer that is written to"""
+    found = stores(kernel, constants, warps)
+    assert found[16] >= wide
+    assert not {1, 2} & set(found), "of numbers one by one"
