@@ -130,7 +130,7 @@ def group_pairs(
     lanes = triton.next_power_of_2(num_experts)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     if pairs <= ALONE:
-        chunk = max(16, min(256, 8192 // lanes))
+        chunk = max(16, min(32, 8192 // lanes))
         kernels.place_pairs[(triton.cdiv(pairs, chunk),)](
             ids, weights, base, None, None, source_row, slots, ends, pairs, num_experts, top_k, **given,
             PAIRS=chunk, CHUNK=chunk, LOOK=min(1024, triton.next_power_of_2(pairs)), num_warps=8,
