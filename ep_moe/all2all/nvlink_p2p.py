@@ -28,6 +28,7 @@ from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.all2all.p2p_kernels import (
     Workspace,
     give_copies,
+    pieces,
     place_shapes,
     receive,
     send,
@@ -76,7 +77,8 @@ class NVLinkP2PDispatcher(Dispatcher):
         peer_out=True,
         places=True,
     )
-    few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to all others, up to which these and answers go by cells
+    few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by cells
+    few_programs: ClassVar[int] = 1024  # of a kernel by cells, all of which must run at once: 8 a multiprocessor
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
     def __init__(self, geometry: Geometry, link: Link) -> None:
@@ -186,8 +188,8 @@ class NVLinkP2PDispatcher(Dispatcher):
     @classmethod
     def _few(cls, geometry: Geometry) -> int:
         """Tokens of a rank that go by cells: twice the bytes, so that with many the links are what takes time."""
-        others = max(geometry.num_ranks - 1, 1) * geometry.hidden_size * geometry.dtype.itemsize
-        return cls.few_bytes // others
+        row = geometry.hidden_size * geometry.dtype.itemsize
+        return min(cls.few_bytes // row, cls.few_programs // (geometry.num_ranks * pieces(row)))
 
     @classmethod
     def _copies(cls, geometry: Geometry) -> bool:

@@ -3,8 +3,9 @@
 A cell is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the cells of a row
 until all have this call's number, so that nothing has to be told after it. Twice the bytes, and two journeys less.
 
-Each program has one token and one peer: it sends that token there, and takes the peer's token of the same number.
-A rank's own tokens travel alike.
+Each program has one token, one peer and a piece of the row: it sends that token's piece there, and takes that of the
+peer's token of the same number. A rank's own tokens travel alike. All programs of a kernel must run at once, since they
+wait for programs of other ranks: `nvlink_p2p` sees to it that they are few.
 """
 
 # Triton's language has no types
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.all2all.p2p_kernels import PIECE, Workspace
 from ep_moe.cells_triton import late_cells, put_cells
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
@@ -35,7 +36,8 @@ def send(
     words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     ids, tables, most = to_place(routing)
-    _send[(bound, g.num_ranks)](
+    block = _block(words)
+    _send[(bound, g.num_ranks, triton.cdiv(words, block))](
         x.contiguous() if rounds else x.contiguous().view(torch.int32),
         x.new_empty(0, dtype=torch.int32) if x_scale is None else x_scale.contiguous().view(torch.int32),
         g.wire.input_scale,
@@ -60,17 +62,20 @@ def send(
         TOP_K=g.top_k,
         WIDTH=triton.next_power_of_2(g.top_k),
         WORDS=words,
-        BLOCK=triton.next_power_of_2(words),
+        BLOCK=block,
         SCALES=scale_words,
-        SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
+        SCALE_BLOCK=block // 32 if rounds == "fp8_block" else triton.next_power_of_2(max(scale_words, 1)),
         ROUNDS=rounds,
         SMALLEST=SMALLEST,
         FEW=places["row_cells"].shape[1],
         CELLS=places["row_cells"].shape[2],
         PUT=put,
         TAKE=take,
-        num_warps=8 if words > 1024 else 4,
     )
+
+
+def _block(words: int) -> int:
+    return min(PIECE, int(triton.next_power_of_2(words)))
 
 
 @triton.jit
@@ -82,79 +87,84 @@ def _send(
     SMALLEST: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
 ):  # fmt: skip
     """A token's cells: K ids, K weights, the words of its row, and those of its scales. From replicas on: as `to_place`
-    gives them; each program places its token's ids, and the one that sends them to their own rank counts them."""
-    token, peer = tl.program_id(0), tl.program_id(1)
+    gives them; each program places its token's ids, and one of those that send them to their own rank counts them."""
+    token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(calls + 2) + 1
+    pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
+    if ROUNDS == "fp8_block":  # a piece's scales; else the first piece has all
+        step = piece * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+        scaled = step < SCALES
+    else:
+        step = tl.arange(0, SCALE_BLOCK)
+        scaled = (step < SCALES) & (piece == 0)
     if PUT:
         tl.store(calls, number)
-        pick = tl.arange(0, WIDTH)
         given = (pick < TOP_K) & (token < tokens)
         id = tl.load(ids + token * TOP_K + pick, mask=given, other=-1)  # noqa: A001
         weight = tl.load(weights + token * TOP_K + pick, mask=given, other=0.0)
+        # read beside the ids, not after them
+        row, scale = _row(x, x_scale, input_scale, token, tokens, word, step, scaled, WORDS, SCALES, ROUNDS, SMALLEST)
         if MOST:
             logical, counted = id, tl.load(counting) != 0
             id, known = place_ids(logical, token, replicas, counts, experts, seed, MOST)  # noqa: A001
             id = tl.where(known, id, -1)  # noqa: A001
         valid = (id >= 0) & (id < num_physical)
         id = tl.where(valid, id, -1).to(tl.int32)  # noqa: A001
-        if peer == RANK:
-            tl.store(sent + token * TOP_K + pick, id, mask=pick < TOP_K)
-        theirs = _cells(peers, peer, cells_at) + (RANK * FEW + token) * CELLS
-        put_cells(theirs + pick, id, number, pick < TOP_K)
-        put_cells(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, pick < TOP_K)
-        if tl.max((valid & (id // cap == peer)).to(tl.int32), axis=0) > 0:
-            row_at = theirs + 2 * TOP_K
-            _put_row(
-                row_at, x, x_scale, input_scale, token, number, WORDS, BLOCK, SCALES, SCALE_BLOCK, ROUNDS, SMALLEST
-            )
+        first = (pick < TOP_K) & (piece == 0)
+        tl.store(sent + token * TOP_K + pick, id, mask=first & (peer == RANK))
+        theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)
+        put_cells(theirs + pick, id, number, first)
+        put_cells(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, first)
+        wanted = tl.max((valid & (id // cap == peer)).to(tl.int32), axis=0) > 0
+        put_cells(theirs + 2 * TOP_K + word, row, number, (word < WORDS) & wanted)
+        if SCALES:
+            put_cells(theirs + 2 * TOP_K + WORDS + step, scale, number, scaled & wanted)
         if MOST:
-            count_ids(logical, id, known & counted & (peer == RANK), expert_load, slot_load)
+            count_ids(logical, id, known & counted & (peer == RANK) & (piece == 0), expert_load, slot_load)
     if TAKE:
         mine = cells + (peer * FEW + token) * CELLS
         place = peer * tl.cast(bound, tl.int64) + token
         to = (got_ids, got_weights, rows, scales)
-        _take(mine, to, place, number, cap, RANK, TOP_K, WIDTH, WORDS, BLOCK, SCALES, SCALE_BLOCK)
+        _take(mine, to, place, number, cap, pick, word, step, scaled, RANK, TOP_K, WIDTH, WORDS, BLOCK, SCALES)
 
 
 @triton.jit
-def _put_row(
-    at, x, x_scale, input_scale, token, number,
-    WORDS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-    SMALLEST: tl.constexpr,
+def _row(
+    x, x_scale, input_scale, token, tokens, word, step, scaled,
+    WORDS: tl.constexpr, SCALES: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """A row and its scales as they travel; ROUNDS: of plain numbers, four to a word."""
-    word, step = tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
+    """Words of a row and its scales as they travel; ROUNDS: of plain numbers, four to a word."""
+    inside = (word < WORDS) & (token < tokens)
+    scale = step
     if ROUNDS == "":
-        row = tl.load(x + token * WORDS + word, mask=word < WORDS)
+        row = tl.load(x + token * WORDS + word, mask=inside)
         if SCALES:
-            scale = tl.load(x_scale + token * SCALES + step, mask=step < SCALES)
+            scale = tl.load(x_scale + token * SCALES + step, mask=scaled & (token < tokens))
     else:
         byte = tl.arange(0, 4)
         four = x + token * WORDS * 4 + word[:, None] * 4 + byte[None, :]
-        value = tl.load(four, mask=(word < WORDS)[:, None], other=0.0).to(tl.float32)
+        value = tl.load(four, mask=inside[:, None], other=0.0).to(tl.float32)
         if ROUNDS == "fp8_block":
-            value, scale = e4m3_blocks(tl.reshape(value, [SCALE_BLOCK, 128]), SMALLEST)
-            value = tl.reshape(value.to(tl.uint8, bitcast=True), [BLOCK, 4])
+            value, scale = e4m3_blocks(tl.reshape(value, [step.shape[0], 128]), SMALLEST)
+            value = tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4])
             scale = scale.to(tl.int32, bitcast=True)
         else:
             value = e4m3_by(value, input_scale)
         row = tl.sum(value.to(tl.int32) << (byte * 8)[None, :], axis=1)
-    put_cells(at + word, row, number, word < WORDS)
-    if SCALES:
-        put_cells(at + WORDS + step, scale, number, step < SCALES)
+    return row, scale
 
 
 @triton.jit
 def _take(
-    cells, to, place, number, cap, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    cells, to, place, number, cap, pick, word, step, scaled,
+    RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Wait for a token, whose row comes where one of its experts is here. to: ids, weights, rows and scales"""
+    """Wait for a piece of a token, which comes where one of its experts is here. to: ids, weights, rows and scales"""
     got_ids, got_weights, rows, scales = to
-    pick, word, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
     row_at = cells + 2 * TOP_K
     id_cell, weight_cell = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
-    row_cell, scale_cell = tl.zeros([BLOCK], tl.int64), tl.zeros([SCALE_BLOCK], tl.int64)
+    row_cell, scale_cell = tl.zeros([BLOCK], tl.int64), step.to(tl.int64)
     here = place < 0
     missing = 1
     while missing > 0:
@@ -165,8 +175,8 @@ def _take(
         here = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
         late = late_cells(row_cell, number, word < WORDS)
         if SCALES:
-            scale_cell = tl.load(row_at + WORDS + step, mask=step < SCALES, other=0, volatile=True)
-            late += late_cells(scale_cell, number, step < SCALES)
+            scale_cell = tl.load(row_at + WORDS + step, mask=scaled, other=0, volatile=True)
+            late += late_cells(scale_cell, number, scaled)
         missing = late_cells(id_cell, number, pick < TOP_K) + late_cells(weight_cell, number, pick < TOP_K)
         missing += tl.where(here, late, 0)
     tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
@@ -174,13 +184,14 @@ def _take(
     tl.store(got_weights + place * TOP_K + pick, weight, mask=pick < TOP_K)
     tl.store(rows + place * WORDS + word, row_cell.to(tl.int32), mask=(word < WORDS) & here)
     if SCALES:
-        tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=(step < SCALES) & here)
+        tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=scaled & here)
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
     g, places = workspace.geometry, workspace.places
     words = g.hidden_size * g.dtype.itemsize // 4
-    _receive[(bound, g.num_ranks)](
+    block = _block(words)
+    _receive[(bound, g.num_ranks, triton.cdiv(words, block))](
         out.view(torch.int32),
         places["answers"].view(torch.int32),
         places["ids"],
@@ -197,14 +208,14 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
         TOP_K=g.top_k,
         WIDTH=triton.next_power_of_2(g.top_k),
         WORDS=words,
-        BLOCK=triton.next_power_of_2(words),
-        PART=triton.next_power_of_2(triton.cdiv(words, g.num_ranks)),
+        BLOCK=block,
+        PART=triton.next_power_of_2(triton.cdiv(block, g.num_ranks)),
+        LANES=triton.next_power_of_2(g.num_ranks),
         DTYPE=getattr(tl, str(g.dtype).removeprefix("torch.")),
         FEW=places["answer_cells"].shape[1],
         CELLS=places["answer_cells"].shape[2],
         PUT=put,
         TAKE=take,
-        num_warps=8 if words > 1024 else 4,
     )
 
 
@@ -212,37 +223,44 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
 def _receive(
     out, answers, got_ids, sent, peers, calls, cells, cells_at, tokens, bound, cap,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr,
-    PUT: tl.constexpr, TAKE: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr,
+    CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
 ):  # fmt: skip
     """A token's cells: the words of its answer, where there is one, and one cell that always comes, by which a rank
-    knows that its peers have read what it sent. A program sends a whole answer, and sums a part of its own token's."""
-    token, peer = tl.program_id(0), tl.program_id(1)
-    pick, word = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
+    its own token's."""
+    token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(calls)
     if PUT:
         place = peer * tl.cast(bound, tl.int64) + token
         id = tl.load(got_ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
-        theirs = _cells(peers, peer, cells_at) + (RANK * FEW + token) * CELLS
-        if tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0:
-            answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)
-            put_cells(theirs + word, answer, number, word < WORDS)
-        put_cells(theirs + WORDS, number * 0, number, True)
+        answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
+        theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)
+        wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
+        put_cells(theirs + word, answer, number, (word < WORDS) & wanted)
+        put_cells(theirs + WORDS, number * 0, number, piece == 0)
     if TAKE:
         tl.store(calls + 2, number)
-        part = peer * PART + tl.arange(0, PART)
+        lane, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
+        part = piece * BLOCK + within
+        inside = (within < BLOCK) & (part < WORDS)
         id = tl.load(sent + token * TOP_K + pick, mask=(pick < TOP_K) & (token < tokens), other=-1)  # noqa: A001
         owner = tl.where(id >= 0, id // cap, RANKS)
+        mine = cells + token * CELLS
+        # all ranks at once, and again one by one, since they are summed in their order
+        every = mine + lane[:, None] * (FEW * CELLS) + part[None, :]
+        asked = tl.max((owner[None, :] == lane[:, None]).to(tl.int32), axis=1) > 0
+        asked = (asked & (lane < RANKS))[:, None] & inside[None, :]
+        missing = 1
+        while missing > 0:
+            cell = tl.load(every, mask=asked, other=0, volatile=True)
+            told = tl.load(mine + lane * (FEW * CELLS) + WORDS, mask=lane < RANKS, other=0, volatile=True)
+            missing = tl.sum(late_cells(cell, number, asked), axis=0) + late_cells(told, number, lane < RANKS)
         low, high = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32)
         for source in tl.static_range(RANKS):
-            mine = cells + (source * FEW + token) * CELLS
-            wanted = (tl.max((owner == source).to(tl.int32), axis=0) > 0) & (part < WORDS)
-            cell = tl.zeros([PART], tl.int64)
-            missing = 1
-            while missing > 0:
-                cell = tl.load(mine + part, mask=wanted, other=0, volatile=True)
-                missing = late_cells(cell, number, wanted)
-                missing += ((tl.load(mine + WORDS, volatile=True) >> 32).to(tl.int32) != number).to(tl.int32)
+            wanted = (tl.max((owner == source).to(tl.int32), axis=0) > 0) & inside
+            cell = tl.load(mine + source * (FEW * CELLS) + part, mask=wanted, other=0, volatile=True)
             bits = cell.to(tl.int32)
             if tl.float32 == DTYPE:
                 low += tl.where(wanted, bits.to(tl.float32, bitcast=True), 0.0)
@@ -254,9 +272,11 @@ def _receive(
         else:
             bits = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             bits |= high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(out + token * WORDS + part, bits, mask=(part < WORDS) & (token < tokens))
+        tl.store(out + token * WORDS + part, bits, mask=inside & (token < tokens))
 
 
 @triton.jit
-def _cells(peers, peer, cells_at):
-    return tl.multiple_of(tl.load(peers + peer) + cells_at, 16).to(tl.pointer_type(tl.int64))
+def _cells(peers, peer, cells_at, first, CELLS: tl.constexpr):
+    """Of a peer, from row `first` on: two cells are stored at once, and rows have an even number."""
+    start = tl.load(peers + peer) + cells_at + first * (8 * CELLS)
+    return tl.multiple_of(start.to(tl.pointer_type(tl.int64)), 16)

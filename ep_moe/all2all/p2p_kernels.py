@@ -23,6 +23,12 @@ from ep_moe.workspace import Shapes, carve
 
 _SENT, _ANSWERED = 0, 1  # rows of flags
 _CELL_PLACES = ("row_cells", "answer_cells")
+PIECE = 512  # words of a row that one program by cells has
+
+
+def pieces(row_bytes: int) -> int:
+    """Programs by cells for a row to one rank."""
+    return -(-row_bytes // (4 * PIECE))
 
 
 def place_shapes(geometry: Geometry, few: int) -> Shapes:

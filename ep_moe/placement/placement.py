@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
-from ep_moe.placement.late import LateRouting, Tables, placed
+from ep_moe.placement.late import LateRouting, Tables
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 
 # Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
@@ -76,9 +76,9 @@ class Placement(nn.Module):
 
     def forward(self, routing: Routing) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
-        that the dispatcher refuses it on all ranks together. Few picks on a GPU leave as a `LateRouting`."""
+        that the dispatcher refuses it on all ranks together. On a GPU they leave as a `LateRouting`."""
         if routing.ids.is_cuda and not torch.compiler.is_compiling():
-            return self._on_gpu(routing)
+            return LateRouting(routing.ids, routing.weights, self.tables)
         experts = self.expert_map.num_experts
         ids = routing.ids.long()
         valid = (ids >= 0) & (ids < experts)
@@ -90,12 +90,6 @@ class Placement(nn.Module):
         self._count(safe, physical, valid)
         unknown = torch.where(ids == EMPTY, ids, self.expert_map.num_physical)
         return PhysicalRouting(PhysicalIds(physical.where(valid, unknown)), routing.weights)
-
-    def _on_gpu(self, routing: Routing) -> PhysicalRouting:
-        from ep_moe.placement.placement_triton import MANY
-
-        late = LateRouting(routing.ids, routing.weights, self.tables)
-        return late if routing.ids.numel() < MANY else placed(late)
 
     @property
     def tables(self) -> Tables:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WIDE_BLOCK = 256, 1024  # picks of a program
-MANY = 4096  # picks from which on each program counts its own first: they are many for few counters
+_MANY = 4096  # picks from which on each program counts its own first: they are many for few counters
 
 
 def place(
@@ -22,7 +22,7 @@ def place(
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
         return
-    many = pairs >= MANY
+    many = pairs >= _MANY
     block = _WIDE_BLOCK if many else _BLOCK
     _place[(triton.cdiv(pairs, block),)](
         ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, len(counts), len(slot_load), top_k,

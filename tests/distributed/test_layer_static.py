@@ -63,7 +63,7 @@ WAYS = {
     "flashinfer_nvlink": (FlashInferNVLinkDispatcher,),
     "nvlink_p2p": (NVLinkP2PDispatcher,),
     "nvlink_p2p, to peers": (NVLinkP2PDispatcher, True),
-    "nvlink_p2p, by cells": (NVLinkP2PDispatcher, False, 800),  # all calls of 2 ranks, of 4 ranks those of 4 tokens
+    "nvlink_p2p, by cells": (NVLinkP2PDispatcher, False, 256),  # those of at most 4 tokens
     "pplx": (PplxDispatcher,),
 }
 
