@@ -34,7 +34,7 @@ TYPES = {
 
 
 def stores(kernel: Any, constants: dict[str, Any], warps: int) -> Counter[int]:
-    """How many store instructions have so many bytes, of those to numbers and of cells."""
+    """How many store instructions there are of each number of bytes."""
     names = kernel.arg_names
     known = TYPES | ({"rows": "i32"} if kernel is pair_kernels_triton.reduce else {})
     types = {name: "constexpr" if name in constants else known.get(name, _number(name)) for name in names}
@@ -57,11 +57,12 @@ def _even(name: str) -> bool:
 
 @pytest.mark.parametrize(("kernel", "constants", "warps", "wide"), [
     (p2p_kernels_triton._send, {**FLAGS, **PLAIN, "ELEMENTS": 1024, "BLOCK": 1024}, 4, 4 * 2),
+    (p2p_kernels_triton._give, {**CELLS, "RANKS": 4, "BLOCK": 1024}, 4, 2),
     (p2p_cells_triton._send, {**CELLS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
     (p2p_cells_triton._receive, {**CELLS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}, 4, 2),
     (pair_kernels_triton.reduce, {**REDUCE, "number": None}, 2, 2),
     (pair_kernels_triton.reduce, REDUCE, 2, 4),
-], ids=["send", "send by cells", "receive by cells", "reduce", "reduce by cells"])  # fmt: skip
+], ids=["send", "give", "send by cells", "receive by cells", "reduce", "reduce by cells"])  # fmt: skip
 def test_rows_are_stored_16_bytes_at_once(kernel, constants, warps, wide):
     """wide: instructions for a program's row, or its cells: bytes / 16 / threads, for each peer that is written to"""
     found = stores(kernel, constants, warps)

@@ -1,7 +1,7 @@
 """`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
-experts' last kernel writes its answers straight back, where it can, or they are read from where it left them: two
-kernels in all. Few tokens, and their answers, go by cells, for which nobody has to be told (`cells_triton`); beside
-other work, large calls go by copy engines.
+experts' last kernel writes its answers straight back, which makes two kernels in all; where it cannot, a third does.
+Few tokens, and their answers, go by cells, for which nobody has to be told (`cells_triton`); beside other
+work, large calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
 rows set out, and whoever wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row goes
@@ -30,7 +30,6 @@ from ep_moe.all2all.p2p_kernels import (
     give_copies,
     pieces,
     place_shapes,
-    receive,
     send,
     send_copies,
     take,
@@ -45,7 +44,6 @@ from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLay
 from ep_moe.workspace import carved_bytes
 
 BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
-BLOCKS_HERE = 1056  # that read this GPU's memory only
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         if y.data_ptr() != answers.data_ptr():
             answers[: len(y)].copy_(y)
         if not self._by_copies(handle.bound):
-            cells = self._by_cells(handle.bound)
-            found = receive(handle.lane.library, handle.tokens, handle.bound, self._blocks, cells=cells, out=out)
-            handle.lane.release(y.device)
+            found = self._take(handle, out, tell=True, giving=True)
             return Pending(lambda: found)
         give_copies(handle.lane.library, handle.bound)
         tell_given(handle.lane.library)
@@ -154,10 +150,11 @@ class NVLinkP2PDispatcher(Dispatcher):
         tell_given(handle.lane.library)
         return Pending(partial(self._take, handle, out, tell=False))
 
-    def _take(self, handle: _Handle, out: Tensor | None, *, tell: bool) -> Tensor:
-        cells = self._by_cells(handle.bound)
-        found = take(handle.lane.library, handle.tokens, handle.bound, BLOCKS_HERE, tell=tell, cells=cells, out=out)
-        handle.lane.release(found.device)
+    def _take(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
+        lane, bound = handle.lane, handle.bound
+        cells = self._by_cells(bound)
+        found = take(lane.library, handle.tokens, bound, tell=tell, giving=giving, cells=cells, out=out)
+        lane.release(found.device)
         return found
 
     def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
@@ -170,8 +167,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         cells = self._by_cells(max_tokens)
         send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS, cells=cells)
         lane.library.places["answers"].fill_(torch.nan)
-        give_copies(lane.library, max_tokens)  # the peers may await them, or come and read
-        receive(lane.library, 0, max_tokens, BLOCKS, cells=cells)
+        take(lane.library, 0, max_tokens, tell=True, giving=True, cells=cells)
 
     def _by_copies(self, bound: int) -> bool:
         """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""

@@ -2,9 +2,9 @@
 memory; the Triton forms (GPUs) are one launch each.
 
 Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted. Copied by the GPU's copy engines,
-all rows go to all ranks: a little more on the wire, and no multiprocessor is busy with it. Answers come in one of
-three: written to the ranks that wait for them by the experts' own last kernel; read by those ranks from where the
-experts left them; or copied as rows are. Few rows, and their answers, go by cells on GPUs (`p2p_cells_triton`).
+all rows go to all ranks: a little more on the wire, and no multiprocessor is busy with it. Answers go in the same two,
+and may be written by the experts' own last kernel. Few rows, and their answers, go by cells on GPUs
+(`p2p_cells_triton`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def place_shapes(geometry: Geometry, few: int) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
-    answers [N, H]: read by peers, token by token; arrived [N, H]: where peers write or copy theirs to, rank by rank
+    answers [N, H]: of the experts here, which may lie elsewhere; arrived [N, H]: where peers write or copy theirs to
     row_cells, answer_cells [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
     flags [2, R]: how many dispatches and combines of each peer have got so far
     """
@@ -171,23 +171,17 @@ def _announce(
     _wait(workspace, _SENT, cells=cells)
 
 
-def receive(
-    workspace: Workspace, tokens: int, bound: int, blocks: int, *, cells: bool = False, out: Tensor | None = None
-) -> Tensor:
-    """Wait until the peers' answers are ready, and sum those of this rank's tokens in the order of ranks, in float32:
-    [T, H]. out: where to, contiguous; default a new tensor"""
-    out = workspace.sums(tokens) if out is None else out
-    assert out.is_contiguous(), "kernels write it as they would a new one"
+def give(workspace: Workspace, bound: int) -> None:
+    """Write the answers that peers want to where they await them."""
     if workspace.calls.is_cuda:
-        if cells:
-            _cells_triton().receive(workspace, out, bound)
-        else:
-            _triton().receive(workspace, out, bound, blocks)
-        return out
-    _tell(workspace, _ANSWERED, cells=cells)
-    _wait(workspace, _ANSWERED, cells=cells)
-    first = workspace.rank * bound
-    return _sum(workspace, out, [peer["answers"][first:] for peer in workspace.peers])
+        _triton().give(workspace, bound)
+        return
+    answers, cap = workspace.places["answers"], workspace.geometry.cap
+    ids = workspace.places["ids"]
+    wanted = ((ids >= 0) & (ids // cap == workspace.rank)).any(1)
+    for rank, block in enumerate(workspace.peer_out(bound).blocks):
+        part = slice(rank * bound, (rank + 1) * bound)
+        block[wanted[part]] = answers[part][wanted[part]]
 
 
 def give_copies(workspace: Workspace, bound: int) -> None:
@@ -206,32 +200,38 @@ def tell_given(workspace: Workspace) -> None:
 
 
 def take(
-    workspace: Workspace, tokens: int, bound: int, blocks: int, *, tell: bool, cells: bool = False,
+    workspace: Workspace, tokens: int, bound: int, *, tell: bool, giving: bool = False, cells: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `receive`, of what peers wrote or copied here. tell: do what `tell_given` does first; cells tell by
-    themselves"""
+    """Wait until the peers' answers are here, and sum those of this rank's tokens in the order of ranks, in float32:
+    [T, H]. out: where to, contiguous; default a new tensor
+
+    tell: do what `tell_given` does first; cells tell by themselves
+    giving: do what `give` does before, which by cells is part of the same launch
+    """
     out = workspace.sums(tokens) if out is None else out
     assert out.is_contiguous(), "kernels write it as they would a new one"
+    if workspace.calls.is_cuda and cells:
+        _cells_triton().receive(workspace, out, bound, put=giving)
+        return out
+    if giving:
+        give(workspace, bound)
     if workspace.calls.is_cuda:
-        if cells:
-            _cells_triton().receive(workspace, out, bound, put=False)
-        else:
-            _triton().receive(workspace, out, bound, blocks, arrived=True, tell=tell)
+        _triton().receive(workspace, out, bound, tell=tell)
         return out
     if tell:
         _tell(workspace, _ANSWERED, cells=cells)
     _wait(workspace, _ANSWERED, cells=cells)
-    arrived = workspace.places["arrived"]
-    return _sum(workspace, out, [arrived[rank * bound :] for rank in range(len(workspace.peers))])
+    return _sum(workspace, out, bound)
 
 
-def _sum(workspace: Workspace, out: Tensor, answers: list[Tensor]) -> Tensor:
+def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
     g, tokens = workspace.geometry, len(out)
     ids, total = workspace.sent[:tokens], torch.zeros(tokens, g.hidden_size)
-    for rank, rows in enumerate(answers):
+    for rank in range(g.num_ranks):
         here = ((ids // g.cap == rank) & (ids >= 0)).any(1, keepdim=True)
-        total += rows[:tokens].float().where(here, 0.0)
+        rows = workspace.places["arrived"][rank * bound : rank * bound + tokens]
+        total += rows.float().where(here, 0.0)
     workspace.calls[2] = workspace.calls[0]
     return out.copy_(total)
 

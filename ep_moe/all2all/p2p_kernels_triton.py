@@ -20,6 +20,7 @@ from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
 
 _TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows
+_BLOCKS = 1056  # that sum answers, at most
 
 
 def send(
@@ -225,22 +226,57 @@ def _tell_given(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
     _tell(peers, place, tl.load(calls), RANKS, LANES)
 
 
-def receive(
-    workspace: Workspace, out: Tensor, bound: int, blocks: int, *, arrived: bool = False, tell: bool = True
-) -> None:
+def give(workspace: Workspace, bound: int) -> None:
+    g, places = workspace.geometry, workspace.places
+    words = g.hidden_size * g.dtype.itemsize // 4
+    _give[(g.num_ranks * bound,)](
+        places["answers"].view(torch.int32),
+        places["ids"],
+        workspace.memory.addresses,
+        workspace.offsets["arrived"],
+        bound,
+        g.cap,
+        RANK=workspace.rank,
+        RANKS=g.num_ranks,
+        TOP_K=g.top_k,
+        WIDTH=triton.next_power_of_2(g.top_k),
+        WORDS=words,
+        BLOCK=triton.next_power_of_2(words),
+        num_warps=8 if words > 1024 else 4,
+    )
+
+
+@triton.jit
+def _give(
+    answers, ids, peers, arrived_at, bound, cap,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program has one answer; ranks take turns, so that all links are busy all the time."""
+    peer, token = (tl.program_id(0) + RANK) % RANKS, tl.program_id(0) // RANKS
+    pick, word = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    place = peer * tl.cast(bound, tl.int64) + token
+    id = tl.load(ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+    answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
+    wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
+    theirs = tl.multiple_of((tl.load(peers + peer) + arrived_at).to(tl.pointer_type(tl.int32)), 16)
+    row = RANK * tl.cast(bound, tl.int64) + token
+    tl.store(theirs + row * WORDS + word, answer, mask=(word < WORDS) & wanted)
+
+
+def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> None:
     g, at, tokens = workspace.geometry, workspace.offsets, len(out)
-    _receive[(max(1, min(tokens, blocks)),)](
+    _receive[(max(1, min(tokens, _BLOCKS)),)](
         out,
+        workspace.places["arrived"],
         workspace.sent,
         workspace.memory.addresses,
         workspace.places["flags"][1],
         workspace.calls,
-        at["arrived" if arrived else "answers"],
         at["flags"] + 4 * g.num_ranks,
         tokens,
         bound,
         g.cap,
-        ARRIVED=arrived,
         TELL=tell,
         RANK=workspace.rank,
         RANKS=g.num_ranks,
@@ -255,8 +291,8 @@ def receive(
 
 @triton.jit
 def _receive(
-    out, sent, peers, flags, calls, answers_at, flags_at, tokens, bound, cap,
-    ARRIVED: tl.constexpr, TELL: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    out, arrived, sent, peers, flags, calls, flags_at, tokens, bound, cap,
+    TELL: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(calls)
@@ -267,16 +303,13 @@ def _receive(
     _wait(flags, number, RANKS, LANES)
     pick, column = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        place = RANK * tl.cast(bound, tl.int64) + token
         at = tl.cast(token, tl.int64)
         id = tl.load(sent + at * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
         owner = tl.where(id >= 0, id // cap, RANKS)
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(RANKS):
             wanted = tl.max((owner == peer).to(tl.int32), axis=0) > 0
-            base = tl.multiple_of(tl.load(peers + (RANK if ARRIVED else peer)), 16)
-            row = peer * tl.cast(bound, tl.int64) + token if ARRIVED else place
-            theirs = tl.multiple_of((base + answers_at).to(tl.pointer_type(out.dtype.element_ty)), 16)
-            answer = tl.load(theirs + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0.0)
+            row = peer * tl.cast(bound, tl.int64) + token
+            answer = tl.load(arrived + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0.0)
             total += answer.to(tl.float32)
         tl.store(out + at * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
