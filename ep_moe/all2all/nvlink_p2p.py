@@ -1,7 +1,7 @@
 """`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
 experts' last kernel writes its answers straight back, which makes two kernels in all; where it cannot, a third does.
-Few tokens, and their answers, go by cells, for which nobody has to be told (`cells_triton`); beside other
-work, large calls go by copy engines.
+Few tokens, and their answers, go by cells, for which nobody has to be told (`cells_triton`); beside other work, large
+calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
 rows set out, and whoever wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row goes
@@ -76,7 +76,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         places=True,
     )
     few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by cells
-    few_programs: ClassVar[int] = 1024  # of a kernel by cells, all of which must run at once: 8 a multiprocessor
+    few_programs: ClassVar[int] = 512  # of a kernel by cells, of 4 warps, all of which must run at once
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
     def __init__(self, geometry: Geometry, link: Link) -> None:
