@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NewType, TypeVar
 
@@ -100,11 +100,13 @@ class PeerCells:
         """Cells from one row to the next."""
         return self.blocks[0].stride(0)
 
-    def write(self, place: Tensor, rows: Tensor | None) -> None:
+    def write(self, blocks: Sequence[Tensor]) -> None:
+        """blocks: R tensors [bound, H], or [bound, 0] where no row is wanted"""
         number = self.number[:1].long() << 32
-        if rows is not None:
-            place[:, : self.words].copy_(rows.contiguous().view(torch.int32).long() & 0xFFFFFFFF | number)
-        place[:, self.words].copy_(number.expand(len(place)))
+        for place, rows in zip(self.blocks, blocks, strict=True):
+            if rows.numel():
+                place[:, : self.words].copy_(rows.contiguous().view(torch.int32).long() & 0xFFFFFFFF | number)
+            place[:, self.words].copy_(number.expand(len(place)))
 
 
 @dataclass(frozen=True)
@@ -133,18 +135,16 @@ class PeerRows:
 
     def write(self, y: Tensor) -> None:
         """All rows. y: [N, H]"""
-        places = self.blocks if self.cells is None else self.cells.blocks
-        for place, rows in zip(places, y.split(self.bound), strict=True):
-            if self.cells is None:
-                place.copy_(rows)
-            else:
-                self.cells.write(place, rows)
+        if self.cells is not None:
+            self.cells.write(y.split(self.bound))
+            return
+        for block, rows in zip(self.blocks, y.split(self.bound), strict=True):
+            block.copy_(rows)
 
     def write_nothing(self) -> None:
         """No row is wanted of this rank, which who awaits cells must be told."""
-        for place in () if self.cells is None else self.cells.blocks:
-            assert self.cells is not None
-            self.cells.write(place, None)
+        if self.cells is not None:
+            self.cells.write([block[:, :0] for block in self.blocks])
 
 
 @dataclass(frozen=True)

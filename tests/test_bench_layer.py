@@ -21,6 +21,7 @@ from ep_moe.all2all import flashinfer_nvlink
 from ep_moe.bench import all2all, floors, layer, layer_report, memory, peers, scaling_model, stages, timing
 from ep_moe.bench.experts import Rates
 from ep_moe.bench.layer_report import Line
+from ep_moe.bench.overlap import beside
 from ep_moe.config import load_model_config
 from ep_moe.experts import cutlass_op
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
@@ -136,6 +137,13 @@ def test_of_two_kernels_of_combine_the_last_ends_it():
     one.append(("A2ACombine", 5.0, 8.0))
     spans = [(name, start + 8 * number, end + 8 * number) for number in range(3) for name, start, end in one]
     assert stages.split(spans) == stages.Stages(dispatch=2, experts=2, combine=4, rest=0)
+
+
+def test_answers_that_the_transport_writes_are_part_of_combine():
+    one = [("_send", 0.0, 2.0), ("gemm", 2.0, 4.0), ("_give", 4.0, 5.0), ("_receive", 5.0, 8.0)]
+    spans = [(name, start + 8 * number, end + 8 * number) for number in range(3) for name, start, end in one]
+    assert stages.split(spans) == stages.Stages(dispatch=2, experts=2, combine=4, rest=0)
+    assert beside([("gemm", 0.0, 4.0), ("_give", 1.0, 2.0), ("_receive", 4.0, 5.0)]) == 0.5
 
 
 # --- the host, memory ----------------------------------------------------------------------------------------------

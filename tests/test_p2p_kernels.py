@@ -108,7 +108,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
             assert not mine[-2:].any(), "beyond the bound"
         else:
             found[rank].places["arrived"].copy_(wanted[rank].places["arrived"])
-        expected = p2p_kernels.take(wanted[rank], tokens, bound, tell=way != "copied")
+        expected = p2p_kernels.receive(wanted[rank], tokens, bound, tell=way != "copied")
         out = found[rank].sums(tokens)
         p2p_kernels_triton.receive(found[rank], out, bound, tell=way != "copied")
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
@@ -185,7 +185,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             results.append(out)
             assert bool((results[-1] == 9).all())
         for rank, ours in enumerate(found):
-            expected = p2p_kernels.take(wanted[rank], len(results[rank]), bound, tell=True)
+            expected = p2p_kernels.receive(wanted[rank], len(results[rank]), bound, tell=True)
             out = results[rank]
             p2p_cells_triton.receive(ours, out, bound, put=False)
             assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))

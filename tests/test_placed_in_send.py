@@ -28,6 +28,7 @@ def rotated(expert_map: ExpertMap) -> ExpertMap:
 
 SENDERS = ["by kernel", "by cells", "announced"]
 PRESENT, MOST = (4, 0, 2, 3), 4  # tokens of each rank, and their bound
+HIDDEN = 1280  # a row by cells in two pieces
 
 
 class Placing:
@@ -38,7 +39,7 @@ class Placing:
         self.rank, self.tokens, self.experts = rank, PRESENT[rank], expert_map.num_experts
         self.ids = torch.full((9, top_k), 1, dtype=ids_dtype, device=DEVICE)  # of the other rows, which nobody reads
         self.weights = torch.ones(9, top_k, device=DEVICE)
-        self.x = torch.randn(9, 128, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(DEVICE)
+        self.x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(DEVICE)
         self.tables = self.late.tables
 
     def draw(self, seed: int) -> None:
@@ -100,7 +101,7 @@ def valid_picks(placing: Placing) -> torch.Tensor:
 def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
     """All bytes that a call leaves behind, on all ranks, and loads; again on the same tensors after others were written
     there: ids, then tables, then that nothing is counted."""
-    shape = Geometry(hidden_size=128, top_k=top_k, cap=first.cap, num_ranks=4, dtype=torch.bfloat16, max_tokens=9)
+    shape = Geometry(hidden_size=HIDDEN, top_k=top_k, cap=first.cap, num_ranks=4, dtype=torch.bfloat16, max_tokens=9)
     found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
     ranks = [Placing(first, rank, top_k, ids_dtype) for rank in range(4)]
     counted = [torch.zeros(first.num_experts, dtype=torch.int64) for _ in ranks]
@@ -133,7 +134,7 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
 def test_who_looked_first_has_had_them_placed(sender):
     """And they are counted no second time."""
     expert_map = ExpertMap.redundant(10, 4, 6)
-    shape = Geometry(hidden_size=128, top_k=3, cap=expert_map.cap, num_ranks=4, dtype=torch.bfloat16, max_tokens=9)
+    shape = Geometry(hidden_size=HIDDEN, top_k=3, cap=expert_map.cap, num_ranks=4, dtype=torch.bfloat16, max_tokens=9)
     found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
     ranks = [Placing(expert_map, rank, 3, torch.int64) for rank in range(4)]
     for placing in ranks:

@@ -30,9 +30,9 @@ from ep_moe.all2all.p2p_kernels import (
     give_copies,
     pieces,
     place_shapes,
+    receive,
     send,
     send_copies,
-    take,
     tell_given,
 )
 from ep_moe.all2all.side_stream import SideStream
@@ -137,23 +137,23 @@ class NVLinkP2PDispatcher(Dispatcher):
         if y.data_ptr() != answers.data_ptr():
             answers[: len(y)].copy_(y)
         if not self._by_copies(handle.bound):
-            found = self._take(handle, out, tell=True, giving=True)
+            found = self._receive(handle, out, tell=True, giving=True)
             return Pending(lambda: found)
         give_copies(handle.lane.library, handle.bound)
         tell_given(handle.lane.library)
-        return Pending(partial(self._take, handle, out, tell=False))
+        return Pending(partial(self._receive, handle, out, tell=False))
 
     def _combine_written(self, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         if not self._by_copies(handle.bound):
-            found = self._take(handle, out, tell=True)
+            found = self._receive(handle, out, tell=True)
             return Pending(lambda: found)
         tell_given(handle.lane.library)
-        return Pending(partial(self._take, handle, out, tell=False))
+        return Pending(partial(self._receive, handle, out, tell=False))
 
-    def _take(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
+    def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
         lane, bound = handle.lane, handle.bound
         cells = self._by_cells(bound)
-        found = take(lane.library, handle.tokens, bound, tell=tell, giving=giving, cells=cells, out=out)
+        found = receive(lane.library, handle.tokens, bound, tell=tell, giving=giving, cells=cells, out=out)
         lane.release(found.device)
         return found
 
@@ -167,7 +167,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         cells = self._by_cells(max_tokens)
         send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS, cells=cells)
         lane.library.places["answers"].fill_(torch.nan)
-        take(lane.library, 0, max_tokens, tell=True, giving=True, cells=cells)
+        receive(lane.library, 0, max_tokens, tell=True, giving=True, cells=cells)
 
     def _by_copies(self, bound: int) -> bool:
         """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""

@@ -35,7 +35,7 @@ def place_shapes(geometry: Geometry, few: int) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
-    answers [N, H]: of the experts here, which may lie elsewhere; arrived [N, H]: where peers write or copy theirs to
+    answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     row_cells, answer_cells [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
     flags [2, R]: how many dispatches and combines of each peer have got so far
     """
@@ -199,7 +199,7 @@ def tell_given(workspace: Workspace) -> None:
         _tell(workspace, _ANSWERED)
 
 
-def take(
+def receive(
     workspace: Workspace, tokens: int, bound: int, *, tell: bool, giving: bool = False, cells: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip

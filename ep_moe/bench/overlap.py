@@ -179,7 +179,7 @@ def timeline(call: Callable[[], Any]) -> list[Span]:
 
 
 def travels(name: str) -> bool:
-    ours = ("_send", "_announce", "_receive", "_tell_given")
+    ours = ("_send", "_announce", "_give", "_receive", "_tell_given")
     return "a2a" in name.lower() or "deep_ep" in name or "Memcpy" in name or name in ours
 
 

@@ -64,7 +64,7 @@ def split(spans: Sequence[Span]) -> Stages | None:
 
 def _following(name: str, stage: str) -> str:
     """The stage of a kernel, given that of the one before it."""
-    if name == "_receive" or ("a2a" in name.lower() and "combine" in name.lower()):
+    if name in ("_give", "_receive") or ("a2a" in name.lower() and "combine" in name.lower()):
         return "combine"
     if travels(name) and not name.startswith("Memcpy"):  # a copy belongs to whatever it is among
         return "dispatch"
