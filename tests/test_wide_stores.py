@@ -20,11 +20,21 @@ from ep_moe.experts import pair_kernels_triton
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing")
 
-CELLS = {"RANK": 1, "TOP_K": 8, "WIDTH": 8, "FEW": 32, "CELLS": 1042, "WORDS": 1024, "BLOCK": 512, "PUT": True}
+CELLS = {
+    "RANK": 1,
+    "TOP_K": 8,
+    "WIDTH": 8,
+    "FEW": 32,
+    "CELLS": 1042,
+    "WORDS": 1024,
+    "BLOCK": 512,
+    "PUT": True,
+    "EARLY": True,
+}
 TABLES = dict.fromkeys(("replicas", "counts", "expert_load", "slot_load", "counting", "seed", "experts"))
-FLAGS = {"RANK": 1, "RANKS": 4, "LANES": 4, "TOP_K": 8, "WIDTH": 8, "MOST": 0, **TABLES}
+FLAGS = {"RANK": 1, "RANKS": 4, "LANES": 4, "TOP_K": 8, "WIDTH": 8, "MOST": 0, "EARLY": True, **TABLES}
 PLAIN = {"SCALES": 0, "SCALE_BLOCK": 1, "ROUNDS": "", "SMALLEST": 1e-10}
-REDUCE = {"TOP_K": 8, "WEIGHTED": True, "TURNS": 4, "BLOCK": 1024}
+REDUCE = {"TOP_K": 8, "WEIGHTED": True, "TURNS": 4, "BLOCK": 1024, "EARLY": True}
 TYPES = {
     "x": "*i32", "x_scale": "*i32", "input_scale": "fp32", "ids": "*i64", "weights": "*fp32", "peers": "*i64",
     "flags": "*i32", "calls": "*i32", "sent": "*i32", "cells": "*i64", "rows": "*i32", "scales": "*i32",

@@ -117,7 +117,8 @@ class NVLinkP2PDispatcher(Dispatcher):
         if self._by_copies(max_tokens):
             send_copies(lane.library, x, x_scale, routing, max_tokens)
         else:
-            send(lane.library, x, x_scale, routing, max_tokens, self._blocks, cells=self._by_cells(max_tokens))
+            how = {"cells": self._by_cells(max_tokens), "alone": not self._side.active}
+            send(lane.library, x, x_scale, routing, max_tokens, self._blocks, **how)
         rows = self.link.size * max_tokens
         received = Received(
             x=places["rows"][:rows],

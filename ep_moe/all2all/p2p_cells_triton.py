@@ -13,6 +13,8 @@ wait for programs of other ranks: `nvlink_p2p` sees to it that they are few.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,8 @@ from torch import Tensor
 
 from ep_moe.all2all.p2p_kernels import PIECE, Workspace
 from ep_moe.cells_triton import late_cells, put_cells
+from ep_moe.devices import multiprocessors, starts_early
+from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
 from ep_moe.placement.late import to_place
@@ -29,15 +33,19 @@ from ep_moe.types import PhysicalRouting
 
 def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *,
-    put: bool = True, take: bool = True,
+    alone: bool = False, put: bool = True, take: bool = True,
 ) -> None:  # fmt: skip
-    """put, take: both halves, which ranks that run one after the other must do one by one"""
+    """alone: as `p2p_kernels.send` has it
+    put, take: both halves, which ranks that run one after the other must do one by one"""
     g, places = workspace.geometry, workspace.places
     words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     ids, tables, most = to_place(routing)
     block = _block(words)
-    _send[(bound, g.num_ranks, triton.cdiv(words, block))](
+    grid = (bound, g.num_ranks, triton.cdiv(words, block))
+    # what starts early takes room, and these programs must all run at once: one a multiprocessor does beside it
+    leads = alone and math.prod(grid) <= multiprocessors(x.device)
+    _send[grid](
         x.contiguous() if rounds else x.contiguous().view(torch.int32),
         x.new_empty(0, dtype=torch.int32) if x_scale is None else x_scale.contiguous().view(torch.int32),
         g.wire.input_scale,
@@ -71,6 +79,7 @@ def send(
         CELLS=places["row_cells"].shape[2],
         PUT=put,
         TAKE=take,
+        EARLY=leads and starts_early(x.device),
     )
 
 
@@ -85,9 +94,11 @@ def _send(
     MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A token's cells: K ids, K weights, the words of its row, and those of its scales. From replicas on: as `to_place`
     gives them; each program places its token's ids, and one of those that send them to their own rank counts them."""
+    let_next_start(EARLY)
     token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(calls + 2) + 1
     pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
@@ -216,6 +227,7 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
         CELLS=places["answer_cells"].shape[2],
         PUT=put,
         TAKE=take,
+        **early(out.device),
     )
 
 
@@ -224,11 +236,12 @@ def _receive(
     out, answers, got_ids, sent, peers, calls, cells, cells_at, tokens, bound, cap,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr,
-    CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
+    CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A token's cells: the words of its answer, where there is one, and one cell that always comes, by which a rank
     knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
     its own token's."""
+    await_previous(EARLY)
     token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(calls)

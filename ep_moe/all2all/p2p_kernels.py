@@ -113,7 +113,7 @@ class Workspace:
 
 def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
-    cells: bool = False,
+    cells: bool = False, alone: bool = False,
 ) -> None:  # fmt: skip
     """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
     range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
@@ -122,12 +122,13 @@ def send(
         the read and the writes
     blocks: of the GPU's kernel, at most; cells: the few tokens go by cells there. All ranks send alike, and receive as
         they send
+    alone: nothing runs beside this call's kernels, and the next one may start early
     """
     if x.is_cuda:
         if cells:
-            _cells_triton().send(workspace, x, x_scale, routing, bound)
+            _cells_triton().send(workspace, x, x_scale, routing, bound, alone=alone)
         else:
-            _triton().send(workspace, x, x_scale, routing, bound, blocks)
+            _triton().send(workspace, x, x_scale, routing, bound, blocks, alone=alone)
         return
     x, x_scale = _rounded(workspace, x, x_scale)
     for rank, peer in enumerate(workspace.peers):

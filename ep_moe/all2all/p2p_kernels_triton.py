@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.devices import starts_early
+from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
 from ep_moe.placement.late import to_place
@@ -24,8 +26,9 @@ _BLOCKS = 1056  # that sum answers, at most
 
 
 def send(
-    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int
-) -> None:
+    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
+    alone: bool = False,
+) -> None:  # fmt: skip
     g, at = workspace.geometry, workspace.offsets
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     elements, scale_words = g.hidden_size if rounds else g.row_bytes // 4, g.scale_bytes // 4
@@ -63,6 +66,7 @@ def send(
         SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
         ROUNDS=rounds,
         SMALLEST=SMALLEST,
+        EARLY=alone and starts_early(x.device),
         num_warps=8 if g.row_bytes > 4096 else 4,
     )
 
@@ -73,10 +77,11 @@ def _send(
     tokens, bound, num_physical, cap, replicas, counts, expert_load, slot_load, counting, seed, experts,
     MOST: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
+    ROUNDS: tl.constexpr, SMALLEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. From replicas
     on: as `to_place` gives them."""
+    let_next_start(EARLY)
     blocks = tl.num_programs(0)
     pick, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
     for token in range(tl.program_id(0), bound, blocks):
@@ -286,6 +291,7 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> Non
         HIDDEN=g.hidden_size,
         BLOCK=triton.next_power_of_2(g.hidden_size),
         num_warps=8 if g.hidden_size > 2048 else 4,
+        **early(out.device),
     )
 
 
@@ -293,8 +299,9 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> Non
 def _receive(
     out, arrived, sent, peers, flags, calls, flags_at, tokens, bound, cap,
     TELL: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     number = tl.load(calls)
     if tl.program_id(0) == 0:
         tl.store(calls + 2, number)

@@ -77,31 +77,29 @@ def _pass(
     w2: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
     """found: ids, weights and base"""
-    from ep_moe.experts import few_rows, hopper_gemm, pair_kernels
+    from ep_moe.experts import few_rows, hopper_gemm, pair_kernels, stream_gemm
 
-    ids, weights, base = found
-    rows, top_k = ids.shape
+    rows, top_k = found[0].shape
     slots, hidden, inner = w2.shape
     each = rows * expected / slots
-    clamp: dict[str, Any] = {"alpha": alpha, "limit": limit}
+    how: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
     cut = few_rows.Cut.of(rows * top_k, each)
-    sort = cut is None or cut.sort
-    own = carve(workspace, shapes(rows * top_k, hidden, inner, slots, sort=sort))
+    own = carve(workspace, shapes(rows * top_k, hidden, inner, slots, sort=cut is None))
     act, y = own["act"], own["y"]
-    if cut is not None and not sort:
-        few_rows.first_product(x, *found, w13, act, activation, cut.first, **clamp)
+    if cut is not None:
+        few_rows.first_product(x, *found, w13, act, cut=cut.first, **how)
         few_rows.second_product(act, *found, w2, y, cut.second)
         pair_kernels.reduce(y, *found, slots, out, home=home)
         return
-    ends, places = own["ends"], own["slots"].view(rows, top_k)
-    pair_kernels.group_pairs(ids, slots, own["source"], places, ends, own["sorting"], base=base, weights=weights)
-    if cut is not None:
-        lists = few_rows.Lists(own["source"], ends)
-        few_rows.first_product(x, *found, w13, act, activation, cut.first, lists=lists, **clamp)
-        few_rows.second_product(act, *found, w2, y, cut.second, lists=lists)
+    ring = stream_gemm.ring_for(each)
+    soon = ring is not None  # weights are fetched while pairs are sorted
+    lists = pair_kernels.list_pairs(own, *found, slots, soon=soon)
+    if ring is not None:
+        stream_gemm.product(x, w13, lists, act, ring, gather=True, **how)
+        stream_gemm.product(act, w2, lists, y, ring)
     else:
         first, second = hopper_gemm.tiles_for(each)
-        pair_kernels.copy_rows(x, places, y)  # in the room of y, which is written after they are read
-        hopper_gemm.grouped_gemm(y, w13, ends, act, first, activation=activation, spare_sms=spare_sms, **clamp)
-        hopper_gemm.grouped_gemm(act, w2, ends, y, second, spare_sms=spare_sms)
-    pair_kernels.reduce(y, *found, slots, out, slots=places, home=home)
+        pair_kernels.copy_rows(x, lists.slots, y)  # in the room of y, which is written after they are read
+        hopper_gemm.grouped_gemm(y, w13, lists.ends, act, first, spare_sms=spare_sms, **how)
+        hopper_gemm.grouped_gemm(act, w2, lists.ends, y, second, spare_sms=spare_sms)
+    pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon)

@@ -2,7 +2,7 @@
 weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block or for each matrix.
 
 `first_product` and `second_product`, and `pair_kernels.reduce`, are a forward pass in which each program finds its
-expert's rows itself. For more rows `pair_kernels.group_pairs` comes first, and the same two products go by its lists.
+expert's rows itself. For more rows `pair_kernels.list_pairs` comes first, and the same two products go by its lists.
 Nothing here allocates or waits for the device.
 
 Letters: N received rows, K picks of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
@@ -18,14 +18,16 @@ from torch import Tensor
 from ep_moe.experts import few_rows_triton as kernels
 from ep_moe.experts.fp8_block_kernels import SMALLEST_AMAX
 from ep_moe.experts.fp8_tensor_kernels import MatrixScales
+from ep_moe.experts.pair_kernels import Lists
 from ep_moe.types import Activation
 
 # on an H200
 FEWEST = 32  # picks that are few for all tiles
 UNSORTED = 256  # picks up to which a program that looks through all of them is faster than sorting them first
-FEW = 48  # rows of an expert up to which reading weights takes longer than multiplying, in bf16 and
-FEW_BLOCKS = 40  # in E4M3 with a scale for each block, and
-FEW_MATRICES = 48  # for each matrix
+DENSE = (
+    1  # rows of an expert from which on sorting them is, for `stream_gemm`, which fetches weights before it knows whose
+)
+FEW_BLOCKS = 40  # rows of an expert up to which reading weights takes longer than multiplying
 SHORT = 2048  # hidden size up to which the lists are faster in E4M3; measured at 2048 and 7168
 LIGHT = 32 * 2048 * 768  # numbers in w2 up to which they are with more than 10 rows: then launches are what they save
 
@@ -55,25 +57,22 @@ class Cut:
 
     @classmethod
     def of(cls, picks: int, rows: float) -> Cut | None:
-        """The fastest for `bench.experts`' models on an H200, None where there are too many rows.
+        """The fastest for `bench.experts`' models on an H200, None where sorting first is.
 
         picks: N * K; rows: of an expert, as many as are expected on average
         """
+        if _sorted_first(picks, rows):
+            return None
         if picks <= FEWEST:
             return cls(False, Streams(16, 32, 128, stages=6), Streams(16, 64, 128, stages=3))
-        if picks <= UNSORTED:
-            return cls(False, Streams(16, 32, 128), Streams(16, 64, 128))
-        if rows > FEW:
-            return None
-        if rows <= 10:
-            return cls(True, Streams(16, 64, 128, stages=3), Streams(16, 64, 128, stages=3))
-        if rows <= 22:
-            return cls(True, Streams(32, 64, 128, stages=3), Streams(32, 128, 128, stages=3, warps=8))
-        return cls(True, Streams(64, 64, 64), Streams(64, 128, 64))
+        return cls(False, Streams(16, 32, 128), Streams(16, 64, 128))
 
     @classmethod
     def of_blocks(cls, picks: int, rows: float, hidden: int, numbers: int) -> Cut | None:
-        """The same for weights in E4M3 with a scale for each block. hidden: H; numbers: of w2"""
+        """The same for weights in E4M3 with a scale for each block, sorted or not; None where there are too many rows.
+
+        rows: of an expert, as many as are expected on average; hidden: H; numbers: of w2
+        """
         if picks <= 2 * FEWEST:
             return cls(False, Streams(16, 64, 128), Streams(16, 64, 128, stages=3))
         if picks <= UNSORTED:
@@ -88,29 +87,16 @@ class Cut:
 
     @classmethod
     def of_matrices(cls, picks: int, rows: float) -> Cut | None:
-        """The same for weights in E4M3 with one scale a matrix."""
+        """As `of`, for weights in E4M3 with one scale a matrix."""
+        if _sorted_first(picks, rows):
+            return None
         if picks <= 2 * FEWEST:
             return cls(False, Streams(16, 32, 128), Streams(16, 128, 128, stages=3))
-        if picks <= UNSORTED:
-            return cls(False, Streams(16, 64, 128, stages=3), Streams(16, 128, 128, warps=8))
-        if rows > FEW_MATRICES:
-            return None
-        if rows <= 10:
-            return cls(True, Streams(16, 64, 256, stages=3), Streams(16, 128, 128, stages=3))
-        if rows <= 22:
-            return cls(True, Streams(32, 64, 256, stages=3), Streams(32, 64, 128))
-        return cls(True, Streams(64, 64, 128, stages=3), Streams(64, 128, 128, stages=3, warps=8))
+        return cls(False, Streams(16, 64, 128, stages=3), Streams(16, 128, 128, warps=8))
 
 
-@dataclass(frozen=True)
-class Lists:
-    """Pairs by expert, as `pair_kernels.group_pairs` leaves them.
-
-    source: int32 [N * K], the row of each; ends: int32 [L], one past each expert's last
-    """
-
-    source: Tensor
-    ends: Tensor
+def _sorted_first(picks: int, rows: float) -> bool:
+    return picks > UNSORTED or (picks > FEWEST and rows >= DENSE)
 
 
 def first_product(

@@ -20,8 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ep_moe.devices import multiprocessors
 from ep_moe.experts import fp8_block_kernels_triton as kernels
-from ep_moe.experts.pair_kernels import multiprocessors
 from ep_moe.types import Activation
 
 BLOCK = 128

@@ -160,29 +160,25 @@ class _Step:
         from ep_moe.experts import few_rows, pair_kernels
         from ep_moe.experts import fp8_block_kernels as kernels
 
-        ids, weights, base = found
-        pairs, slots = ids.numel(), len(self.w2)
+        pairs, slots = found[0].numel(), len(self.w2)
         own = self._carve(pairs, len(x), out.dtype)
-        own["slots"] = own["slots"].view(ids.shape)
         cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
         if cut is not None and not cut.sort:
             self._few(own, x, x_scale, found, cut, None)
             pair_kernels.reduce(own["y"], *found, slots, out, home=home)
             return
-        pair_kernels.group_pairs(
-            ids, slots, own["source"], own["slots"], own["ends"], own["sorting"], base=base, weights=weights
-        )
+        lists = pair_kernels.list_pairs(own, *found, slots)
         if cut is not None:
-            self._few(own, x, x_scale, found, cut, few_rows.Lists(own["source"], own["ends"]))
-            pair_kernels.reduce(own["y"], *found, slots, out, slots=own["slots"], home=home)
+            self._few(own, x, x_scale, found, cut, lists)
+            pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home)
             return
         counts = own["ends"][-1:]
         if x_scale is None:
-            kernels.quantize_pairs(x, own["slots"], own["rows"], own["row_scale"])
+            kernels.quantize_pairs(x, lists.slots, own["rows"], own["row_scale"])
         else:
-            kernels.copy_pairs(x, x_scale, own["slots"], own["rows"], own["row_scale"])
+            kernels.copy_pairs(x, x_scale, lists.slots, own["rows"], own["row_scale"])
         self._matrices(own, None, counts, own["y"], len(x) * expected)
-        pair_kernels.reduce(own["y"], *found, slots, out, slots=own["slots"], home=home)
+        pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home)
 
     def _few(
         self,
@@ -193,7 +189,7 @@ class _Step:
         cut: Any,
         lists: Any,
     ) -> None:
-        """Both products of few rows. cut: `few_rows.Cut`; lists: `few_rows.Lists` or None"""
+        """Both products of few rows. cut: `few_rows.Cut`; lists: `pair_kernels.Lists` or None"""
         from ep_moe.experts import few_rows
         from ep_moe.experts import fp8_block_kernels as kernels
 

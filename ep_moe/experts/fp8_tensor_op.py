@@ -90,10 +90,10 @@ class _Step:
         self, workspace: Tensor, w13: Tensor, w13_scale: Tensor, w13_input_scale: Tensor, w2: Tensor, w2_scale: Tensor,
         w2_input_scale: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
     ) -> None:  # fmt: skip
-        self.workspace, self.w13, self.w2, self.activation = workspace, w13, w2, activation
+        self.workspace, self.w13, self.w2 = workspace, w13, w2
         self.w13_scale, self.w13_input_scale = w13_scale, w13_input_scale
         self.w2_scale, self.w2_input_scale = w2_scale, w2_input_scale
-        self.clamp: dict[str, Any] = {"alpha": alpha, "limit": limit}
+        self.how: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
         self.expected, self.spare_sms = expected, spare_sms
 
     def __call__(
@@ -101,47 +101,40 @@ class _Step:
         found: tuple[Tensor, Tensor | None, int],
     ) -> None:  # fmt: skip
         """found: ids [N, K], weights and base"""
-        from ep_moe.experts import few_rows, hopper_gemm, pair_kernels
+        from ep_moe.experts import few_rows, hopper_gemm, pair_kernels, stream_gemm
         from ep_moe.experts.fp8_tensor_kernels import MatrixScales, round_rows
 
-        ids, weights, base = found
-        (rows, top_k), (slots, hidden, inner) = ids.shape, self.w2.shape
+        (rows, top_k), (slots, hidden, inner) = found[0].shape, self.w2.shape
         each = rows * self.expected / slots
         cut = few_rows.Cut.of_matrices(rows * top_k, each)
-        sort = cut is None or cut.sort
-        own = carve(self.workspace, shapes(rows * top_k, hidden, inner, slots, sort=sort))
+        own = carve(self.workspace, shapes(rows * top_k, hidden, inner, slots, sort=cut is None))
         act, y = own["act"], own["y"]
         numbers = y.view(FP8).view(-1, hidden)
         scale = own["scale"] if input_scale is None else input_scale
-        first = MatrixScales(scale, self.w13_scale, self.w2_input_scale)
+        first: dict[str, Any] = self.how | {"scales": MatrixScales(scale, self.w13_scale, self.w2_input_scale)}
         second = MatrixScales(self.w2_input_scale, self.w2_scale)
-        lists, places = None, None
-        if sort:
-            places = own["slots"].view(rows, top_k)
-            pair_kernels.group_pairs(
-                ids, slots, own["source"], places, own["ends"], own["sorting"], base=base, weights=weights
-            )
-            lists = few_rows.Lists(own["source"], own["ends"])
+        ring = stream_gemm.ring_for(each)
+        if input_scale is None and (cut is not None or ring is not None):
+            round_rows(x, self.w13_input_scale, numbers[:rows], own["scale"])
+            x = numbers[:rows]
         if cut is not None:
-            if input_scale is None:
-                round_rows(x, self.w13_input_scale, numbers[:rows], own["scale"])
-                x = numbers[:rows]
-            few_rows.first_product(
-                x, *found, self.w13, act, self.activation, cut.first, lists=lists, scales=first, **self.clamp
-            )
-            few_rows.second_product(act, *found, self.w2, y, cut.second, lists=lists, scales=second)
+            few_rows.first_product(x, *found, self.w13, act, cut=cut.first, **first)
+            few_rows.second_product(act, *found, self.w2, y, cut.second, scales=second)
+            pair_kernels.reduce(y, *found, slots, out, home=home)
+            return
+        soon = ring is not None  # weights are fetched while pairs are sorted
+        lists = pair_kernels.list_pairs(own, *found, slots, soon=soon)
+        if ring is not None:
+            stream_gemm.product(x, self.w13, lists, act, ring, gather=True, **first)
+            stream_gemm.product(act, self.w2, lists, y, ring, scales=second)
         else:
-            assert places is not None
             tiles, more = hopper_gemm.tiles_for_e4m3(each)
             sorted_rows = numbers[: rows * top_k]
             if input_scale is None:
-                round_rows(x, self.w13_input_scale, sorted_rows, own["scale"], places)
+                round_rows(x, self.w13_input_scale, sorted_rows, own["scale"], lists.slots)
             else:
-                pair_kernels.copy_rows(x, places, sorted_rows)
-            rest: dict[str, Any] = {"spare_sms": self.spare_sms}
-            hopper_gemm.grouped_gemm(
-                sorted_rows, self.w13, own["ends"], act, tiles, activation=self.activation, scales=first,
-                **self.clamp, **rest,
-            )  # fmt: skip
-            hopper_gemm.grouped_gemm(act, self.w2, own["ends"], y, more, scales=second, **rest)
-        pair_kernels.reduce(y, *found, slots, out, slots=places, home=home)
+                pair_kernels.copy_rows(x, lists.slots, sorted_rows)
+            spare = self.spare_sms
+            hopper_gemm.grouped_gemm(sorted_rows, self.w13, lists.ends, act, tiles, spare_sms=spare, **first)
+            hopper_gemm.grouped_gemm(act, self.w2, lists.ends, y, more, spare_sms=spare, scales=second)
+        pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon)

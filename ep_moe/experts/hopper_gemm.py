@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ep_moe.devices import multiprocessors
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
-from ep_moe.experts.pair_kernels import multiprocessors
 from ep_moe.types import Activation
 
 

@@ -21,6 +21,7 @@ from ep_moe.experts.hopper_tiles_triton import (
     activate,
     copy_tiles,
     expert_tiles,
+    scale_of,
     store_staged,
     store_tile,
     tile_place,
@@ -154,7 +155,7 @@ def _multiply(
             column += MY_N * 128
             acc, acc1, stage, phase = _sum(ring, k_blocks, stage, phase, PARTS_M, PARTS_N, MY_M, MY_N, STAGES, TWO, MMA)
             if scales[3] is not None:
-                scale = _scale_of(scales, expert)
+                scale = scale_of(scales, expert)
                 acc *= scale
                 acc1 *= scale
             if ACTIVATION == "":
@@ -212,15 +213,6 @@ def _sum(
         acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(free.index(before))
     return acc, acc1, stage, phase
-
-
-@gluon.jit
-def _scale_of(scales, expert):
-    a_factor, a_scale, a_step, b_scale, _ = scales
-    scale = a_factor * gl.load(b_scale + expert)
-    if a_scale is not None:
-        scale *= gl.load(a_scale + expert * a_step)
-    return scale
 
 
 @gluon.jit

@@ -105,6 +105,16 @@ def activate(to, gate, up, ACTIVATION: gl.constexpr):
         return (up + 1.0) * (gate / (1.0 + gl.exp(-alpha * gate)))
 
 
+@gluon.jit
+def scale_of(scales, expert):
+    """What an expert's sums are multiplied by, of scales as `MatrixScales.given` has them."""
+    a_factor, a_scale, a_step, b_scale, _ = scales
+    scale = a_factor * gl.load(b_scale + expert)
+    if a_scale is not None:
+        scale *= gl.load(a_scale + expert * a_step)
+    return scale
+
+
 @gluon.constexpr_function
 def _lines(bits):
     """Of a 64 x 128 tile in numbers of so many bits: 16 bytes of neighbouring columns a thread (32 of float32), a line

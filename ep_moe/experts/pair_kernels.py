@@ -6,12 +6,12 @@ Nothing here allocates or waits for the device: whoever calls brings every outpu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
+from ep_moe.early_triton import early
 from ep_moe.experts import pair_kernels_triton as kernels
 from ep_moe.workspace import Shapes
 
@@ -40,6 +40,19 @@ class Home:
     first: int = 0
 
 
+@dataclass(frozen=True)
+class Lists:
+    """Pairs by expert, as `group_pairs` leaves them.
+
+    source: int32 [N * K], the row of each; slots: int32 [N, K], where each pick's pair is; ends: int32 [L], one past
+    each expert's last
+    """
+
+    source: Tensor
+    slots: Tensor
+    ends: Tensor
+
+
 def passes(rows: int, most: int, home: Home | None) -> list[tuple[slice, Home | None]]:
     """Received rows in parts of at most so many, and the home of each. The first one has this rank's own rows, so that
     not all ranks write to the same few at once."""
@@ -52,7 +65,7 @@ def passes(rows: int, most: int, home: Home | None) -> list[tuple[slice, Home | 
 
 def reduce(
     y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
-    slots: Tensor | None = None, home: Home | None = None,
+    slots: Tensor | None = None, home: Home | None = None, soon: bool = False,
 ) -> None:  # fmt: skip
     """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the picks whose
     expert ids[n, k] - base is in 0 .. L - 1; zero where row n has none.
@@ -61,6 +74,7 @@ def reduce(
     slots: int32 [N, K], a pick's row is y[slots[n, k]] then, and below 0 for no pick
     out: [N, H]; with a `home` only its dtype counts, and rows without any expert here are left as they are, but for the
         cell that comes for each
+    soon: start before the kernel ahead has ended, and let the next one
     """
     rows, top_k = ids.shape
     size = out.shape[-1]
@@ -75,6 +89,7 @@ def reduce(
     kernels.reduce[(turns * triton.cdiv(rows, turns), triton.cdiv(size, block))](
         y, ids, weights, slots, out, *to, base, num_experts, rows, size,
         TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,
+        **early(y.device, soon),
     )  # fmt: skip
 
 
@@ -111,9 +126,20 @@ def _pairs_per_program(num_pairs: int) -> int:
     return max(CHUNK, int(triton.next_power_of_2(triton.cdiv(num_pairs, PROGRAMS))))
 
 
+def list_pairs(
+    own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, soon: bool = False
+) -> Lists:
+    """`group_pairs` into tensors of `list_shapes`."""
+    lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"])
+    group_pairs(
+        ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, soon=soon
+    )
+    return lists
+
+
 def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
-    base: int = 0, weights: Tensor | None = None,
+    base: int = 0, weights: Tensor | None = None, soon: bool = False,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
 
@@ -122,6 +148,7 @@ def group_pairs(
     source_row: int32 [N * K], the row n of each sorted pair, -1 beyond the last
     slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
     workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
+    soon: start before the kernel ahead has ended, and let the next one, where one launch does it all
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
@@ -134,6 +161,7 @@ def group_pairs(
         kernels.place_pairs[(triton.cdiv(pairs, chunk),)](
             ids, weights, base, None, None, source_row, slots, ends, pairs, num_experts, top_k, **given,
             PAIRS=chunk, CHUNK=chunk, LOOK=min(1024, triton.next_power_of_2(pairs)), num_warps=8,
+            **early(ids.device, soon),
         )  # fmt: skip
         return
     mine = _pairs_per_program(pairs)
@@ -144,9 +172,5 @@ def group_pairs(
     kernels.place_pairs[(blocks,)](
         ids, weights, base, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
         PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), LOOK=0,
+        **early(ids.device, False),
     )  # fmt: skip
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.cells_triton import put_cells
+from ep_moe.early_triton import await_previous, let_next_start
 
 
 @triton.jit
@@ -49,8 +50,11 @@ def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
 def place_pairs(
     ids, weights, base, earlier, totals, source_row, slots, ends, pairs, experts, top_k,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, LOOK: tl.constexpr, WEIGHTED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """earlier, totals: of `sum_counts`; None: each program counts all pairs itself, LOOK at once."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     if totals is None:
@@ -87,10 +91,12 @@ def place_pairs(
 @triton.jit
 def reduce(
     y, ids, weights, slots, out, peers, offset, bound, first, rank, number, stride, base, experts, rows, size,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset, by cells with the
     number that is there, if it is not None."""
+    let_next_start(EARLY)
+    await_previous(EARLY)
     program = tl.program_id(0)
     n = ((program + rank) % TURNS * (tl.num_programs(0) // TURNS) + program // TURNS).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

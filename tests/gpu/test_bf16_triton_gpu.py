@@ -15,6 +15,8 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
 from ep_moe.experts import hopper_gemm as kernels
+from ep_moe.experts.pair_kernels import Lists
+from ep_moe.experts.stream_gemm import Ring, product
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from tests.test_bf16_triton import BF16, PLAIN, SMALL, build, check, rows
 
@@ -66,6 +68,27 @@ def test_large_product(cut):
     # products of two bf16 are exact in float32; k sums there, and one rounding to bf16
     assert bool(((out[:total].double() - expected).abs() <= 2.0**-8 * expected.abs() + k * 2.0**-23 * size).all())
     assert bool(out[total:].isnan().all())
+
+
+@pytest.mark.parametrize("ring", [Ring(16, 12), Ring(32, 11), Ring(64, 9)], ids=lambda ring: str(ring.rows))
+@pytest.mark.parametrize("counts", [[130, 0, 1, 64, 129], [0, 0, 0, 3], [1] * 70], ids=["many", "last", "more tiles"])
+def test_streamed_product(counts, ring):
+    """Against float64: experts without rows, whose weights programs fetch all the same, and with more than fit."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    n, k, total = 384, 640, sum(counts)
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    x = torch.randn(50, k, generator=generator, device="cuda").to(BF16)
+    source = torch.randint(50, (total + 3,), generator=generator, device="cuda", dtype=torch.int32)
+    w = torch.randn(len(counts), n, k, generator=generator, device="cuda").to(BF16)
+    expert = torch.repeat_interleave(torch.arange(len(counts), device="cuda"), torch.tensor(counts, device="cuda"))
+    for gather, a in ((True, x), (False, x[source.long()])):
+        out = torch.full((total + 3, n), torch.nan, dtype=BF16, device="cuda")
+        product(a, w, Lists(source, source, ends), out, ring, gather=gather)
+        left = x[source.long()][:total].double()
+        expected = torch.einsum("rk,rnk->rn", left, w.double()[expert])
+        size = torch.einsum("rk,rnk->rn", left.abs(), w.double()[expert].abs())
+        assert bool(((out[:total].double() - expected).abs() <= 2.0**-8 * expected.abs() + k * 2.0**-23 * size).all())
+        assert bool(out[total:].isnan().all())
 
 
 def test_repeats_its_bits():

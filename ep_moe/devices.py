@@ -1,0 +1,18 @@
+"""What a device can do, asked once."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Kernels can start before those ahead of them have ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

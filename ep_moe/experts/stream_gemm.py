@@ -1,0 +1,63 @@
+"""The product of few rows, grouped by expert, with many weights, on Hopper: bound by reading weights once, which begins
+before the rows are known. In bf16, and in E4M3 with one scale a matrix. For many rows: `hopper_gemm`.
+
+Nothing here allocates or waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ep_moe.devices import multiprocessors
+from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.experts.pair_kernels import Lists
+from ep_moe.types import Activation
+
+
+@dataclass(frozen=True)
+class Ring:
+    """rows: of an expert at once; stages: blocks of 128 bytes along K that are on their way at once, as many as shared
+    memory holds"""
+
+    rows: int
+    stages: int
+
+
+FEW = 48  # rows of an expert up to which reading weights takes longer than multiplying, on an H200
+
+
+def ring_for(rows: float) -> Ring | None:
+    """The fastest for `bench.experts`' models on an H200, None where there are too many rows.
+
+    rows: of an expert, as many as are expected on average
+    """
+    if rows > FEW:
+        return None
+    if rows <= 10:
+        return Ring(16, 12)
+    return Ring(32, 11) if rows <= 22 else Ring(64, 9)
+
+
+def product(
+    x: Tensor, w: Tensor, lists: Lists, out: Tensor, ring: Ring, *, gather: bool = False,
+    activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0, scales: MatrixScales | None = None,
+) -> None:  # fmt: skip
+    """out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
+
+    x: [M, k]; w: [L, n, k], both bf16 or, with `scales`, both E4M3; n and k multiples of 128
+    lists: rows are in their order; those beyond the last expert's are left as they are
+    gather: x is [N, k], and row r of the sorted ones is x[lists.source[r]]
+    out: bf16 [M, n], with a gated activation [M, n / 2], of which the first half of w's rows are the gates; E4M3 if
+        `scales.out` is given
+
+    Starts before the kernel ahead has ended, and lets the next one: nothing may have w under way in the kernel ahead
+    of that.
+    """
+    from ep_moe.experts.stream_gemm_triton import launch
+
+    name = "" if activation is None else activation.value
+    given = NO_SCALES if scales is None else scales.given()
+    source, programs = lists.source if gather else None, multiprocessors(x.device)
+    launch(x, source, w, lists.ends, out, ring, programs, name, alpha, limit, given)
