@@ -286,9 +286,9 @@ def test_how_a_call_is_cut():
     assert of(few_rows.FEWEST + 1, few_rows.DENSE) is None
     assert of(few_rows.UNSORTED, 0) is not None
     assert of(few_rows.UNSORTED + 1, 0) is None
-    assert [ring_for(count).rows for count in (10, 22, 23)] == [16, 32, 64]
-    assert ring_for(FEW) is not None
-    assert ring_for(FEW + 1) is None
+    assert [ring_for(count, FEW).rows for count in (10, 22, 23)] == [16, 32, 64]
+    assert ring_for(FEW, FEW) is not None
+    assert ring_for(FEW + 1, FEW) is None
     light = few_rows.LIGHT
     assert not of_blocks(few_rows.UNSORTED, 1000, 7168, 2 * light).sort
     assert [of_blocks(10000, count, 2048, light).first.block_m for count in (10, 11)] == [16, 64]

@@ -56,13 +56,15 @@ def host(
 
 
 def in_turns(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, before: Callable[[], Any]) -> list[float]:
-    """Median microseconds of a call, of which each of `calls` is `repeat`."""
+    """Median microseconds of a call, of which each of `calls` is `repeat`. Each is called once more ahead, uncounted:
+    ranks whose hosts start apart wait for each other there."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(replays + _WARM):
         for call, own in zip(calls, times, strict=True):
             before()
             torch.cuda.synchronize()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
             start.record()
             call()
             end.record()

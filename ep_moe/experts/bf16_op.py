@@ -91,7 +91,7 @@ def _pass(
         few_rows.second_product(act, *found, w2, y, cut.second)
         pair_kernels.reduce(y, *found, slots, out, home=home)
         return
-    ring = stream_gemm.ring_for(each)
+    ring = stream_gemm.ring_for(each, stream_gemm.FEW)
     soon = ring is not None  # weights are fetched while pairs are sorted
     lists = pair_kernels.list_pairs(own, *found, slots, soon=soon)
     if ring is not None:

@@ -25,15 +25,16 @@ class Ring:
     stages: int
 
 
-FEW = 48  # rows of an expert up to which reading weights takes longer than multiplying, on an H200
+# rows of an expert up to which reading weights takes longer than multiplying, on an H200: in bf16, and in E4M3
+FEW, FEW_E4M3 = 60, 80
 
 
-def ring_for(rows: float) -> Ring | None:
+def ring_for(rows: float, few: int) -> Ring | None:
     """The fastest for `bench.experts`' models on an H200, None where there are too many rows.
 
-    rows: of an expert, as many as are expected on average
+    rows: of an expert, as many as are expected on average; few: FEW or FEW_E4M3
     """
-    if rows > FEW:
+    if rows > few:
         return None
     if rows <= 10:
         return Ring(16, 12)

@@ -166,33 +166,45 @@ def _copy_rows(
     EXPERTS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """source: which row of x each of the sorted ones is; None: x is sorted"""
-    WIDE: gl.constexpr = BLOCK_K // 8  # numbers of 16 bytes
-    LINES: gl.constexpr = gl.BlockedLayout([1, WIDE], [4, 8], [1, 1], [1, 0])
-    x_ring = ring[1]
-    full = ring[2]
-    free = ring[3]
-    columns = cut[2]
+    ends, _, columns = cut
+    program = gl.program_id(0)
     await_previous(EARLY)
-    experts_of = _dealt(cut, ROWS, EXPERTS, 1)
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
-    c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LINES))
+    expert = program // columns  # its rows set out before those of other tiles are known
+    start = gl.load(ends + expert - 1, mask=expert > 0, other=0)
+    count = gl.minimum(gl.load(ends + expert) - start, ROWS)
     stage = 0
     phase = 1
-    for tile in range(gl.program_id(0) - gl.num_programs(0), _tiles(experts_of), gl.num_programs(0)):
-        _, _, start, count = _tile(tile, experts_of, columns, ROWS)
-        row = start + r
-        if source is not None:
-            row = gl.load(source + row, mask=r < count, other=0)
-        at = x + row.to(gl.int64).expand_dims(1) * (k_blocks * BLOCK_K) + c.expand_dims(0)
-        inside = (r < count).expand_dims(1) & (c >= 0).expand_dims(0)
-        for k in range(k_blocks):
-            mbarrier.wait(free.index(stage), phase)
-            async_copy.async_copy_global_to_shared(x_ring.index(stage), at + k * BLOCK_K, mask=inside)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+    stage, phase = _copy_tile_rows(x, source, ring, start, count, k_blocks, stage, phase, ROWS, BLOCK_K, STAGES)
+    experts_of = _dealt(cut, ROWS, EXPERTS, 1)
+    for tile in range(program, _tiles(experts_of), gl.num_programs(0)):
+        _, _, first, left = _tile(tile, experts_of, columns, ROWS)
+        stage, phase = _copy_tile_rows(x, source, ring, first, left, k_blocks, stage, phase, ROWS, BLOCK_K, STAGES)
+
+
+@gluon.jit
+def _copy_tile_rows(
+    x, source, ring, start, count, k_blocks, stage, phase, ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    WIDE: gl.constexpr = BLOCK_K // 8  # numbers of 16 bytes
+    LINES: gl.constexpr = gl.BlockedLayout([1, WIDE], [4, 8], [1, 1], [1, 0])
+    _, x_ring, full, free = ring
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
+    c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LINES))
+    row = start + r
+    if source is not None:
+        row = gl.load(source + row, mask=r < count, other=0)
+    at = x + row.to(gl.int64).expand_dims(1) * (k_blocks * BLOCK_K) + c.expand_dims(0)
+    inside = (r < count).expand_dims(1) & (c >= 0).expand_dims(0)
+    for k in range(k_blocks):
+        mbarrier.wait(free.index(stage), phase)
+        async_copy.async_copy_global_to_shared(x_ring.index(stage), at + k * BLOCK_K, mask=inside)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return stage, phase
 
 
 @gluon.jit

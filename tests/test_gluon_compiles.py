@@ -1,0 +1,98 @@
+"""The kernels in Gluon, compiled for Hopper without one: nothing else runs them on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ep_moe.experts import hopper_gemm, hopper_gemm_triton, stream_gemm, stream_gemm_triton
+from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
+
+SHARED = 227 * 1024  # bytes of a multiprocessor that a program can have
+EXPERTS, HIDDEN, INNER, ROWS = 40, 2048, 768, 512
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class Hopper:
+    """A driver that knows no more than for whom to compile."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+class Compiled:
+    """A kernel that is compiled where it would be launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.shared = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.shared.append(self.kernel.warmup(*args, grid=grid, **options).metadata.shared)
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    with mock.patch.object(driver, "_active", Hopper()):
+        yield
+
+
+def operands(dtype: torch.dtype):
+    """Rows, both weights, activations and results, of a product and the one behind it; scales of both."""
+    one = torch.ones(EXPERTS)
+    scales = (MatrixScales(0.5, one, one), MatrixScales(one, one)) if dtype == FP8 else (None, None)
+    shapes = (ROWS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (ROWS, INNER), (EXPERTS, HIDDEN, INNER)
+    return *(torch.empty(shape, dtype=dtype) for shape in shapes), torch.empty(ROWS, HIDDEN, dtype=BF16), *scales
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("rows", [1, 11, 23])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_streamed_products_fit(activation, rows, dtype):
+    x, w13, act, w2, y, *scales = operands(dtype)
+    first, second = (NO_SCALES if own is None else own.given() for own in scales)
+    ring, ends = stream_gemm.ring_for(rows, stream_gemm.FEW), torch.zeros(EXPERTS, dtype=torch.int32)
+    w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
+    compiled = Compiled(stream_gemm_triton._stream)
+    early = {"EARLY": True, "launch_pdl": True}
+    with (
+        mock.patch.object(stream_gemm_triton, "_stream", compiled),
+        mock.patch.object(stream_gemm_triton, "early", return_value=early),
+    ):
+        stream_gemm_triton.launch(x, ends, w13, ends, act, ring, 132, activation, 0.0, 0.0, first)
+        stream_gemm_triton.launch(act, None, w2, ends, y, ring, 132, "", 0.0, 0.0, second)
+    assert len(compiled.shared) == 2
+    assert max(compiled.shared) <= SHARED
+
+
+@pytest.mark.parametrize("rows", [100, 300, 1000])
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "e4m3"])
+def test_large_products_fit(dtype, rows):
+    x, w13, act, w2, y, *scales = operands(dtype)
+    cuts = (hopper_gemm.tiles_for_e4m3 if dtype == FP8 else hopper_gemm.tiles_for)(rows)
+    ends, compiled = torch.zeros(EXPERTS, dtype=torch.int32), Compiled(hopper_gemm_triton._gemm)
+    with mock.patch.object(hopper_gemm_triton, "_gemm", compiled):
+        hopper_gemm.grouped_gemm(x, w13, ends, act, cuts[0], activation=hopper_gemm.Activation.SWIGLU, scales=scales[0])
+        hopper_gemm.grouped_gemm(act, w2, ends, y, cuts[1], scales=scales[1])
+    assert max(compiled.shared) <= SHARED
