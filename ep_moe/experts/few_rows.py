@@ -24,9 +24,7 @@ from ep_moe.types import Activation
 # on an H200
 FEWEST = 32  # picks that are few for all tiles
 UNSORTED = 256  # picks up to which a program that looks through all of them is faster than sorting them first
-DENSE = (
-    1  # rows of an expert from which on sorting them is, for `stream_gemm`, which fetches weights before it knows whose
-)
+DENSE = 1  # rows of an expert from which on sorting is faster all the same, where `stream_gemm` is behind it
 FEW_BLOCKS = 40  # rows of an expert up to which reading weights takes longer than multiplying
 SHORT = 2048  # hidden size up to which the lists are faster in E4M3; measured at 2048 and 7168
 LIGHT = 32 * 2048 * 768  # numbers in w2 up to which they are with more than 10 rows: then launches are what they save

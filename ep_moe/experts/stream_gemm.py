@@ -53,8 +53,7 @@ def product(
     out: bf16 [M, n], with a gated activation [M, n / 2], of which the first half of w's rows are the gates; E4M3 if
         `scales.out` is given
 
-    Starts before the kernel ahead has ended, and lets the next one: nothing may have w under way in the kernel ahead
-    of that.
+    Starts before the kernel ahead of it has ended, and reads w then: see `early_triton`.
     """
     from ep_moe.experts.stream_gemm_triton import launch
 

@@ -136,16 +136,18 @@ def _copy_weights(
     row = program // columns * n + program % columns * WIDTH
     stage = 0
     phase = 1
-    stage, phase = _copy_tile(w, ring, row, second, k_blocks, stage, phase, BLOCK_K, STAGES)
+    stage, phase = _copy_tile_weights(w, ring, row, second, k_blocks, stage, phase, BLOCK_K, STAGES)
     await_previous(EARLY)
     experts_of = _dealt(cut, ROWS, EXPERTS, 1)
     for tile in range(program, _tiles(experts_of), gl.num_programs(0)):
         expert, column, _, _ = _tile(tile, experts_of, columns, ROWS)
-        stage, phase = _copy_tile(w, ring, expert * n + column * WIDTH, second, k_blocks, stage, phase, BLOCK_K, STAGES)
+        stage, phase = _copy_tile_weights(
+            w, ring, expert * n + column * WIDTH, second, k_blocks, stage, phase, BLOCK_K, STAGES
+        )
 
 
 @gluon.jit
-def _copy_tile(w, ring, row, second, k_blocks, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def _copy_tile_weights(w, ring, row, second, k_blocks, stage, phase, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     w_ring, _, full, free = ring
     for k in range(k_blocks):
         mbarrier.wait(free.index(stage), phase)
