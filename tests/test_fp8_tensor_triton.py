@@ -210,5 +210,4 @@ def test_how_a_call_is_cut():
     assert of(few_rows.UNSORTED, 0) is not None
     assert of(few_rows.UNSORTED, few_rows.DENSE) is None
     assert of(few_rows.UNSORTED + 1, 0) is None
-    assert [few_rows.Streams(16, 64, 256).depth(size) for size in (256, 384)] == [256, 128]
     assert [tiles_for_e4m3(count)[0].block_m for count in (49, 448, 449)] == [64, 64, 128]

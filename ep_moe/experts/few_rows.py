@@ -21,6 +21,7 @@ from ep_moe.experts.fp8_tensor_kernels import MatrixScales
 from ep_moe.experts.pair_kernels import Lists
 from ep_moe.types import Activation
 
+DEPTH = 128  # of a tile
 # on an H200
 FEWEST = 32  # picks that are few for all tiles
 UNSORTED = 256  # picks up to which a program that looks through all of them is faster than sorting them first
@@ -32,17 +33,12 @@ LIGHT = 32 * 2048 * 768  # numbers in w2 up to which they are with more than 10 
 
 @dataclass(frozen=True)
 class Streams:
-    """How a product of few rows is cut: rows, columns and depth of a tile, tiles under way at once, warps."""
+    """How a product of few rows is cut: rows and columns of a tile, tiles of DEPTH under way at once, warps."""
 
     block_m: int
     block_n: int
-    block_k: int
     stages: int = 4
     warps: int = 4
-
-    def depth(self, size: int) -> int:
-        """Of a tile of a product whose inner size, a multiple of 128, may not be one of block_k."""
-        return self.block_k if size % self.block_k == 0 else 128
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,8 @@ class Cut:
         if _sorted_first(picks, rows):
             return None
         if picks <= FEWEST:
-            return cls(False, Streams(16, 32, 128, stages=6), Streams(16, 64, 128, stages=3))
-        return cls(False, Streams(16, 32, 128), Streams(16, 64, 128))
+            return cls(False, Streams(16, 32, stages=6), Streams(16, 64, stages=3))
+        return cls(False, Streams(16, 32), Streams(16, 64))
 
     @classmethod
     def of_blocks(cls, picks: int, rows: float, hidden: int, numbers: int) -> Cut | None:
@@ -72,16 +68,16 @@ class Cut:
         rows: of an expert, as many as are expected on average; hidden: H; numbers: of w2
         """
         if picks <= 2 * FEWEST:
-            return cls(False, Streams(16, 64, 128), Streams(16, 64, 128, stages=3))
+            return cls(False, Streams(16, 64), Streams(16, 64, stages=3))
         if picks <= UNSORTED:
-            return cls(False, Streams(16, 128, 128, stages=3, warps=8), Streams(16, 128, 128, stages=3))
+            return cls(False, Streams(16, 128, stages=3, warps=8), Streams(16, 128, stages=3))
         if rows > FEW_BLOCKS or hidden > SHORT:
             return None
         if rows <= 10:
-            return cls(True, Streams(16, 64, 128, stages=3), Streams(16, 128, 128, stages=3))
+            return cls(True, Streams(16, 64, stages=3), Streams(16, 128, stages=3))
         if numbers > LIGHT:
             return None
-        return cls(True, Streams(64, 32, 128), Streams(64, 128, 128, stages=3, warps=8))
+        return cls(True, Streams(64, 32), Streams(64, 128, stages=3, warps=8))
 
     @classmethod
     def of_matrices(cls, picks: int, rows: float) -> Cut | None:
@@ -89,8 +85,8 @@ class Cut:
         if _sorted_first(picks, rows):
             return None
         if picks <= 2 * FEWEST:
-            return cls(False, Streams(16, 32, 128), Streams(16, 128, 128, stages=3))
-        return cls(False, Streams(16, 64, 128, stages=3), Streams(16, 128, 128, warps=8))
+            return cls(False, Streams(16, 32), Streams(16, 128, stages=3))
+        return cls(False, Streams(16, 64, stages=3), Streams(16, 128, warps=8))
 
 
 def _sorted_first(picks: int, rows: float) -> bool:
@@ -121,7 +117,7 @@ def first_product(
         w13_scale, out, factor, step, to, base, pairs, experts, hidden, inner, alpha, limit,
         SCALES=_scales(w13_scale, scales), BY_PICK=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.depth(hidden), STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
 
 
@@ -141,7 +137,7 @@ def second_product(
         pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_PICK=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,
         SMALLEST=SMALLEST_AMAX,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=cut.depth(inner), STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
 
 
