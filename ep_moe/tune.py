@@ -325,7 +325,7 @@ def _times(context: EPContext, candidates: Sequence[_Candidate], *, trial: bool 
     calls, tokens = [one.call for one in candidates], candidates[0].line.tokens
     if context.device.type != "cuda":
         return _slowest(context, _by_the_clock(calls, 1 if trial else 7, partial(_barrier, context)))
-    # several calls in a row, so that what ranks start late after the barrier is not a call's time
+    # several calls in a row, since one is short; what ranks start late after the barrier is in none of them
     sizes = (2, 1) if trial else (10 if tokens <= 128 else 4 if tokens <= 1024 else 2, 15)
     measure = replayed if candidates[0].captured else eager
     return _slowest(context, measure(calls, repeat=sizes[0], replays=sizes[1], before=partial(_barrier, context)))

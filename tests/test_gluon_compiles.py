@@ -15,7 +15,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ep_moe.experts import hopper_gemm, hopper_gemm_triton, stream_gemm, stream_gemm_triton
+from ep_moe.experts import (
+    fp8_block_hopper_triton,
+    fp8_block_kernels,
+    hopper_gemm,
+    hopper_gemm_triton,
+    stream_gemm,
+    stream_gemm_triton,
+)
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 
 SHARED = 227 * 1024  # bytes of a multiprocessor that a program can have
@@ -95,4 +102,21 @@ def test_large_products_fit(dtype, rows):
     with mock.patch.object(hopper_gemm_triton, "_gemm", compiled):
         hopper_gemm.grouped_gemm(x, w13, ends, act, cuts[0], activation=hopper_gemm.Activation.SWIGLU, scales=scales[0])
         hopper_gemm.grouped_gemm(act, w2, ends, y, cuts[1], scales=scales[1])
+    assert max(compiled.shared) <= SHARED
+
+
+@pytest.mark.parametrize("rows", [40, 90, 1000])
+def test_products_with_a_scale_for_each_block_fit(rows):
+    x, w13, act, w2, y, *_ = operands(FP8)
+    of_x, of_w13 = torch.ones(ROWS, HIDDEN // 128), torch.ones(EXPERTS, 2 * INNER // 128, HIDDEN // 128)
+    of_act, of_w2 = torch.ones(ROWS, INNER // 128), torch.ones(EXPERTS, HIDDEN // 128, INNER // 128)
+    ends, compiled = torch.zeros(EXPERTS, dtype=torch.int32), Compiled(fp8_block_hopper_triton._gemm)
+
+    def config(w, activated):
+        return fp8_block_kernels.config_for(rows * EXPERTS, *w.shape, hopper=True, activated=activated)
+
+    with mock.patch.object(fp8_block_hopper_triton, "_gemm", compiled):
+        fp8_block_kernels.grouped_gemm_activate(x, of_x, w13, of_w13, ends, act, of_act, config=config(w13, True))
+        fp8_block_kernels.grouped_gemm(act, of_act, w2, of_w2, ends, y, config=config(w2, False))
+    assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED

@@ -44,7 +44,7 @@ HIDDEN = (2048, 4096, 7168)
 TOKENS = (1, 16, 128, 1024, 8192)
 DTYPE = torch.bfloat16
 ROWS = ("plain", "fp8_block")
-FEW = 128  # tokens, of which many calls are timed in a row: ranks start late after the barrier
+FEW = 128  # tokens, of which many calls are timed in a row: a call is short
 ROOM = 8 << 30  # bytes of one transport's buffers
 
 

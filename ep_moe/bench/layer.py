@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.layer [--models NAME ...] [--tokens T ...] [--csv F] ...
 
 Microseconds of one layer call, the slowest rank's median of CUDA-graph replays that take turns; uniform routing, tuned
-experts, no shared experts, a context made for that many tokens. A graph holds several calls, because the ranks' skew
-after the barrier is not the layer's.
+experts, no shared experts, a context made for that many tokens. A graph holds several calls, and a replay that is not
+timed comes before: the ranks' skew after the barrier is not the layer's.
 
 rows         what travels: out / back
 x peer       the fastest peer with weights of the same kind / this line: above 1 is ahead

@@ -32,7 +32,7 @@ LIGHT = 32 * 2048 * 768  # numbers in w2 up to which they are with more than 10 
 
 
 @dataclass(frozen=True)
-class Streams:
+class Tile:
     """How a product of few rows is cut: rows and columns of a tile, tiles of DEPTH under way at once, warps."""
 
     block_m: int
@@ -46,8 +46,8 @@ class Cut:
     """How both products of a call are cut. sort: pairs are sorted by expert first"""
 
     sort: bool
-    first: Streams
-    second: Streams
+    first: Tile
+    second: Tile
 
     @classmethod
     def of(cls, picks: int, rows: float) -> Cut | None:
@@ -58,8 +58,8 @@ class Cut:
         if _sorted_first(picks, rows):
             return None
         if picks <= FEWEST:
-            return cls(False, Streams(16, 32, stages=6), Streams(16, 64, stages=3))
-        return cls(False, Streams(16, 32), Streams(16, 64))
+            return cls(False, Tile(16, 32, stages=6), Tile(16, 64, stages=3))
+        return cls(False, Tile(16, 32), Tile(16, 64))
 
     @classmethod
     def of_blocks(cls, picks: int, rows: float, hidden: int, numbers: int) -> Cut | None:
@@ -68,16 +68,16 @@ class Cut:
         rows: of an expert, as many as are expected on average; hidden: H; numbers: of w2
         """
         if picks <= 2 * FEWEST:
-            return cls(False, Streams(16, 64), Streams(16, 64, stages=3))
+            return cls(False, Tile(16, 64), Tile(16, 64, stages=3))
         if picks <= UNSORTED:
-            return cls(False, Streams(16, 128, stages=3, warps=8), Streams(16, 128, stages=3))
+            return cls(False, Tile(16, 128, stages=3, warps=8), Tile(16, 128, stages=3))
         if rows > FEW_BLOCKS or hidden > SHORT:
             return None
         if rows <= 10:
-            return cls(True, Streams(16, 64, stages=3), Streams(16, 128, stages=3))
+            return cls(True, Tile(16, 64, stages=3), Tile(16, 128, stages=3))
         if numbers > LIGHT:
             return None
-        return cls(True, Streams(64, 32), Streams(64, 128, stages=3, warps=8))
+        return cls(True, Tile(64, 32), Tile(64, 128, stages=3, warps=8))
 
     @classmethod
     def of_matrices(cls, picks: int, rows: float) -> Cut | None:
@@ -85,8 +85,8 @@ class Cut:
         if _sorted_first(picks, rows):
             return None
         if picks <= 2 * FEWEST:
-            return cls(False, Streams(16, 32), Streams(16, 128, stages=3))
-        return cls(False, Streams(16, 64, stages=3), Streams(16, 128, warps=8))
+            return cls(False, Tile(16, 32), Tile(16, 128, stages=3))
+        return cls(False, Tile(16, 64, stages=3), Tile(16, 128, warps=8))
 
 
 def _sorted_first(picks: int, rows: float) -> bool:
@@ -95,7 +95,7 @@ def _sorted_first(picks: int, rows: float) -> bool:
 
 def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
-    cut: Streams, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
+    cut: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
     x_scale: Tensor | None = None, w13_scale: Tensor | None = None, scales: MatrixScales | None = None,
 ) -> None:  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
@@ -122,7 +122,7 @@ def first_product(
 
 
 def second_product(
-    act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, cut: Streams, *,
+    act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, cut: Tile, *,
     lists: Lists | None = None, w2_scale: Tensor | None = None, scales: MatrixScales | None = None,
 ) -> None:  # fmt: skip
     """out[p] = w2[e] @ act[p], rows as `first_product` left them. w2: [L, H, I]; out: [at least N * K, H]

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ep_moe.experts.hopper_tiles_triton import activate, copy_tiles, expert_tiles, store_tile, tile_place
+from ep_moe.experts.hopper_tiles_triton import activate, copy_tiles, expert_tiles, next_stage, store_tile, tile_place
 
 
 def launch(
@@ -166,10 +166,7 @@ def _multiply(
                 else:
                     mbarrier.arrive(free.index(stage))
                     acc += done * scale.expand_dims(1)
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = next_stage(stage, phase, STAGES)
             if ACTIVATION == "":
                 store_tile(to, acc, row, end, column, WIDE, MMA)
                 if TWO:

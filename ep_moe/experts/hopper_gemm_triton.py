@@ -21,6 +21,7 @@ from ep_moe.experts.hopper_tiles_triton import (
     activate,
     copy_tiles,
     expert_tiles,
+    next_stage,
     scale_of,
     store_staged,
     store_tile,
@@ -203,10 +204,7 @@ def _sum(
             acc = warpgroup_mma_wait(1, (acc,))
         mbarrier.arrive(free.index(before), pred=k > 0)
         before = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, STAGES)
     if TWO:
         acc, acc1 = warpgroup_mma_wait(0, (acc, acc1))
     else:

@@ -42,6 +42,16 @@ def tile_place(tile, start, end, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, GRO
 
 
 @gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Of a ring of buffers, whose barriers change their phase with each round."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
 def copy_tiles(
     a, b, operands, to, ring, groups,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
@@ -79,10 +89,7 @@ def copy_tiles(
                 for i in gl.static_range(PARTS_N):
                     buffer = b_ring.index(stage * PARTS_N + i)
                     tma.async_copy_global_to_shared(b, [b_row + i * second, k * BLOCK_K], bar, buffer)
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = next_stage(stage, phase, STAGES)
             tile += gl.num_programs(0)
 
 

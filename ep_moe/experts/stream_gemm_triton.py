@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.early_triton import await_previous, early, let_next_start
-from ep_moe.experts.hopper_tiles_triton import activate, scale_of
+from ep_moe.experts.hopper_tiles_triton import activate, next_stage, scale_of
 
 if TYPE_CHECKING:
     from ep_moe.experts.stream_gemm import Ring
@@ -155,10 +155,7 @@ def _copy_tile_weights(w, ring, row, second, k_blocks, stage, phase, BLOCK_K: gl
         mbarrier.expect(bar, 128 * 128)
         tma.async_copy_global_to_shared(w, [row, k * BLOCK_K], bar, w_ring.index(2 * stage))
         tma.async_copy_global_to_shared(w, [row + second, k * BLOCK_K], bar, w_ring.index(2 * stage + 1))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, STAGES)
     return stage, phase
 
 
@@ -202,10 +199,7 @@ def _copy_tile_rows(
         mbarrier.wait(free.index(stage), phase)
         async_copy.async_copy_global_to_shared(x_ring.index(stage), at + k * BLOCK_K, mask=inside)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, STAGES)
     return stage, phase
 
 
@@ -255,10 +249,7 @@ def _sum(ring, k_blocks, stage, phase, ROWS: gl.constexpr, STAGES: gl.constexpr,
         acc, acc1 = warpgroup_mma_wait(2, (acc, acc1))
         mbarrier.arrive(free.index(before), pred=k > 0)
         before = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = next_stage(stage, phase, STAGES)
     acc, acc1 = warpgroup_mma_wait(0, (acc, acc1))
     mbarrier.arrive(free.index(before))
     return acc, acc1, stage, phase
