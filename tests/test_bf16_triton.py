@@ -24,7 +24,6 @@ from ep_moe.experts import few_rows
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.hopper_gemm import tiles_for
 from ep_moe.experts.stream_gemm import FEW, ring_for
 from ep_moe.fp8_rows import round_blocks
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
@@ -296,4 +295,3 @@ def test_how_a_call_is_cut():
     assert of_blocks(10000, 1, 2176, light) is None
     assert of_blocks(10000, 10, 2048, 2 * light) is not None
     assert of_blocks(10000, 11, 2048, 2 * light) is None
-    assert [tiles_for(count)[0].block_m for count in (49, 448, 449)] == [64, 64, 128]

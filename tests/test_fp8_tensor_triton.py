@@ -20,7 +20,6 @@ from ep_moe.experts import few_rows
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.fp8_tensor_kernels import round_rows
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.experts.hopper_gemm import tiles_for_e4m3
 from ep_moe.fp8_rows import round_by
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
@@ -210,4 +209,3 @@ def test_how_a_call_is_cut():
     assert of(few_rows.UNSORTED, 0) is not None
     assert of(few_rows.UNSORTED, few_rows.DENSE) is None
     assert of(few_rows.UNSORTED + 1, 0) is None
-    assert [tiles_for_e4m3(count)[0].block_m for count in (49, 448, 449)] == [64, 64, 128]

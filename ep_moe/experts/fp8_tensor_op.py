@@ -128,13 +128,13 @@ class _Step:
             stream_gemm.product(x, self.w13, lists, act, ring, gather=True, **first)
             stream_gemm.product(act, self.w2, lists, y, ring, scales=second)
         else:
-            tiles, more = hopper_gemm.tiles_for_e4m3(each)
             sorted_rows = numbers[: rows * top_k]
             if input_scale is None:
                 round_rows(x, self.w13_input_scale, sorted_rows, own["scale"], lists.slots)
             else:
                 pair_kernels.copy_rows(x, lists.slots, sorted_rows)
-            spare = self.spare_sms
-            hopper_gemm.grouped_gemm(sorted_rows, self.w13, lists.ends, act, tiles, spare_sms=spare, **first)
-            hopper_gemm.grouped_gemm(act, self.w2, lists.ends, y, more, spare_sms=spare, scales=second)
+            spare, gemm = self.spare_sms, hopper_gemm.grouped_gemm
+            cuts = hopper_gemm.first_cut(each, self.w13, spare), hopper_gemm.second_cut(each, self.w2, spare)
+            gemm(sorted_rows, self.w13, lists.ends, act, cuts[0], spare_sms=spare, **first)
+            gemm(act, self.w2, lists.ends, y, cuts[1], spare_sms=spare, scales=second)
         pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ep_moe import nvrtc
 from ep_moe.experts import fp8_tensor_op
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
@@ -42,6 +43,10 @@ class Fp8TensorTritonExperts(TritonExperts):
         spare_sms=True,
         peer_out=True,
     )
+
+    @classmethod
+    def available(cls) -> str | None:
+        return super().available() or nvrtc.missing()
 
     def workspace_bytes(self) -> int:
         if not self.weights.num_slots:

@@ -17,6 +17,7 @@ if torch.cuda.get_device_capability() != (9, 0):
 from ep_moe.experts import hopper_gemm as kernels
 from ep_moe.experts.pair_kernels import Lists
 from ep_moe.experts.stream_gemm import Ring, product
+from ep_moe.experts.turned_gemm import Turned
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from tests.test_bf16_triton import BF16, PLAIN, SMALL, build, check, rows
 
@@ -51,7 +52,7 @@ def test_rows_of_one_expert_only():
         check(experts, tensors, received)
 
 
-@pytest.mark.parametrize("cut", [kernels.Tiles(64, 128, programs=2), kernels.Tiles(64, 256), kernels.Tiles(128, 256)])
+@pytest.mark.parametrize("cut", [kernels.Tiles(128, stages=6), kernels.Tiles(256), Turned(112)], ids=str)
 def test_large_product(cut):
     """Against float64, experts without rows and tiles past an expert's last row and column among them."""
     generator = torch.Generator(device="cuda").manual_seed(0)
