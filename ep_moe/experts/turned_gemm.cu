@@ -14,6 +14,7 @@ constexpr int LINE = 128;                  // bytes along K of a stage
 constexpr int GROUPS = 2;
 constexpr int WEIGHTS = 128 * GROUPS;      // rows of weights in a tile
 constexpr int STEP = 16;                   // of a tile's width
+constexpr int WIDE = 64;                   // rows of a copy, while there are as many: each takes some 60 cycles to start
 constexpr int COLUMNS = GATED ? 64 : 128;  // of a group's results
 constexpr int UNIT = OUT_BYTES == 1 ? 16 : 8;            // columns that a warp's eight rows of threads have
 constexpr int PIECES = GATED && OUT_BYTES == 1 ? 2 : 1;  // copies of a stage's weights
@@ -165,13 +166,14 @@ __device__ __forceinline__ void multiply(float (&sum)[2][N / 2], Ring& ring, int
 
 // 16 rows of a group's results, from row 8 * j on, into their boxes.
 template <int N>
-__device__ __forceinline__ void stage_results(const float (&sum)[2][N / 2], int j, u32 box, const Out& to, float scale,
-                                              float factor) {
+__device__ __forceinline__ void stage_step(const float (&sum)[2][N / 2], int j, u32 box, const Out& to, float scale,
+                                           float factor) {
   const int warp = threadIdx.x / 32 % 4, matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8;
   // m: 64 rows of weights; next: 8 rows; i: 8 rows of weights, where a gate's `up` is the second; odd: row
   auto value = [&](int m, int next, int i, int odd) {
     const float* own = &sum[m][4 * (j + next) + odd];
-    return activate(own[2 * i] * scale, own[2] * scale, to.alpha, to.limit) * factor;
+    const float by = IN_BYTES == 1 ? scale : 1.0f, result = activate(own[2 * i] * by, own[2] * by, to.alpha, to.limit);
+    return OUT_BYTES == 1 ? result * factor : result;
   };
   auto two = [&](int m, int next, int i) { return two_bf16(value(m, next, i, 0), value(m, next, i, 1)); };
   auto four = [&](int m, int n, int next, int i) {
@@ -197,27 +199,37 @@ template <int N>
 __device__ __forceinline__ void product(Ring& ring, const Tiles& tiles, Out& to, int k_blocks, float scale, float factor) {
   float sum[2][N / 2];
   multiply<N>(sum, ring, to.group, k_blocks);
-  const int left = (tiles.column * GROUPS + to.group) * COLUMNS;
+  auto stage = [&](int start) {
+#pragma unroll
+    for (int row = 0; row < CHUNK_ROWS && start + row < N; row += STEP)
+      stage_step<N>(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, scale, factor);
+  };
+  stage(0);
 #pragma unroll
   for (int start = 0; start < N; start += CHUNK_ROWS) {
     const u32 chunk = to.chunks + to.turn * CHUNK;
     to.turn ^= 1;
-#pragma unroll
-    for (int row = 0; row < CHUNK_ROWS && start + row < N; row += STEP)
-      stage_results<N>(sum, (start + row) / 8, chunk + row / STEP * BOXES * BOX, to, scale, factor);
-    asm volatile("bar.sync %0, 128;" ::"r"(to.group + 1) : "memory");  // and all have read the other chunk
-#pragma unroll
-    for (int i = 0; i < CHUNK / 16 / 128; i++) {
+    asm volatile("bar.sync %0, 128;" ::"r"(to.group + 1) : "memory");  // all have read the other chunk, too
+    uint4 values[CHUNK / 16 / 128];
+    auto each = [&](auto use) {
       constexpr int PARTS = ACROSS / 16;
-      const int item = threadIdx.x % 128 + i * 128, r = item / (BOXES * PARTS), box = item / PARTS % BOXES;
-      const int part = item % PARTS, column = left + box * (ACROSS / OUT_BYTES) + part * (16 / OUT_BYTES);
-      uint4 v;
+#pragma unroll
+      for (int i = 0; i < CHUNK / 16 / 128; i++) {
+        const int item = threadIdx.x % 128 + i * 128;
+        use(values[i], item / (BOXES * PARTS), item / PARTS % BOXES, item % PARTS);
+      }
+    };
+    each([&](uint4& v, int row, int box, int part) {
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                   : "r"(chunk + (r / STEP * BOXES + box) * BOX + place(r % STEP, part)));
-      if (start + r < tiles.count && column < to.n)
-        *(uint4*)(to.memory + ((u64)(tiles.row + start + r) * to.n + column) * OUT_BYTES) = v;
-    }
+                   : "r"(chunk + (row / STEP * BOXES + box) * BOX + place(row % STEP, part)));
+    });
+    if (start + CHUNK_ROWS < N) stage(start + CHUNK_ROWS);  // while these are on their way
+    each([&](const uint4& v, int row, int box, int part) {
+      const int column = (tiles.column * GROUPS + to.group) * COLUMNS + (box * ACROSS + part * 16) / OUT_BYTES;
+      if (start + row < tiles.count && column < to.n)
+        *(uint4*)(to.memory + ((u64)(tiles.row + start + row) * to.n + column) * OUT_BYTES) = v;
+    });
   }
 }
 
@@ -252,38 +264,49 @@ __device__ __forceinline__ void prepare(const int* ends, int* first, int* limits
   }
 }
 
-__device__ __forceinline__ void copy(const Map& weights, const Map& rows, Ring& ring, Tiles& tiles, int units, int k_blocks) {
+__device__ __forceinline__ void copy_weights(const Map& weights, u32 to, u32 bar, int depth, int unit) {
+#pragma unroll
+  for (int i = 0; i < PIECES; i++)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, %3}], "
+        "[%5];" ::"r"(to + i * (WEIGHTS * LINE / PIECES)),
+        "l"(&weights), "r"(depth), "r"(0), "r"(unit + i * (COLUMNS / UNIT)), "r"(bar)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_rows(const Map& rows, u32 to, u32 bar, int depth, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(&rows), "r"(depth), "r"(row), "r"(bar)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy(const Map& weights, const Map& wide, const Map& step, Ring& ring, Tiles& tiles,
+                                     int units, int k_blocks) {
   ring.phase = 1;  // all stages are free
   while (tiles.next()) {
     const int unit = tiles.expert * units + tiles.column * (COLUMNS * GROUPS / UNIT);
     for (int k = 0; k < k_blocks; k++) {
       wait(ring.free + 8 * ring.stage, ring.phase);
-      const u32 bar = ring.full + 8 * ring.stage;
+      const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + WEIGHTS * LINE;
       const int depth = k * (LINE / IN_BYTES);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"((WEIGHTS + tiles.width) * LINE)
                    : "memory");
-#pragma unroll
-      for (int i = 0; i < PIECES; i++)
-        asm volatile(
-            "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, "
-            "%3}], [%5];" ::"r"(ring.at() + i * (WEIGHTS * LINE / PIECES)),
-            "l"(&weights), "r"(depth), "r"(0), "r"(unit + i * (COLUMNS / UNIT)), "r"(bar)
-            : "memory");
-      for (int i = 0; i < tiles.width; i += STEP)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-            "[%4];" ::"r"(ring.at() + (WEIGHTS + i) * LINE),
-            "l"(&rows), "r"(depth), "r"(tiles.row + i), "r"(bar)
-            : "memory");
+      copy_weights(weights, ring.at(), bar, depth, unit);
+      int row = 0;
+      for (; row + WIDE <= tiles.width; row += WIDE) copy_rows(wide, to + row * LINE, bar, depth, tiles.row + row);
+      for (; row < tiles.width; row += STEP) copy_rows(step, to + row * LINE, bar, depth, tiles.row + row);
       ring.next();
     }
   }
 }
 
-// ends: of each expert's rows. n: columns of out. units: of an expert's weights, as the map counts them.
+// wide, step: rows, in boxes of as many. ends: of each expert's rows. n: columns of out. units: of an expert's weights, as the map counts them.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-    turned_gemm(const __grid_constant__ Map weights, const __grid_constant__ Map rows, char* out, const int* ends,
+    turned_gemm(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
+                char* out, const int* ends,
                 const float* a_scale, const float* b_scale, const float* out_scale, float a_factor, int a_step, int experts,
                 int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
   extern __shared__ __align__(1024) char memory[];
@@ -299,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   const int group = threadIdx.x / 128;
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 128 * GROUPS) copy(weights, rows, ring, tiles, units, k_blocks);
+    if (threadIdx.x == 128 * GROUPS) copy(weights, wide, step, ring, tiles, units, k_blocks);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0};

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ep_moe import nvrtc
 
-WEIGHTS, STEP, LINE = 256, 16, 128  # rows of weights in a tile, steps of its width, bytes along K at a time
+LINE, WEIGHTS = 128, 256  # bytes along K at a time; rows of weights in a tile
+STEP, WIDE = 16, 64  # of a tile's width; rows of a copy
 ACTIVATIONS = {"": 0, "swiglu": 1, "geglu": 2, "swiglu_clamped": 3, "relu2": 4}
 
 
@@ -61,7 +62,7 @@ def launch(
     weights, unit = _weights(b, gated, out.element_size())
     arguments = [
         (weights, None),
-        (nvrtc.tensor_map(a.data_ptr(), itemsize, (k, len(a)), (k,), (depth, STEP)), None),
+        *((nvrtc.tensor_map(a.data_ptr(), itemsize, (k, len(a)), (k,), (depth, box)), None) for box in (WIDE, STEP)),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, a_scale, b_scale, out_scale)),
         (1.0 if a_factor is None else a_factor, c_float),
         *((number, c_int) for number in (a_step or 0, experts, len(a), n, rows // unit, k // depth)),
