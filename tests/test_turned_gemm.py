@@ -57,3 +57,9 @@ def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, activation):
     )
     assert binary
     assert words == ""
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+def test_what_does_not_compile_says_where():
+    with pytest.raises(RuntimeError, match="undefined"):
+        nvrtc.compile_kernels("__global__ void kernel() { undefined(); }")
