@@ -34,9 +34,7 @@ def compile_kernels(source: str, options: Sequence[str] = ()) -> tuple[bytes, st
     from cuda.bindings import nvrtc
 
     program = _done(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
-    given = [
-        f"{option}".encode() for option in ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device", *options)
-    ]
+    given = [option.encode() for option in ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device", *options)]
     status = nvrtc.nvrtcCompileProgram(program, len(given), given)
     log = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program))
     _done(nvrtc.nvrtcGetProgramLog(program, log))

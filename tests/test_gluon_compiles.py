@@ -24,8 +24,8 @@ from ep_moe.experts import (
     stream_gemm_triton,
 )
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.nvrtc import SHARED
 
-SHARED = 227 * 1024  # bytes of a multiprocessor that a program can have
 EXPERTS, HIDDEN, INNER, ROWS = 40, 2048, 768, 512
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe import nvrtc
+from ep_moe import Activation, nvrtc
 from ep_moe.experts import turned_gemm
 from ep_moe.experts.turned_gemm import CUTS, Turned, cut_for
 
@@ -48,7 +48,7 @@ def test_many_rows_have_them_on_the_left():
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize("activation", list(turned_gemm.ACTIVATIONS), ids=lambda name: name or "none")
+@pytest.mark.parametrize("activation", ["", *(kind.value for kind in Activation)], ids=lambda name: name or "none")
 @pytest.mark.parametrize(("itemsize", "out_bytes"), [(2, 2), (1, 1), (1, 2)], ids=["bf16", "e4m3", "e4m3 to bf16"])
 def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, activation):
     """A word would be of products that wait for each other, for want of registers."""

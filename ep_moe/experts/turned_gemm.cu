@@ -2,7 +2,7 @@
 //
 // One thread copies operands into a ring of stages (TMA); two groups of four warps multiply 128 rows of weights each, of
 // the tile's 256, with the tile's rows (wgmma) and write what comes out, turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, ACTIVATION (turned_gemm.ACTIVATIONS).
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -49,7 +49,7 @@ struct Multiply;  // 64 rows of weights with N rows, 32 bytes along K
 // Multiply<16> to Multiply<192>
 
 // Walks over the tiles of a program: of each expert, column by column, all its rows.
-struct Tiles {
+struct Walk {
   const int* first;  // tile of each expert, and how many there are
   const int* ends;
   int experts, columns, most, tile, expert;
@@ -71,16 +71,16 @@ struct Tiles {
 };
 
 __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
-#if ACTIVATION == 1
+#if defined(SWIGLU)
   return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-#elif ACTIVATION == 2
+#elif defined(GEGLU)
   return 0.5f * gate * (1.0f + erff(gate * 0.7071067811865476f)) * up;
-#elif ACTIVATION == 3
+#elif defined(SWIGLU_CLAMPED)
   gate = gate > limit ? limit : gate;
   up = up > limit ? limit : up;
   up = up < -limit ? -limit : up;
   return (up + 1.0f) * __fdividef(gate, 1.0f + __expf(-alpha * gate));
-#elif ACTIVATION == 4
+#elif defined(RELU2)
   gate = gate < 0.0f ? 0.0f : gate;
   return gate * gate;
 #else
@@ -196,7 +196,7 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][N / 2], int j, 
 }
 
 template <int N>
-__device__ __forceinline__ void product(Ring& ring, const Tiles& tiles, Out& to, int k_blocks, float scale, float factor) {
+__device__ __forceinline__ void product(Ring& ring, const Walk& tiles, Out& to, int k_blocks, float scale, float factor) {
   float sum[2][N / 2];
   multiply<N>(sum, ring, to.group, k_blocks);
   auto stage = [&](int start) {
@@ -282,7 +282,7 @@ __device__ __forceinline__ void copy_rows(const Map& rows, u32 to, u32 bar, int 
       : "memory");
 }
 
-__device__ __forceinline__ void copy(const Map& weights, const Map& wide, const Map& step, Ring& ring, Tiles& tiles,
+__device__ __forceinline__ void copy(const Map& weights, const Map& wide, const Map& step, Ring& ring, Walk& tiles,
                                      int units, int k_blocks) {
   ring.phase = 1;  // all stages are free
   while (tiles.next()) {
@@ -302,13 +302,13 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
   }
 }
 
-// wide, step: rows, in boxes of as many. ends: of each expert's rows. n: columns of out. units: of an expert's weights, as the map counts them.
+// wide, step: a, in boxes of so many rows. ends: of each expert's rows. n: columns of out. units: of an expert's weights,
+// as their map counts them. most: rows of a tile.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     turned_gemm(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
-                char* out, const int* ends,
-                const float* a_scale, const float* b_scale, const float* out_scale, float a_factor, int a_step, int experts,
-                int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
+                char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
+                float a_factor, int a_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
   extern __shared__ __align__(1024) char memory[];
   const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
   char* chunks = memory + stages * stage_bytes;
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   Ring ring{shared(memory), shared(bars), shared(bars + stages), stages, stage_bytes, 0, 0};
   if (threadIdx.x < 32) prepare(ends, first, limits, experts, all_rows, columns, ring, most);
   __syncthreads();
-  Tiles tiles{first, limits, experts, columns, most, (int)blockIdx.x, 0};
+  Walk tiles{first, limits, experts, columns, most, (int)blockIdx.x, 0};
   const int group = threadIdx.x / 128;
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

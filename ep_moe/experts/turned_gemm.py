@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from ep_moe import nvrtc
+from ep_moe.types import Activation
 
 LINE, WEIGHTS = 128, 256  # bytes along K at a time; rows of weights in a tile
 STEP, WIDE = 16, 64  # of a tile's width; rows of a copy
-ACTIVATIONS = {"": 0, "swiglu": 1, "geglu": 2, "swiglu_clamped": 3, "relu2": 4}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def launch(
     a: Tensor, b: Tensor, out: Tensor, ends: Tensor, cut: Turned, programs: int, activation: str, alpha: float,
     limit: float, scales: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """As `hopper_gemm_triton.launch`, in float32 throughout but for the last rounding."""
+    """As `hopper_gemm_triton.launch`."""
     (experts, rows, k), itemsize = b.shape, b.element_size()
     gated = _gated(activation)
     n, depth = rows // 2 if gated else rows, LINE // itemsize
@@ -69,8 +69,8 @@ def launch(
         *((number, c_int) for number in (cut.rows, cut.stages)),
         *((number, c_float) for number in (alpha, limit)),
     ]
-    given = options(itemsize, out.element_size(), activation)
-    function = nvrtc.kernel(source(itemsize), "turned_gemm", given, a.device.index)
+    form = options(itemsize, out.element_size(), activation)
+    function = nvrtc.kernel(source(itemsize), "turned_gemm", form, a.device.index)
     nvrtc.launch(function, programs, 384, shared_bytes(cut, experts), arguments)
 
 
@@ -80,13 +80,13 @@ def shared_bytes(cut: Turned, experts: int) -> int:
 
 
 def _gated(activation: str) -> bool:
-    return activation not in ("", "relu2")
+    return bool(activation) and Activation(activation).gated
 
 
 def options(itemsize: int, out_bytes: int, activation: str) -> tuple[str, ...]:
     """What `source` is compiled with."""
-    given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(_gated(activation))}
-    return *(f"-D{name}={value}" for name, value in given.items()), f"-DACTIVATION={ACTIVATIONS[activation]}"
+    form = f"-DIN_BYTES={itemsize}", f"-DOUT_BYTES={out_bytes}", f"-DGATED={int(_gated(activation))}"
+    return (*form, f"-D{activation.upper()}") if activation else form
 
 
 def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
