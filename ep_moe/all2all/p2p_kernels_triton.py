@@ -106,7 +106,8 @@ def _send(
         elif SCALES:
             scale = tl.load(x_scale + at * SCALES + step, mask=(step < SCALES) & (token < tokens))
         place = RANK * tl.cast(bound, tl.int64) + token
-        for peer in tl.static_range(RANKS):
+        for turn in tl.static_range(RANKS):
+            peer = (RANK + token + turn) % RANKS  # not all to one at once: rows of all ranks meet at its links
             base = tl.multiple_of(tl.load(peers + peer), 16)
             their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
             their_weights = (base + weights_at).to(tl.pointer_type(tl.float32))
