@@ -71,12 +71,11 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
 
 
 def expected_pairs(config: MoEConfig, num_slots: int, picks: int) -> float:
-    """Local experts of a received row on average, if the router is uniform. picks: ids of a row, 1 for rows that were
-    repeated per expert."""
-    if picks == 1:
-        return 1.0
-    share = num_slots / config.num_experts
-    return config.top_k * share / (1 - (1 - share) ** config.top_k) if share < 1 else float(config.top_k)
+    """Local experts of a row on average, if the router is uniform and all tokens of all ranks have a row here.
+
+    picks: ids of a row, 1 for rows that were repeated per expert
+    """
+    return 1.0 if picks == 1 else config.top_k * min(1.0, num_slots / config.num_experts)
 
 
 @dataclass(frozen=True)
