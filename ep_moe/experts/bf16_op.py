@@ -98,7 +98,7 @@ def _pass(
         stream_gemm.product(x, w13, lists, act, ring, gather=True, **how)
         stream_gemm.product(act, w2, lists, y, ring)
     else:
-        first, second = hopper_gemm.first_cut(each, w13, spare_sms), hopper_gemm.second_cut(each, w2, spare_sms)
+        first, second = (hopper_gemm.tiles_for(each, w, spare_sms) for w in (w13, w2))
         pair_kernels.copy_rows(x, lists.slots, y)  # in the room of y, which is written after they are read
         hopper_gemm.grouped_gemm(y, w13, lists.ends, act, first, spare_sms=spare_sms, **how)
         hopper_gemm.grouped_gemm(act, w2, lists.ends, y, second, spare_sms=spare_sms)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import triton
 from torch import Tensor
 
 BLOCK = 1024  # columns of a program
@@ -44,6 +43,8 @@ def round_rows(x: Tensor, input_scales: Tensor, out: Tensor, scale: Tensor, slot
         as they are. None for row n to row n
     out: e4m3 [M, H]
     """
+    import triton
+
     from ep_moe.experts import fp8_tensor_kernels_triton as kernels
 
     rows, size = x.shape

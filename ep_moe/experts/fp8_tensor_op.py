@@ -134,7 +134,7 @@ class _Step:
             else:
                 pair_kernels.copy_rows(x, lists.slots, sorted_rows)
             spare, gemm = self.spare_sms, hopper_gemm.grouped_gemm
-            cuts = hopper_gemm.first_cut(each, self.w13, spare), hopper_gemm.second_cut(each, self.w2, spare)
-            gemm(sorted_rows, self.w13, lists.ends, act, cuts[0], spare_sms=spare, **first)
-            gemm(act, self.w2, lists.ends, y, cuts[1], spare_sms=spare, scales=second)
+            tiles = [hopper_gemm.tiles_for(each, w, spare) for w in (self.w13, self.w2)]
+            gemm(sorted_rows, self.w13, lists.ends, act, tiles[0], spare_sms=spare, **first)
+            gemm(act, self.w2, lists.ends, y, tiles[1], spare_sms=spare, scales=second)
         pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon)

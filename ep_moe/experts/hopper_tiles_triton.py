@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
@@ -138,33 +138,11 @@ def _lines(bits):
 @gluon.jit
 def store_tile(to, acc, row, end, column, WIDE: gl.constexpr, MMA: gl.constexpr):
     """Of acc, 64 x 128, the rows before `end` and the columns that there are. WIDE: in lines of 128 bytes"""
-    LAYOUT: gl.constexpr = _lines(to[0].dtype.element_ty.primitive_bitwidth) if WIDE else MMA
-    _store_lines(to, gl.convert_layout(acc.to(to[0].dtype.element_ty), LAYOUT), row, end, column, LAYOUT)
-
-
-@gluon.jit
-def _store_lines(to, value, row, end, column, LAYOUT: gl.constexpr):
     out = to[0]
     n = to[2]
+    LAYOUT: gl.constexpr = _lines(out.dtype.element_ty.primitive_bitwidth) if WIDE else MMA
+    value = gl.convert_layout(acc.to(out.dtype.element_ty), LAYOUT)
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     c = column + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
     at = out + r.to(gl.int64).expand_dims(1) * n + c.expand_dims(0)
     gl.store(at, value, mask=(r < end).expand_dims(1) & (c < n).expand_dims(0))
-
-
-@gluon.jit
-def store_staged(to, stage_to, acc, row, end, column, PART: gl.constexpr):
-    """As `store_tile`, by a copy (TMA) that goes on while the next tile is multiplied, unless the expert ends within
-    the 64 rows: a copy would write beyond.
-
-    stage_to: (descriptor of out, buffers [groups, 64, 128]), of which group PART has its own"""
-    staged = stage_to[1].index(PART)
-    dtype: gl.constexpr = to[0].dtype.element_ty
-    tma.store_wait(0)  # what the buffer held has been read
-    staged.store(acc.to(dtype))
-    if row + 64 <= end:
-        fence_async_shared()
-        tma.async_copy_shared_to_global(stage_to[0], [row, column], staged)
-    else:
-        LAYOUT: gl.constexpr = _lines(dtype.primitive_bitwidth)
-        _store_lines(to, staged.load(LAYOUT), row, end, column, LAYOUT)

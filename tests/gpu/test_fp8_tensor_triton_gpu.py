@@ -20,7 +20,6 @@ if torch.cuda.get_device_capability() != (9, 0):
 from ep_moe.experts import hopper_gemm as kernels
 from ep_moe.experts.fp8_tensor_kernels import MatrixScales
 from ep_moe.experts.hopper_gemm import Tiles
-from ep_moe.experts.turned_gemm import Turned
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from tests.test_bf16_triton import BF16, SMALL, check, rows
 from tests.test_fp8_tensor_triton import FP8, STATIC, build, rounded
@@ -92,7 +91,7 @@ def exact_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return within.sum(2), share * largest.sum(2) * (1 + share) ** within.shape[2]
 
 
-FORMS = [Tiles(128, stages=6), Tiles(256), Turned(16), Turned(96), Turned(112), Turned(144), Turned(192, stages=3)]
+FORMS = [Tiles(16), Tiles(96), Tiles(112), Tiles(144), Tiles(192, stages=3)]
 COUNTS = (130, 0, 1, 64, 129, 700)  # the last: more tiles of a program, so that buffers are used again
 
 
@@ -107,8 +106,8 @@ def operands(n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("spare", [0, 120], ids=["every multiprocessor", "a few"])
-@pytest.mark.parametrize("cut", FORMS, ids=str)
-def test_large_product(cut, spare):
+@pytest.mark.parametrize("tiles", FORMS, ids=str)
+def test_large_product(tiles, spare):
     """Experts without rows and tiles past an expert's last row and column among them. 384 columns: the last tile of
     256 is half another expert's."""
     n, k = 384, 384
@@ -116,7 +115,7 @@ def test_large_product(cut, spare):
     rows_scale = torch.tensor([0.5, 1, 2, 4, 0.25, 8], device="cuda")
     scales = MatrixScales(rows_scale, rows_scale.flip(0) / 3)
     out = torch.full((len(a) + 130, n), torch.nan, dtype=BF16, device="cuda")
-    kernels.grouped_gemm(a, b, ends, out, cut, spare_sms=spare, scales=scales)
+    kernels.grouped_gemm(a, b, ends, out, tiles, spare_sms=spare, scales=scales)
     factor = (scales.rows * scales.weights).double()[expert].unsqueeze(1)
     at = torch.arange(len(a), device="cuda")
     for part in at.split(128):
@@ -128,12 +127,12 @@ def test_large_product(cut, spare):
     assert bool(out[len(a) :].isnan().all())
 
 
-@pytest.mark.parametrize("cut", FORMS, ids=str)
-def test_large_product_in_bf16(cut):
+@pytest.mark.parametrize("tiles", FORMS, ids=str)
+def test_large_product_in_bf16(tiles):
     n, k = 384, 192
     a, b, ends, expert = operands(n, k, BF16)
     out = torch.full((len(a) + 130, n), torch.nan, dtype=BF16, device="cuda")
-    kernels.grouped_gemm(a, b, ends, out, cut, spare_sms=120)
+    kernels.grouped_gemm(a, b, ends, out, tiles, spare_sms=120)
     expected = torch.cat([one.double() @ b[e].double().T for one, e in grouped(a, expert)])
     size = torch.cat([one.double().abs() @ b[e].double().abs().T for one, e in grouped(a, expert)])
     # products of two bf16 are exact in float32; k sums there, and one rounding to bf16
@@ -146,8 +145,8 @@ def grouped(a: Tensor, expert: Tensor) -> list[tuple[Tensor, int]]:
     return [(a[expert == e], e) for e in range(len(COUNTS)) if COUNTS[e]]
 
 
-@pytest.mark.parametrize("cut", [Turned(48), Turned(144), Turned(192, stages=3)], ids=str)
-def test_every_way_to_activate_gives_the_same_numbers(cut):
+@pytest.mark.parametrize("tiles", [Tiles(48), Tiles(144), Tiles(192, stages=3)], ids=str)
+def test_every_way_to_activate_gives_the_same_numbers(tiles):
     """Operands of small integers, whose sums are exact however they are added: equal bits, whatever the tiles."""
     generator = torch.Generator(device="cuda").manual_seed(1)
     _, _, ends, _ = operands(256, 256, FP8)
@@ -156,7 +155,7 @@ def test_every_way_to_activate_gives_the_same_numbers(cut):
     one = torch.ones(len(COUNTS), device="cuda")
     scales = MatrixScales(2.0**-4, one, one / 16)
     outs = [torch.full((len(a) + 130, 128), 9.0, device="cuda").to(FP8) for _ in range(2)]
-    for out, form in zip(outs, (Tiles(256), cut), strict=True):
+    for out, form in zip(outs, (Tiles(16), tiles), strict=True):
         kernels.grouped_gemm(a, b, ends, out, form, activation=Activation.SWIGLU, scales=scales, spare_sms=120)
     assert torch.equal(outs[1].view(torch.uint8), outs[0].view(torch.uint8))
     assert bool((outs[1][len(a) :].float() == 9).all())

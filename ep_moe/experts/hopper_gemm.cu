@@ -1,4 +1,4 @@
-// The grouped product of turned_gemm.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e.
+// The grouped product of hopper_gemm.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e.
 //
 // One thread copies operands into a ring of stages (TMA); two groups of four warps multiply 128 rows of weights each, of
 // the tile's 256, with the tile's rows (wgmma) and write what comes out, turned, through shared memory.
@@ -14,6 +14,7 @@ constexpr int LINE = 128;                  // bytes along K of a stage
 constexpr int GROUPS = 2;
 constexpr int WEIGHTS = 128 * GROUPS;      // rows of weights in a tile
 constexpr int STEP = 16;                   // of a tile's width
+constexpr int MOST = 192;                  // of it
 constexpr int WIDE = 64;                   // rows of a copy, while there are as many: each takes some 60 cycles to start
 constexpr int COLUMNS = GATED ? 64 : 128;  // of a group's results
 constexpr int UNIT = OUT_BYTES == 1 ? 16 : 8;            // columns that a warp's eight rows of threads have
@@ -45,8 +46,8 @@ __device__ __forceinline__ u64 operand(u32 at) {
 }
 
 template <int N>
-struct Multiply;  // 64 rows of weights with N rows, 32 bytes along K
-// Multiply<16> to Multiply<192>
+struct Multiply;  // 64 rows of weights with N rows, 32 bytes along K; more: to the sums, which it begins otherwise
+// Multiply<STEP> to Multiply<MOST>
 
 // Walks over the tiles of a program: of each expert, column by column, all its rows.
 struct Walk {
@@ -138,9 +139,7 @@ struct Out {
 
 // Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two.
 template <int N>
-__device__ __forceinline__ void multiply(float (&sum)[2][N / 2], Ring& ring, int group, int k_blocks) {
-#pragma unroll  // the first products could begin the sums, but then registers of all widths are live at once
-  for (int i = 0; i < N; i++) sum[i / (N / 2)][i % (N / 2)] = 0.0f;
+__device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks) {
   int before = 0;
 #pragma unroll 1
   for (int k = 0; k < k_blocks; k++) {
@@ -149,8 +148,8 @@ __device__ __forceinline__ void multiply(float (&sum)[2][N / 2], Ring& ring, int
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      Multiply<N>::run(sum[0], weights + 2 * i, rows + 2 * i);
-      Multiply<N>::run(sum[1], weights + 2 * i + (64 * LINE >> 4), rows + 2 * i);
+      Multiply<N>::run(sum[0], weights + 2 * i, rows + 2 * i, k + i);
+      Multiply<N>::run(sum[1], weights + 2 * i + (64 * LINE >> 4), rows + 2 * i, k + i);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the stage before has been read
@@ -165,8 +164,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][N / 2], Ring& ring, int
 }
 
 // 16 rows of a group's results, from row 8 * j on, into their boxes.
-template <int N>
-__device__ __forceinline__ void stage_step(const float (&sum)[2][N / 2], int j, u32 box, const Out& to, float scale,
+__device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int j, u32 box, const Out& to, float scale,
                                            float factor) {
   const int warp = threadIdx.x / 32 % 4, matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8;
   // m: 64 rows of weights; next: 8 rows; i: 8 rows of weights, where a gate's `up` is the second; odd: row
@@ -195,18 +193,19 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][N / 2], int j, 
   }
 }
 
-template <int N>
-__device__ __forceinline__ void product(Ring& ring, const Walk& tiles, Out& to, int k_blocks, float scale, float factor) {
-  float sum[2][N / 2];
-  multiply<N>(sum, ring, to.group, k_blocks);
+// The same instructions for all widths: each with its own would be more than a multiprocessor's instruction cache keeps
+// while other kernels run, and fetching them took a fifth of a product's time.
+__device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Walk& tiles, Out& to, float scale, float factor) {
   auto stage = [&](int start) {
 #pragma unroll
-    for (int row = 0; row < CHUNK_ROWS && start + row < N; row += STEP)
-      stage_step<N>(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, scale, factor);
+    for (int row = 0; row < CHUNK_ROWS && start + row < MOST; row += STEP)
+      if (start + row < tiles.width)
+        stage_step(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, scale, factor);
   };
   stage(0);
 #pragma unroll
-  for (int start = 0; start < N; start += CHUNK_ROWS) {
+  for (int start = 0; start < MOST; start += CHUNK_ROWS) {
+    if (start >= tiles.width) break;
     const u32 chunk = to.chunks + to.turn * CHUNK;
     to.turn ^= 1;
     asm volatile("bar.sync %0, 128;" ::"r"(to.group + 1) : "memory");  // all have read the other chunk, too
@@ -224,7 +223,7 @@ __device__ __forceinline__ void product(Ring& ring, const Walk& tiles, Out& to, 
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                    : "r"(chunk + (row / STEP * BOXES + box) * BOX + place(row % STEP, part)));
     });
-    if (start + CHUNK_ROWS < N) stage(start + CHUNK_ROWS);  // while these are on their way
+    stage(start + CHUNK_ROWS);  // while these are on their way
     each([&](const uint4& v, int row, int box, int part) {
       const int column = (tiles.column * GROUPS + to.group) * COLUMNS + (box * ACROSS + part * 16) / OUT_BYTES;
       if (start + row < tiles.count && column < to.n)
@@ -287,6 +286,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
   ring.phase = 1;  // all stages are free
   while (tiles.next()) {
     const int unit = tiles.expert * units + tiles.column * (COLUMNS * GROUPS / UNIT);
+#pragma unroll 1
     for (int k = 0; k < k_blocks; k++) {
       wait(ring.free + 8 * ring.stage, ring.phase);
       const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + WEIGHTS * LINE;
@@ -295,7 +295,9 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
                    : "memory");
       copy_weights(weights, ring.at(), bar, depth, unit);
       int row = 0;
+#pragma unroll 1
       for (; row + WIDE <= tiles.width; row += WIDE) copy_rows(wide, to + row * LINE, bar, depth, tiles.row + row);
+#pragma unroll 1
       for (; row < tiles.width; row += STEP) copy_rows(step, to + row * LINE, bar, depth, tiles.row + row);
       ring.next();
     }
@@ -306,7 +308,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // as their map counts them. most: rows of a tile.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-    turned_gemm(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
+    hopper_gemm(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
                 char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
                 float a_factor, int a_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
   extern __shared__ __align__(1024) char memory[];
@@ -331,13 +333,15 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
       if (a_scale) scale *= a_scale[tiles.expert * a_step];
       if (b_scale) scale *= b_scale[tiles.expert];
       if (out_scale) factor = 1.0f / out_scale[tiles.expert];
+      float sum[2][MOST / 2];
 #define WIDTH(I) \
   case I: \
-    product<I * STEP>(ring, tiles, to, k_blocks, scale, factor); \
+    multiply<I * STEP>(sum, ring, group, k_blocks); \
     break;
       switch (tiles.width / STEP) {
         WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6) WIDTH(7) WIDTH(8) WIDTH(9) WIDTH(10) WIDTH(11) WIDTH(12)
       }
+      store(sum, tiles, to, scale, factor);
     }
   }
 }

@@ -1,0 +1,54 @@
+"""How large products are cut, on a machine without a GPU. What they give: tests/gpu."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ep_moe import Activation, nvrtc
+from ep_moe.experts import hopper_gemm
+from ep_moe.experts.hopper_gemm import CUTS, Tiles, tiles_for
+
+
+def chosen(rows: int, experts: int, columns: int) -> Tiles:
+    """Of 132 multiprocessors."""
+    w = torch.empty(experts, columns * hopper_gemm.WEIGHTS, 64, device="meta")
+    with mock.patch.object(hopper_gemm, "multiprocessors", return_value=132):
+        return tiles_for(rows, w)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(96, 112), (128, 96), (192, 112), (256, 144), (512, 144), (1024, 192)])
+def test_tiles_fill_the_waves(rows, most):
+    """32 experts of Qwen3-30B-A3B: 128 rows of each are 192 tiles, two waves for the work of 1.5, and half as wide they
+    are three; 256 are two tiles of 128 or 144 each, 384 tiles, three waves."""
+    assert chosen(rows, 32, 6).rows == most
+
+
+def test_experts_with_few_more_rows_than_average_are_not_cut_again():
+    assert chosen(128, 64, 16) == Tiles(144)
+
+
+@pytest.mark.parametrize("tiles", CUTS, ids=str)
+def test_all_tiles_fit(tiles):
+    assert hopper_gemm.shared_bytes(tiles, 256) <= nvrtc.SHARED
+    assert tiles.rows % hopper_gemm.STEP == 0
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize("activation", [None, *Activation], ids=lambda kind: kind.value if kind else "none")
+@pytest.mark.parametrize(("itemsize", "out_bytes"), [(2, 2), (1, 1), (1, 2)], ids=["bf16", "e4m3", "e4m3 to bf16"])
+def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, activation):
+    """A word would be of products that wait for each other, for want of registers."""
+    binary, words = nvrtc.compile_kernels(
+        hopper_gemm.source(itemsize), hopper_gemm.options(itemsize, out_bytes, activation)
+    )
+    assert binary
+    assert words == ""
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+def test_what_does_not_compile_says_where():
+    with pytest.raises(RuntimeError, match="undefined"):
+        nvrtc.compile_kernels("__global__ void kernel() { undefined(); }")
