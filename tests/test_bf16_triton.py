@@ -44,7 +44,7 @@ if not torch.cuda.is_available():
         return _dot(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = _wide_dot
-    few_rows.DENSE = few_rows.UNSORTED  # what the interpreter can run, it runs: of Gluon it knows nothing
+    few_rows.DENSE = few_rows.UNSORTED  # what the interpreter can run, it runs: of Gluon and CUDA it knows nothing
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 BF16 = torch.bfloat16
@@ -54,7 +54,7 @@ SMALL = (MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k
 
 def sorted_first(*values: int):
     """More than 64 rows of 4 picks at once, which go to kernels that Triton's interpreter does not know."""
-    why = "sorted pairs are multiplied in Gluon, for Hopper"
+    why = "sorted pairs are multiplied by kernels for Hopper"
     return pytest.param(*values, marks=pytest.mark.skipif(DEVICE.type == "cpu", reason=why))
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.activations import activate
-from ep_moe.experts.layouts import group_rows, reduce_rows
+from ep_moe.experts.layouts import expected_pairs, group_rows, reduce_rows
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -347,6 +347,17 @@ def test_rows_are_grouped_by_expert_in_their_order():
     assert grouped.slots.tolist() == [[2, 5], [0, 3], [5, 5], [4, 1]]
     assert torch.equal(grouped.x, call.x[[1, 3, 0, 1, 3]])
     assert torch.equal(grouped.weights, call.weights[[1, 3, 0, 1, 3], [0, 1, 0, 1, 0]])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_expected_pairs_are_those_of_uniform_routes(ranks):
+    """Rows of all tokens, of which many are for other ranks; within six deviations of their number."""
+    config, rows = shape(num_experts=32, top_k=4), 4000
+    ids = torch.rand(rows, 32, generator=torch.Generator().manual_seed(2)).topk(4).indices
+    found = int((ids < 32 // ranks).sum())
+    assert abs(found - rows * expected_pairs(config, 32 // ranks, 4)) <= 6 * rows**0.5
+    assert expected_pairs(config, 40, 4) == 4, "redundant experts are no further ones"
+    assert expected_pairs(config, 8, 1) == 1, "rows that were repeated per expert"
 
 
 def test_reducing_undoes_grouping():

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.early_triton import await_previous, early, let_next_start
-from ep_moe.experts.hopper_tiles_triton import activate, next_stage, scale_of
+from ep_moe.experts.hopper_parts_triton import activate, next_stage
 
 if TYPE_CHECKING:
     from ep_moe.experts.stream_gemm import Ring
@@ -269,3 +269,13 @@ def _store(to, scales, expert, value, start, count, column):
     r = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LINES))
     at = out + (start + r).to(gl.int64).expand_dims(0) * width + c.expand_dims(1)
     gl.store(at, value, mask=(r < count).expand_dims(0) & (c >= 0).expand_dims(1))
+
+
+@gluon.jit
+def scale_of(scales, expert):
+    """What an expert's sums are multiplied by, of scales as `MatrixScales.given` has them."""
+    a_factor, a_scale, a_step, b_scale, _ = scales
+    scale = a_factor * gl.load(b_scale + expert)
+    if a_scale is not None:
+        scale *= gl.load(a_scale + expert * a_step)
+    return scale
