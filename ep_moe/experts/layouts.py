@@ -71,7 +71,8 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
 
 
 def expected_pairs(config: MoEConfig, num_slots: int, picks: int) -> float:
-    """Local experts of a row on average, if the router is uniform and all tokens of all ranks have a row here.
+    """Local experts of a row on average, if the router is uniform and all tokens of all ranks have a row here
+    (where only wanted ones have one, they have a few more: tiles are then a little smaller than they might be).
 
     picks: ids of a row, 1 for rows that were repeated per expert
     """
