@@ -46,10 +46,10 @@ def widen_blocks(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return wide.to(dtype)
 
 
-def round_by(x: Tensor, input_scale: float) -> Tensor:
-    """x / input_scale in E4M3 [..., H], saturating at 448; a NaN stays one."""
+def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor:
+    """x / input_scale in E4M3 [..., H], saturating at 448; a NaN stays one. out: where to, contiguous"""
     x = x.detach().contiguous()
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) if out is None else out
     if x.is_cuda:
         _triton().round_by(x, input_scale, out)
         return out

@@ -47,6 +47,12 @@ def e4m3_by(value, input_scale):
 
 
 @triton.jit
+def of_e4m3(bits):
+    """The inverse of `e4m3_by` under a scale of 1, float32."""
+    return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _round_blocks(x, out, scale, blocks, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < blocks

@@ -134,7 +134,7 @@ class PeerRows:
         return self.addresses.device
 
     def write(self, y: Tensor) -> None:
-        """All rows. y: [N, H]"""
+        """All rows. y: [N, H] of the blocks' dtype"""
         if self.cells is not None:
             self.cells.write(y.split(self.bound))
             return

@@ -26,6 +26,7 @@ from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.stream_gemm import FEW, ring_for
 from ep_moe.fp8_rows import round_blocks
+from ep_moe.fp8_rows_triton import round_by
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PeerCells, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -193,37 +194,50 @@ def test_passes_of_few_rows_give_the_same_answer():
 
 
 def check_peers(experts: Experts, received: Received, ranks: int, rank: int) -> None:
-    """Each row where it came from, the same bits as in one tensor, and nothing else written."""
-    bound, hidden = len(received.x) // ranks, experts.config.hidden_size
-    memory = torch.full((ranks, ranks + 1, bound, hidden), torch.nan, dtype=BF16, device=DEVICE)
-    addresses = torch.tensor([memory[peer].data_ptr() for peer in range(ranks)], device=DEVICE)
-    blocks = tuple(memory[peer, rank + 1] for peer in range(ranks))
-    peers = PeerRows(blocks, addresses, (rank + 1) * bound * hidden * BF16.itemsize, rank)
-    assert experts(received, peers) is peers
+    """Each row where it came from, the same bits as in one tensor, rounded to E4M3 or not, and nothing else written."""
     ids = received.local_ids if received.wire_ids is None else received.wire_ids.ids - received.wire_ids.base
     here = ((ids >= 0) & (ids < experts.weights.num_slots)).any(1, keepdim=True)
-    expected = torch.full_like(memory, torch.nan)
-    expected[:, rank + 1] = experts(received).where(here, torch.nan).view(ranks, bound, hidden)
-    assert torch.equal(memory.nan_to_num(99.0), expected.nan_to_num(99.0))
     assert bool(here.any()), "the test writes"
-    check_peer_cells(experts, received, ranks, rank, here)
+    for dtype in (BF16, torch.float8_e4m3fn):
+        y = experts(received)
+        if dtype != BF16:
+            plain, y = y, torch.empty(y.shape, dtype=dtype, device=DEVICE)
+            round_by(plain, 1.0, y)
+        check_peer_rows(experts, received, ranks, rank, here, y)
+        check_peer_cells(experts, received, ranks, rank, here, y)
 
 
-def check_peer_cells(experts: Experts, received: Received, ranks: int, rank: int, here: torch.Tensor) -> None:
+def check_peer_rows(
+    experts: Experts, received: Received, ranks: int, rank: int, here: torch.Tensor, y: torch.Tensor
+) -> None:
+    bound, hidden = len(y) // ranks, y.shape[1]
+    memory = torch.full((ranks, ranks + 1, bound, hidden), torch.nan, device=DEVICE).to(y.dtype)
+    addresses = torch.tensor([memory[peer].data_ptr() for peer in range(ranks)], device=DEVICE)
+    blocks = tuple(memory[peer, rank + 1] for peer in range(ranks))
+    peers = PeerRows(blocks, addresses, (rank + 1) * bound * hidden * y.itemsize, rank)
+    expected = memory.clone()
+    expected[:, rank + 1] = y.float().where(here, torch.nan).to(y.dtype).view(ranks, bound, hidden)
+    assert experts(received, peers) is peers
+    assert torch.equal(memory.view(torch.uint8), expected.view(torch.uint8))
+
+
+def check_peer_cells(
+    experts: Experts, received: Received, ranks: int, rank: int, here: torch.Tensor, y: torch.Tensor
+) -> None:
     """The same by cells, as `PeerRows.write` puts them, in places for more rows than the bound."""
-    bound, hidden = len(received.x) // ranks, experts.config.hidden_size
-    words, room = hidden // 2, bound + 2
+    bound, hidden = len(y) // ranks, y.shape[1]
+    words, room = hidden * y.itemsize // 4, bound + 2
     memory = torch.full((ranks, ranks + 1, room, words + 2), 77, dtype=torch.int64, device=DEVICE)
     addresses = torch.tensor([memory[peer].data_ptr() for peer in range(ranks)], device=DEVICE)
     number = torch.tensor([-(2**31) + 5, 9, 9], dtype=torch.int32, device=DEVICE)
     places = tuple(memory[peer, rank + 1, :bound] for peer in range(ranks))
-    blocks = tuple(torch.empty(bound, hidden, dtype=BF16, device=DEVICE) for _ in range(ranks))
+    blocks = tuple(torch.empty(bound, hidden, dtype=y.dtype, device=DEVICE) for _ in range(ranks))
     offset = (rank + 1) * room * (words + 2) * 8
     peers = PeerRows(blocks, addresses, offset, rank, PeerCells(places, number, words))
     assert experts(received, peers) is peers
     found = memory.clone()
     memory.fill_(77)
-    peers.write(experts(received))
+    peers.write(y)
     unwanted = ~here.view(ranks, bound)
     for peer in range(ranks):
         places[peer][:, :words][unwanted[peer]] = 77

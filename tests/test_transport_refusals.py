@@ -128,7 +128,10 @@ def test_refusals_of_pplx(fields, sentence):
         ({"config": config(2, 20)}, "nvlink_p2p needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
         ({"layout": layout(9)}, "nvlink_p2p serves at most 8 ranks, ep=9"),
         ({"layout": layout(8)}, "nvlink_p2p is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
-        ({"wire": Wire(combine="fp8")}, "nvlink_p2p carries plain rows in combine, not fp8 (Wire)"),
+        (
+            {"config": config(2, 24), "wire": Wire(combine="fp8")},
+            "nvlink_p2p needs hidden_size to be a multiple of 16 in float8_e4m3fn, got 24",
+        ),
     ],
 )
 def test_refusals_of_nvlink_p2p(fields, sentence):

@@ -34,6 +34,8 @@ CELLS = {
 TABLES = dict.fromkeys(("replicas", "counts", "expert_load", "slot_load", "counting", "seed", "experts"))
 FLAGS = {"RANK": 1, "RANKS": 4, "LANES": 4, "TOP_K": 8, "WIDTH": 8, "MOST": 0, "EARLY": True, **TABLES}
 PLAIN = {"SCALES": 0, "SCALE_BLOCK": 1, "ROUNDS": "", "SMALLEST": 1e-10}
+GIVE = {"RANK": 1, "RANKS": 4, "TOP_K": 8, "WIDTH": 8}
+ANSWERS = {**CELLS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}
 REDUCE = {"TOP_K": 8, "WEIGHTED": True, "TURNS": 4, "BLOCK": 1024, "EARLY": True}
 TYPES = {
     "x": "*i32", "x_scale": "*i32", "input_scale": "fp32", "ids": "*i64", "weights": "*fp32", "peers": "*i64",
@@ -43,10 +45,11 @@ TYPES = {
 }  # fmt: skip
 
 
-def stores(kernel: Any, constants: dict[str, Any], warps: int) -> Counter[int]:
-    """How many store instructions there are of each number of bytes."""
+def stores(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool) -> Counter[int]:
+    """How many store instructions there are of each number of bytes. rounded: answers travel in E4M3"""
     names = kernel.arg_names
     known = TYPES | ({"rows": "i32"} if kernel is pair_kernels_triton.reduce else {})
+    known |= {"out": "*u8", "answers": "*bf16"} if rounded else {}
     types = {name: "constexpr" if name in constants else known.get(name, _number(name)) for name in names}
     given = {(names.index(name),): constants[name] for name in names if name in constants}
     even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*" or _even(name)}
@@ -67,14 +70,22 @@ def _even(name: str) -> bool:
 
 @pytest.mark.parametrize(("kernel", "constants", "warps", "wide"), [
     (p2p_kernels_triton._send, {**FLAGS, **PLAIN, "ELEMENTS": 1024, "BLOCK": 1024}, 4, 4 * 2),
-    (p2p_kernels_triton._give, {**CELLS, "RANKS": 4, "BLOCK": 1024}, 4, 2),
+    (p2p_kernels_triton._give, {**GIVE, "NUMBERS": 1024, "BLOCK": 1024, "ROUNDS": False}, 4, 2),
+    (p2p_kernels_triton._give, {**GIVE, "NUMBERS": 2048, "BLOCK": 2048, "ROUNDS": True}, 4, 1),
     (p2p_cells_triton._send, {**CELLS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
-    (p2p_cells_triton._receive, {**CELLS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}, 4, 2),
+    (p2p_cells_triton._receive, {**ANSWERS, "ROUNDS": False}, 4, 2),
+    (p2p_cells_triton._receive, {**ANSWERS, "ROUNDS": True}, 4, 2),
     (pair_kernels_triton.reduce, {**REDUCE, "number": None}, 2, 2),
+    (pair_kernels_triton.reduce, {**REDUCE, "number": None, "rounded": True}, 2, 1),
     (pair_kernels_triton.reduce, REDUCE, 2, 4),
-], ids=["send", "give", "send by cells", "receive by cells", "reduce", "reduce by cells"])  # fmt: skip
+    (pair_kernels_triton.reduce, {**REDUCE, "rounded": True}, 2, 2),
+], ids=[
+    "send", "give", "give rounded", "send by cells", "receive by cells", "rounded by cells", "reduce", "reduce rounded",
+    "reduce by cells", "reduce rounded by cells",
+])  # fmt: skip
 def test_rows_are_stored_16_bytes_at_once(kernel, constants, warps, wide):
     """wide: instructions for a program's row, or its cells: bytes / 16 / threads, for each peer that is written to"""
-    found = stores(kernel, constants, warps)
+    rounded = constants.get("rounded") or constants.get("ROUNDS") is True
+    found = stores(kernel, constants, warps, rounded=rounded)
     assert found[16] >= wide
     assert not {1, 2} & set(found), "of numbers one by one"

@@ -169,7 +169,8 @@ class Dispatcher(ABC):
             return f"{cls.name} serves top_k of at most {can.max_top_k}, got {top_k}"
         if can.dtypes is not None and dtype not in can.dtypes:
             return f"{cls.name} carries {', '.join(sorted(map(dtype_name, can.dtypes)))}, not {dtype_name(dtype)}"
-        for number, packed in ((dtype, 1), (form.number or dtype, form.packed)):  # rows of both ways
+        back = torch.float8_e4m3fn if wire.combine == "fp8" else dtype
+        for number, packed in ((dtype, 1), (form.number or dtype, form.packed), (back, 1)):  # rows of both ways
             unit = max(can.alignment_bytes * packed // number.itemsize, 1)
             if hidden_size % unit:
                 wanted = f"a multiple of {unit} in {dtype_name(number)}"

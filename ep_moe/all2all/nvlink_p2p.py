@@ -70,6 +70,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         devices=frozenset({"cuda"}),
         dispatch_formats=frozenset(ROW_FORMATS),
+        combine_formats=frozenset({"plain", "fp8"}),
         rounds=frozenset({"fp8_block", "fp8_tensor"}),
         static=True,
         peer_out=True,

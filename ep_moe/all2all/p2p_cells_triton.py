@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.all2all.p2p_kernels import PIECE, Workspace
+from ep_moe.all2all.p2p_kernels import PIECE, Workspace, answer_bytes, answer_dtype
 from ep_moe.cells_triton import late_cells, put_cells
 from ep_moe.devices import multiprocessors, starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
-from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
+from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3
 from ep_moe.placement.late import to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
@@ -152,17 +152,34 @@ def _row(
         if SCALES:
             scale = tl.load(x_scale + token * SCALES + step, mask=scaled & (token < tokens))
     else:
-        byte = tl.arange(0, 4)
-        four = x + token * WORDS * 4 + word[:, None] * 4 + byte[None, :]
-        value = tl.load(four, mask=inside[:, None], other=0.0).to(tl.float32)
+        plain = x + token * WORDS * 4
         if ROUNDS == "fp8_block":
+            value = _fours(plain, word, inside)
             value, scale = e4m3_blocks(tl.reshape(value, [step.shape[0], 128]), SMALLEST)
-            value = tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4])
+            row = _words(tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4]))
             scale = scale.to(tl.int32, bitcast=True)
         else:
-            value = e4m3_by(value, input_scale)
-        row = tl.sum(value.to(tl.int32) << (byte * 8)[None, :], axis=1)
+            row = _rounded_words(plain, word, inside, input_scale)
     return row, scale
+
+
+@triton.jit
+def _rounded_words(plain, word, inside, input_scale):
+    """E4M3 of plain numbers under one scale, four to a word."""
+    return _words(e4m3_by(_fours(plain, word, inside), input_scale))
+
+
+@triton.jit
+def _fours(plain, word, inside):
+    """Float32 [words, 4]."""
+    four = plain + word[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(four, mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _words(byte):
+    """byte: uint8 [words, 4]"""
+    return tl.sum(byte.to(tl.int32) << (tl.arange(0, 4) * 8)[None, :], axis=1)
 
 
 @triton.jit
@@ -200,11 +217,11 @@ def _take(
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
     g, places = workspace.geometry, workspace.places
-    words = g.hidden_size * g.dtype.itemsize // 4
+    words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
     block = _block(words)
     _receive[(bound, g.num_ranks, triton.cdiv(words, block))](
-        out.view(torch.int32),
-        places["answers"].view(torch.int32),
+        out if rounds else out.view(torch.int32),
+        places["answers"] if rounds else places["answers"].view(torch.int32),
         places["ids"],
         workspace.sent,
         workspace.memory.addresses,
@@ -223,6 +240,7 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
         PART=triton.next_power_of_2(triton.cdiv(block, g.num_ranks)),
         LANES=triton.next_power_of_2(g.num_ranks),
         DTYPE=getattr(tl, str(g.dtype).removeprefix("torch.")),
+        ROUNDS=rounds,
         FEW=places["answer_cells"].shape[1],
         CELLS=places["answer_cells"].shape[2],
         PUT=put,
@@ -235,8 +253,8 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
 def _receive(
     out, answers, got_ids, sent, peers, calls, cells, cells_at, tokens, bound, cap,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr,
-    CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
+    FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A token's cells: the words of its answer, where there is one, and one cell that always comes, by which a rank
     knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
@@ -248,7 +266,10 @@ def _receive(
     if PUT:
         place = peer * tl.cast(bound, tl.int64) + token
         id = tl.load(got_ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
-        answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
+        if ROUNDS:
+            answer = _rounded_words(answers + place * WORDS * 4, word, word < WORDS, 1.0)
+        else:
+            answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
         theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)
         wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
         put_cells(theirs + word, answer, number, (word < WORDS) & wanted)
@@ -270,22 +291,28 @@ def _receive(
             cell = tl.load(every, mask=asked, other=0, volatile=True)
             told = tl.load(mine + lane * (FEW * CELLS) + WORDS, mask=lane < RANKS, other=0, volatile=True)
             missing = tl.sum(late_cells(cell, number, asked), axis=0) + late_cells(told, number, lane < RANKS)
-        low, high = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32)
+        byte = tl.arange(0, 4)[None, :]
+        low, high, four = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32), tl.zeros([PART, 4], tl.float32)
         for source in tl.static_range(RANKS):
             wanted = (tl.max((owner == source).to(tl.int32), axis=0) > 0) & inside
             cell = tl.load(mine + source * (FEW * CELLS) + part, mask=wanted, other=0, volatile=True)
             bits = cell.to(tl.int32)
-            if tl.float32 == DTYPE:
+            if ROUNDS:
+                four += tl.where(wanted[:, None], of_e4m3(bits[:, None] >> (8 * byte)), 0.0)
+            elif tl.float32 == DTYPE:
                 low += tl.where(wanted, bits.to(tl.float32, bitcast=True), 0.0)
             else:
                 low += tl.where(wanted, bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
                 high += tl.where(wanted, (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
-        if tl.float32 == DTYPE:
-            bits = low.to(tl.int32, bitcast=True)
+        inside = inside & (token < tokens)
+        if ROUNDS:
+            tl.store(out + (token * WORDS + part[:, None]) * 4 + byte, four.to(DTYPE), mask=inside[:, None])
+        elif tl.float32 == DTYPE:
+            tl.store(out + token * WORDS + part, low.to(tl.int32, bitcast=True), mask=inside)
         else:
             bits = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             bits |= high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(out + token * WORDS + part, bits, mask=inside & (token < tokens))
+            tl.store(out + token * WORDS + part, bits, mask=inside)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
-from ep_moe.fp8_rows import round_fp8
+from ep_moe.fp8_rows import round_by, round_fp8
 from ep_moe.types import PeerCells, PeerRows, PhysicalRouting
 from ep_moe.workspace import Shapes, carve
 
@@ -31,11 +31,21 @@ def pieces(row_bytes: int) -> int:
     return -(-row_bytes // (4 * PIECE))
 
 
+def answer_dtype(geometry: Geometry) -> torch.dtype:
+    """Of an answer as it travels."""
+    return torch.float8_e4m3fn if geometry.wire.combine == "fp8" else geometry.dtype
+
+
+def answer_bytes(geometry: Geometry) -> int:
+    return geometry.hidden_size * answer_dtype(geometry).itemsize
+
+
 def place_shapes(geometry: Geometry, few: int) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
+    rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
     row_cells, answer_cells [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
     flags [2, R]: how many dispatches and combines of each peer have got so far
     """
@@ -43,14 +53,15 @@ def place_shapes(geometry: Geometry, few: int) -> Shapes:
     assert g.max_tokens is not None
     places, few = g.num_ranks * g.max_tokens, min(few, g.max_tokens)
     row = 2 * g.top_k + (g.row_bytes + g.scale_bytes) // 4
-    answer = g.hidden_size * g.dtype.itemsize // 4 + 1
+    answer = answer_bytes(g) // 4 + 1
     return {
         "rows": ((places, g.columns), g.row_dtype),
         "scales": ((places, g.scales), g.row_format.scale),
         "ids": ((places, g.top_k), torch.int32),
         "weights": ((places, g.top_k), torch.float32),
         "answers": ((places, g.hidden_size), g.dtype),
-        "arrived": ((places, g.hidden_size), g.dtype),
+        "arrived": ((places, g.hidden_size), answer_dtype(g)),
+        "rounded": ((0 if answer_dtype(g) == g.dtype else places, g.hidden_size), answer_dtype(g)),
         "row_cells": ((g.num_ranks, few, _even(row)), torch.int64),
         "answer_cells": ((g.num_ranks, few, _even(answer)), torch.int64),
         "flags": ((2, g.num_ranks), torch.int32),
@@ -88,7 +99,7 @@ class Workspace:
         if (bound, cells) not in self._peer_out:
             part = slice(self.rank * bound, (self.rank + 1) * bound)
             blocks = tuple(peer["arrived"][part] for peer in self.peers)
-            start = self.offsets["arrived"] + part.start * self.geometry.hidden_size * self.geometry.dtype.itemsize
+            start = self.offsets["arrived"] + part.start * answer_bytes(self.geometry)
             made = PeerRows(blocks, self.memory.addresses, start, self.rank)
             self._peer_out[bound, cells] = self._by_cells(made) if cells and self.calls.is_cuda else made
         return self._peer_out[bound, cells]
@@ -96,8 +107,7 @@ class Workspace:
     def _by_cells(self, rows: PeerRows) -> PeerRows:
         places = tuple(peer["answer_cells"][self.rank, : rows.bound] for peer in self.peers)
         start = self.offsets["answer_cells"] + self.rank * self.places["answer_cells"][0].nbytes
-        words = self.geometry.hidden_size * self.geometry.dtype.itemsize // 4
-        return replace(rows, offset=start, cells=PeerCells(places, self.calls, words))
+        return replace(rows, offset=start, cells=PeerCells(places, self.calls, answer_bytes(self.geometry) // 4))
 
     def sums(self, tokens: int) -> Tensor:
         """Room for sums of answers, [T, H], undefined."""
@@ -177,9 +187,8 @@ def give(workspace: Workspace, bound: int) -> None:
     if workspace.calls.is_cuda:
         _triton().give(workspace, bound)
         return
-    answers, cap = workspace.places["answers"], workspace.geometry.cap
-    ids = workspace.places["ids"]
-    wanted = ((ids >= 0) & (ids // cap == workspace.rank)).any(1)
+    ids, answers = workspace.places["ids"], _as_they_travel(workspace, len(workspace.places["answers"]))
+    wanted = ((ids >= 0) & (ids // workspace.geometry.cap == workspace.rank)).any(1)
     for rank, block in enumerate(workspace.peer_out(bound).blocks):
         part = slice(rank * bound, (rank + 1) * bound)
         block[wanted[part]] = answers[part][wanted[part]]
@@ -188,8 +197,14 @@ def give(workspace: Workspace, bound: int) -> None:
 def give_copies(workspace: Workspace, bound: int) -> None:
     """Copy the answers to where the peers await them, by copy engines."""
     blocks = workspace.peer_out(bound).blocks
+    answers = _as_they_travel(workspace, len(blocks) * bound)
     for rank in _turn(workspace):
-        blocks[rank].copy_(workspace.places["answers"][rank * bound : (rank + 1) * bound])
+        blocks[rank].copy_(answers[rank * bound : (rank + 1) * bound])
+
+
+def _as_they_travel(workspace: Workspace, rows: int) -> Tensor:
+    g, answers = workspace.geometry, workspace.places["answers"][:rows]
+    return answers if answer_dtype(g) == g.dtype else round_by(answers, 1.0, workspace.places["rounded"][:rows])
 
 
 def tell_given(workspace: Workspace) -> None:

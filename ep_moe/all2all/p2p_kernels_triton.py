@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.all2all.p2p_kernels import Workspace, answer_bytes, answer_dtype
 from ep_moe.devices import starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
-from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by
+from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3
 from ep_moe.placement.late import to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
@@ -234,9 +234,10 @@ def _tell_given(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 def give(workspace: Workspace, bound: int) -> None:
     g, places = workspace.geometry, workspace.places
-    words = g.hidden_size * g.dtype.itemsize // 4
+    rounds = answer_dtype(g) != g.dtype
+    numbers = g.hidden_size if rounds else answer_bytes(g) // 4
     _give[(g.num_ranks * bound,)](
-        places["answers"].view(torch.int32),
+        places["answers"] if rounds else places["answers"].view(torch.int32),
         places["ids"],
         workspace.memory.addresses,
         workspace.offsets["arrived"],
@@ -246,35 +247,39 @@ def give(workspace: Workspace, bound: int) -> None:
         RANKS=g.num_ranks,
         TOP_K=g.top_k,
         WIDTH=triton.next_power_of_2(g.top_k),
-        WORDS=words,
-        BLOCK=triton.next_power_of_2(words),
-        num_warps=8 if words > 1024 else 4,
+        NUMBERS=numbers,
+        BLOCK=triton.next_power_of_2(numbers),
+        ROUNDS=rounds,
+        num_warps=8 if answer_bytes(g) > 4096 else 4,
     )
 
 
 @triton.jit
 def _give(
     answers, ids, peers, arrived_at, bound, cap,
-    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr,
+    BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """A program has one answer; ranks take turns, so that all links are busy all the time."""
+    """A program has one answer, in words as they travel, or in numbers that become bytes; ranks take turns, so that all
+    links are busy all the time."""
     peer, token = (tl.program_id(0) + RANK) % RANKS, tl.program_id(0) // RANKS
-    pick, word = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    pick, at = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     place = peer * tl.cast(bound, tl.int64) + token
     id = tl.load(ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
-    answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
+    answer = tl.load(answers + place * NUMBERS + at, mask=at < NUMBERS)  # beside the ids, not after them
+    if ROUNDS:
+        answer = e4m3_by(answer.to(tl.float32), 1.0)
     wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
-    theirs = tl.multiple_of((tl.load(peers + peer) + arrived_at).to(tl.pointer_type(tl.int32)), 16)
+    theirs = tl.multiple_of((tl.load(peers + peer) + arrived_at).to(tl.pointer_type(answer.dtype)), 16)
     row = RANK * tl.cast(bound, tl.int64) + token
-    tl.store(theirs + row * WORDS + word, answer, mask=(word < WORDS) & wanted)
+    tl.store(theirs + row * NUMBERS + at, answer, mask=(at < NUMBERS) & wanted)
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> None:
-    g, at, tokens = workspace.geometry, workspace.offsets, len(out)
+    g, at, tokens, arrived = workspace.geometry, workspace.offsets, len(out), workspace.places["arrived"]
     _receive[(max(1, min(tokens, _BLOCKS)),)](
         out,
-        workspace.places["arrived"],
+        arrived if answer_dtype(g) == g.dtype else arrived.view(torch.uint8),
         workspace.sent,
         workspace.memory.addresses,
         workspace.places["flags"][1],
@@ -318,6 +323,6 @@ def _receive(
         for peer in tl.static_range(RANKS):
             wanted = tl.max((owner == peer).to(tl.int32), axis=0) > 0
             row = peer * tl.cast(bound, tl.int64) + token
-            answer = tl.load(arrived + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0.0)
-            total += answer.to(tl.float32)
+            answer = tl.load(arrived + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0)
+            total += of_e4m3(answer) if arrived.dtype.element_ty == tl.uint8 else answer.to(tl.float32)
         tl.store(out + at * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)

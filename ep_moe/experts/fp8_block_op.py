@@ -48,6 +48,7 @@ def fp8_block_moe(
     workspace: Tensor,
     x: Tensor,
     x_scale: Tensor | None,
+    dtype: torch.dtype,
     ids: Tensor | None,
     base: int,
     weights: Tensor | None,
@@ -70,7 +71,7 @@ def fp8_block_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None
+    """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None; dtype: of the layer, and of plain rows
 
     Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
     pick of weight 0 is none), or starts and ends (int32 [L], each expert's rows) and weights (float32 [N] or None).
@@ -80,7 +81,7 @@ def fp8_block_moe(
     peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None;
         with ids only
     """
-    step = _Step(workspace, w13, w13_scale, w2, w2_scale, activation, alpha, limit, spare_sms)
+    step = _Step(workspace, dtype, w13, w13_scale, w2, w2_scale, activation, alpha, limit, spare_sms)
     if ids is None:
         assert starts is not None
         assert ends is not None
@@ -108,6 +109,7 @@ class _Step:
     def __init__(
         self,
         workspace: Tensor,
+        dtype: torch.dtype,
         w13: Tensor,
         w13_scale: Tensor,
         w2: Tensor,
@@ -117,13 +119,13 @@ class _Step:
         limit: float,
         spare_sms: int,
     ) -> None:
-        self.workspace, self.spare_sms = workspace, spare_sms
+        self.workspace, self.dtype, self.spare_sms = workspace, dtype, spare_sms
         self.w13, self.w13_scale, self.w2, self.w2_scale = w13, w13_scale, w2, w2_scale
         self.activation, self.alpha, self.limit = Activation(activation), alpha, limit
 
-    def _carve(self, pairs: int, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _carve(self, pairs: int, rows: int) -> dict[str, Tensor]:
         slots, hidden, inner = self.w2.shape
-        return carve(self.workspace, shapes(pairs, rows, hidden, self.w13.shape[1], inner, slots, dtype))
+        return carve(self.workspace, shapes(pairs, rows, hidden, self.w13.shape[1], inner, slots, self.dtype))
 
     def grouped(
         self,
@@ -138,7 +140,7 @@ class _Step:
         """Rows that are grouped already; `first` is the number of x's first row."""
         from ep_moe.experts import fp8_block_kernels as kernels
 
-        own = self._carve(len(x), 0, out.dtype)
+        own = self._carve(len(x), 0)
         for name, bounds in (("starts", starts), ("ends", ends)):
             own[name].copy_(bounds).sub_(first).clamp_(0, len(x))
         if x_scale is None:
@@ -161,7 +163,7 @@ class _Step:
         from ep_moe.experts import fp8_block_kernels as kernels
 
         pairs, slots = found[0].numel(), len(self.w2)
-        own = self._carve(pairs, len(x), out.dtype)
+        own = self._carve(pairs, len(x))
         cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
         if cut is not None and not cut.sort:
             self._few(own, x, x_scale, found, cut, None)

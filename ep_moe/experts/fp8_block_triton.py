@@ -70,6 +70,7 @@ class Fp8BlockTritonExperts(TritonExperts):
             self.workspace(),
             x.view(-1, config.hidden_size),
             None if received.x_scale is None else received.x_scale.view(-1, config.hidden_size // fp8_block_op.BLOCK),
+            weights.dtype,
             ids,
             0 if wire is None else wire.base,
             self._weights(received),

@@ -72,8 +72,8 @@ def reduce(
 
     y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a pick of weight 0 is none
     slots: int32 [N, K], a pick's row is y[slots[n, k]] then, and below 0 for no pick
-    out: [N, H]; with a `home` only its dtype counts, and rows without any expert here are left as they are, but for the
-        cell that comes for each
+    out: [N, H]; with a `home` only its dtype counts, E4M3 for sums that are rounded so, saturating at 448, and rows
+        without any expert here are left as they are, but for the cell that comes for each
     soon: start before the kernel ahead has ended, and let the next one
     """
     rows, top_k = ids.shape
@@ -87,7 +87,7 @@ def reduce(
     if home is not None:
         to = (home.addresses, home.offset, home.bound, home.first, home.rank, home.number, home.stride)
     kernels.reduce[(turns * triton.cdiv(rows, turns), triton.cdiv(size, block))](
-        y, ids, weights, slots, out, *to, base, num_experts, rows, size,
+        y, ids, weights, slots, out.view(torch.uint8) if out.itemsize == 1 else out, *to, base, num_experts, rows, size,
         TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,
         **early(y.device, soon),
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ep_moe.cells_triton import put_cells
 from ep_moe.early_triton import await_previous, let_next_start
+from ep_moe.fp8_rows_triton import e4m3_by
 
 
 @triton.jit
@@ -119,17 +120,24 @@ def reduce(
     else:
         row = first + n
         start = tl.load(peers + row // bound, mask=n < rows, other=0) + offset
-        value = total.to(out.dtype.element_ty)
+        narrow: tl.constexpr = out.dtype.element_ty == tl.uint8
+        left = total.to(y.dtype.element_ty)  # the same bits, whoever writes them to peers
+        value = e4m3_by(left.to(tl.float32), 1.0) if narrow else left
         # said of pointers: of numbers that become pointers the compiler forgets it, and stores 2 bytes at a time
         if number is None:
             theirs = tl.multiple_of(start.to(tl.pointer_type(out.dtype.element_ty)), 16) + row % bound * size
             tl.store(theirs + at, value, mask=inside & here)
         else:
-            call, words = tl.load(number), size // 2
+            per: tl.constexpr = 4 if narrow else 2  # numbers of a word
+            call, words = tl.load(number), size // per
             theirs = tl.multiple_of((start + row % bound * (stride * 8)).to(tl.pointer_type(tl.int64)), 16)
-            low, high = tl.split(tl.reshape(value.to(tl.int16, bitcast=True), [BLOCK // 2, 2]))
-            word = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-            bits = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+            word = tl.program_id(1) * (BLOCK // per) + tl.arange(0, BLOCK // per)
+            if narrow:
+                byte = tl.reshape(value, [BLOCK // 4, 4]).to(tl.int32) << (tl.arange(0, 4) * 8)[None, :]
+                bits = tl.sum(byte, axis=1)
+            else:
+                low, high = tl.split(tl.reshape(value.to(tl.int16, bitcast=True), [BLOCK // 2, 2]))
+                bits = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
             put_cells(theirs + word, bits, call, (word < words) & here)
             if tl.program_id(1) == 0:
                 put_cells(theirs + words, call * 0, call, n < rows)

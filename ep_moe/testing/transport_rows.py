@@ -10,6 +10,7 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.experts.layouts import localized, widened
 from ep_moe.experts.wire_rows import round_rows
+from ep_moe.fp8_rows import round_by
 from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
 
 HIDDEN, CAP, MAX_TOKENS = 512, 4, 24
@@ -78,7 +79,8 @@ def identity(received: Received, dtype: torch.dtype, *, to_peers: bool = False) 
     y = x if factor is None or received.weighting is Weighting.COMBINE else x * factor.unsqueeze(-1).to(x.dtype)
     y = torch.where(valid.unsqueeze(-1), y, torch.zeros_like(y))
     if to_peers and received.peer_out is not None:
-        received.peer_out.write(y)
+        travels = received.peer_out.blocks[0].dtype
+        received.peer_out.write(y if travels == y.dtype else round_by(y, 1.0))
         return received.peer_out
     return y if received.out is None else received.out.copy_(y.view_as(received.out))
 
