@@ -54,7 +54,7 @@ from ep_moe.weights.schemes import SCHEMES
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (1, 16, 128, 1024, 8192)
-VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire, transport; parts that travel one by one
+VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire (out/back), transport; parts that go one by one
     ("flashinfer_cutlass", "none", "plain", "nvlink_p2p", ()),
     ("flashinfer_cutlass", "none", "plain", "flashinfer_nvlink", ()),
     ("bf16_triton", "none", "plain", "nvlink_p2p", ()),
@@ -68,6 +68,8 @@ VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire, transpor
     ("flashinfer_cutlass", "fp8_block", "plain", "nvlink_p2p", ()),
     ("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p", ()),
     ("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p", (2,)),
+    ("fp8_tensor_triton", "fp8_static", "fp8_tensor/fp8", "nvlink_p2p", ()),
+    ("fp8_tensor_triton", "fp8_static", "fp8_tensor/fp8", "nvlink_p2p", (2,)),
     ("flashinfer_cutlass", "fp8_static", "fp8_tensor", "nvlink_p2p", ()),
     ("flashinfer_mega_fp8", "fp8_block", "plain", AUTO, ()),
 )
@@ -123,6 +125,7 @@ def built(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer |
 def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
     """A layer with random weights, equal on all ranks. Three kinds of expert, that a row at the wrong one shows."""
     kernel, scheme, rows, all2all, parts = variant
+    there, _, back = rows.partition("/")
     layer = MoELayer(
         config,
         context,
@@ -130,7 +133,7 @@ def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
         pipeline=-(-(context.max_tokens or 1) // parts[0]) if parts else None,
         experts=kernel,
         quantization=scheme,
-        wire=Wire(dispatch=rows, input_scale=INPUT_SCALE if rows in ONE_SCALE else None),
+        wire=Wire(dispatch=there, combine=back or "plain", input_scale=INPUT_SCALE if there in ONE_SCALE else None),
         dtype=torch.bfloat16,
     )
     # far from the seeds of rows: rows equal to weights would have products as large as nowhere else, and saturate fp8
@@ -169,9 +172,9 @@ def tuned(context: EPContext, tokens: int, layers: dict[Variant, MoELayer]) -> d
 def ours(variant: Variant, layer: MoELayer, x: Tensor, routing: Routing) -> Entry:
     kernel, scheme, rows, _, _ = variant
     weights = "bf16" if scheme == "none" else "fp8"
-    out = OUT.get(kernel, "bf16" if rows == "plain" else "fp8")
+    out, back = OUT.get(kernel, "bf16" if rows == "plain" else "fp8"), "fp8" if "/" in rows else "bf16"
     call = partial(layer.forward_routed, x, routing)
-    return Entry("ours", name_of(variant), scheme, weights, f"{out} / bf16", call)
+    return Entry("ours", name_of(variant), scheme, weights, f"{out} / {back}", call)
 
 
 def name_of(variant: Variant) -> str:

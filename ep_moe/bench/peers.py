@@ -108,7 +108,7 @@ class Peers:
         self.ids, self.weights = routing.ids.int().contiguous(), routing.weights.contiguous()
         self._sources = sources
         self._scratch: Tensor | None = None
-        self._library: Any = None
+        self._libraries: dict[bool, Any] = {}
 
     def recipes(self) -> dict[str, Callable[[], Entry]]:
         """How each is made: collective, and each for itself, so that one that cannot run takes no other with it."""
@@ -118,6 +118,7 @@ class Peers:
         made: dict[str, Callable[..., Entry]] = {
             f"{hand}, bf16": partial(self.hand_made, hand, "none"),
             f"{hand}, fp8 per tensor": partial(self.hand_made, hand, "fp8_static"),
+            f"{hand}, fp8 per tensor, answers too": partial(self.hand_made, hand, "fp8_static", rounds_back=True),
             f"{hand}, fp8 128 x 128": partial(self.hand_made, hand, "fp8_block"),
             "FlashInfer mega bf16": partial(self.mega, "FlashInfer mega", FlashInferMegaBf16, "none", "bf16 / bf16"),
             "FlashInfer mega fp8": partial(self.mega, "FlashInfer mega", DefaultMegaFp8, "fp8_block", "fp8 / fp8"),
@@ -126,12 +127,12 @@ class Peers:
         }
         return made
 
-    def hand_made(self, name: str, scheme: str) -> Entry:
+    def hand_made(self, name: str, scheme: str, *, rounds_back: bool = False) -> Entry:
         """Rows by one-sided writes, experts that write straight into the buffer which combine reads. fp8 per tensor:
-        the sender rounds its rows, once."""
+        the sender rounds its rows, once. rounds_back: FlashInfer rounds answers to E4M3 on their way"""
         rounding = Rounding(self._source(CUTLASS, scheme), self.x) if scheme in cutlass_op.PRE_ROUNDED else None
         experts = self._experts(scheme, self.link.size * len(self.x), rounding, all2all=True)
-        library, tokens = self._communication(), len(self.x)
+        library, tokens = self._communication(rounds_back), len(self.x)
 
         def call() -> Tensor:
             x = self.x if rounding is None else rounding(self.x)
@@ -141,7 +142,7 @@ class Peers:
             combined: Tensor = library.combine(out)
             return combined
 
-        rows = "bf16 / bf16" if rounding is None else "fp8 / bf16"
+        rows = f"{'bf16' if rounding is None else 'fp8'} / {'fp8' if rounds_back else 'bf16'}"
         return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", rows, call)
 
     def gathered(self, name: str, together: Callable[[], AbstractContextManager[Any]]) -> Entry:
@@ -171,9 +172,9 @@ class Peers:
 
     def close(self) -> None:
         """Collective; the entries first."""
-        if self._library is not None:
-            self._library.destroy()
-        self._library = self._scratch = None
+        for library in self._libraries.values():
+            library.destroy()
+        self._libraries, self._scratch = {}, None
 
     # --- parts -------------------------------------------------------------------------------------------------
 
@@ -184,9 +185,9 @@ class Peers:
             )
         return self._sources[kernel, scheme]
 
-    def _communication(self) -> Any:
+    def _communication(self, rounds_back: bool) -> Any:
         """The hand-made peers share it: one call at a time."""
-        if self._library is None:
+        if rounds_back not in self._libraries:
             group = {
                 "world_size": self.link.size,
                 "rank": self.link.rank,
@@ -200,9 +201,9 @@ class Peers:
                 "hidden_size": self.config.hidden_size,
                 "dtype": DTYPE,
             }
-            alone = {"extra_payload_bytes_per_token": 0, "use_low_precision_combine": False}
-            self._library = communication(group, params, alone)
-        return self._library
+            alone = {"extra_payload_bytes_per_token": 0, "use_low_precision_combine": rounds_back}
+            self._libraries[rounds_back] = communication(group, params, alone)
+        return self._libraries[rounds_back]
 
     def _grouped(self) -> AbstractContextManager[Any]:
         """The three gathers as one launch of NCCL."""
