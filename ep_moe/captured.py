@@ -86,12 +86,14 @@ class Recorder:
 @dataclass(frozen=True, eq=False)
 class _Call:
     """x [T, H], ids int64 [T, K], weights float32 [T, K]: what a replay reads; out [T, H]: what it writes
+    words: x, ids and weights as int32, the same memory; empty where rows are no whole words
     lane: the transport's workspace, where it has one
     steps, left: of the ledger, how many such a call makes, and what the last leaves: where, phase, detail, done
     """
 
     x: Tensor
     routing: Routing | None
+    words: list[Tensor]
     recorder: Recorder
     replay: Callable[[], object]
     out: Tensor
@@ -117,6 +119,22 @@ class _Call:
             and weights.dtype == own.dtype
             and ids.device == weights.device == own.device
         )
+
+    def bring(self, x: Tensor, routing: Routing | None) -> None:
+        """What was given to where a replay reads it; one launch for all, if each is in one piece."""
+        if x.dim() != 2:
+            x = x.reshape(self.x.shape)
+        whole = bool(self.words) and x.is_contiguous() and x.storage_offset() % 2 == 0
+        if routing is None or self.routing is None:
+            given, own = [x], [self.x]
+        else:
+            own, given = [self.x, self.routing.ids, self.routing.weights], [x, routing.ids, routing.weights]
+            whole = whole and given[1].dtype == torch.int64 and given[1].is_contiguous() and given[2].is_contiguous()
+        if whole:
+            torch._foreach_copy_(self.words, [tensor.view(torch.int32) for tensor in given])
+        else:
+            for to, tensor in zip(own, given, strict=True):
+                to.copy_(tensor)
 
 
 class _Places:
@@ -165,11 +183,7 @@ class CapturedCalls:
         ledger.check()
         if lane is not None and lane.stream is not call.recorder.stream:
             lane.follow(x.device)
-        flat = x.dim() == 2
-        call.x.copy_(x if flat else x.reshape(call.x.shape))
-        if routing is not None and call.routing is not None:
-            call.routing.ids.copy_(routing.ids)
-            call.routing.weights.copy_(routing.weights)
+        call.bring(x, routing)
         number = ledger.number
         call.replay()
         # as the call itself leaves it: peers that run theirs must find this rank neither behind nor elsewhere
@@ -177,7 +191,7 @@ class CapturedCalls:
         ledger.mark(x.device)
         if lane is not None:
             lane.stream = call.recorder.stream
-        return (call.out if flat else call.out.view(x.shape)).clone()
+        return (call.out if x.dim() == 2 else call.out.view(x.shape)).clone()
 
     def _may_replay(self, call: _Call, x: Tensor) -> bool:
         if self._places is None or not self._places.kept():
@@ -250,7 +264,14 @@ def _record(layer: Layer, x: Tensor, routing: Routing | None, recorder: Recorder
     replay, out = recorder.record(partial(layer.run, x, routing))
     lanes = _lanes(layer)
     last = ledger.newest
-    return _Call(x, routing, recorder, replay, out, lanes[0] if lanes else None, last.number - before, last[1:])
+    words = _words([x] if routing is None else [x, routing.ids, routing.weights])
+    return _Call(x, routing, words, recorder, replay, out, lanes[0] if lanes else None, last.number - before, last[1:])
+
+
+def _words(tensors: list[Tensor]) -> list[Tensor]:
+    """The same memory in one dtype, so that one launch copies into all of it."""
+    whole = all(tensor.shape[1] * tensor.itemsize % 4 == 0 for tensor in tensors)
+    return [tensor.view(torch.int32) for tensor in tensors] if whole else []
 
 
 def _lanes(layer: Layer) -> list[Lane]:

@@ -75,6 +75,26 @@ def test_calls_with_as_many_tokens_are_replayed_whatever_their_shape(layer):
     assert not replayed(layer, nn.Parameter(rows(4), requires_grad=False))
 
 
+def test_what_is_given_is_copied_in_one_launch_where_it_can_be(layer, monkeypatch):
+    """And what cannot be gives the same: rows that begin between two words, picks apart or narrow."""
+    layer = MoELayer(CONFIG, layer.context, dtype=torch.bfloat16)
+    layer.capture_routed([4])
+    layer.capture([4])
+    launches, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, given: (launches.append(len(to)), copy(to, given)))
+    x, given = rows(4).bfloat16(), integer_routing(4, CONFIG, 0)
+    assert replayed(layer, x, given)
+    assert replayed(layer, x.view(2, 2, -1))
+    assert launches == [3, 1]
+    between = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    assert replayed(layer, between, given)
+    apart = given.weights.repeat_interleave(2, 1)[:, ::2]
+    assert replayed(layer, x, Routing(given.ids, apart))
+    assert replayed(layer, x, Routing(LogicalIds(given.ids.t().contiguous().t()), given.weights))
+    assert replayed(layer, x, Routing(LogicalIds(given.ids.int()), given.weights))
+    assert launches == [3, 1]
+
+
 def test_a_result_is_the_callers_own(layer):
     layer.capture([4])
     with torch.no_grad():

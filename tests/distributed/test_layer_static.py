@@ -146,6 +146,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
             context.ledger.check()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
 def test_pipelines_that_cannot_be(world_size):
     device = rank_device()
