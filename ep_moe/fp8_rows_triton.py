@@ -40,15 +40,20 @@ def e4m3_blocks(value, SMALLEST: tl.constexpr):
 
 @triton.jit
 def e4m3_by(value, input_scale):
-    """value: float32. The bits of E4M3 numbers, uint8."""
-    value = tl.div_rn(value, tl.cast(input_scale, tl.float32))  # it may have been a whole number
+    """`to_e4m3` of value / input_scale."""
+    return to_e4m3(tl.div_rn(value, tl.cast(input_scale, tl.float32)))  # it may have been a whole number
+
+
+@triton.jit
+def to_e4m3(value):
+    """value: float32. The bits of E4M3 numbers, uint8, saturating at 448."""
     rounded = tl.minimum(tl.maximum(value, -_FP8_MAX), _FP8_MAX).to(tl.float8e4nv)  # minima leave NaN out
     return tl.where(value != value, _FP8_NAN, rounded.to(tl.uint8, bitcast=True)).to(tl.uint8)
 
 
 @triton.jit
 def of_e4m3(bits):
-    """The inverse of `e4m3_by` under a scale of 1, float32."""
+    """The inverse, float32."""
     return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 

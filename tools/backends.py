@@ -22,7 +22,7 @@ RUN = {
     "deepep_static": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
     "pplx": "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract",
     "flashinfer_nvlink": "2 and 4 H200, one host; on CPU, gloo, over an emulation of its contract",
-    "nvlink_p2p": "2 and 4 H200, one host, fp8 back not run there; on CPU over memory that ranks share",
+    "nvlink_p2p": "2 and 4 H200, one host, fp8 back on 2; on CPU over memory that ranks share",
     "reference": "CPU; 1 and 4 H200",
     "flashinfer_cutlass": "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN",
     "flashinfer_cutedsl": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",

@@ -25,7 +25,7 @@ from ep_moe.cells_triton import late_cells, put_cells
 from ep_moe.devices import multiprocessors, starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
-from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3
+from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.placement.late import to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
@@ -159,14 +159,8 @@ def _row(
             row = _words(tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4]))
             scale = scale.to(tl.int32, bitcast=True)
         else:
-            row = _rounded_words(plain, word, inside, input_scale)
+            row = _words(e4m3_by(_fours(plain, word, inside), input_scale))
     return row, scale
-
-
-@triton.jit
-def _rounded_words(plain, word, inside, input_scale):
-    """E4M3 of plain numbers under one scale, four to a word."""
-    return _words(e4m3_by(_fours(plain, word, inside), input_scale))
 
 
 @triton.jit
@@ -267,7 +261,7 @@ def _receive(
         place = peer * tl.cast(bound, tl.int64) + token
         id = tl.load(got_ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
         if ROUNDS:
-            answer = _rounded_words(answers + place * WORDS * 4, word, word < WORDS, 1.0)
+            answer = _words(to_e4m3(_fours(answers + place * WORDS * 4, word, word < WORDS)))
         else:
             answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
         theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)

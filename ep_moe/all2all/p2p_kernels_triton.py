@@ -16,7 +16,7 @@ from ep_moe.all2all.p2p_kernels import Workspace, answer_bytes, answer_dtype
 from ep_moe.devices import starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
-from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3
+from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.placement.late import to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
@@ -268,7 +268,7 @@ def _give(
     id = tl.load(ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
     answer = tl.load(answers + place * NUMBERS + at, mask=at < NUMBERS)  # beside the ids, not after them
     if ROUNDS:
-        answer = e4m3_by(answer.to(tl.float32), 1.0)
+        answer = to_e4m3(answer.to(tl.float32))
     wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
     theirs = tl.multiple_of((tl.load(peers + peer) + arrived_at).to(tl.pointer_type(answer.dtype)), 16)
     row = RANK * tl.cast(bound, tl.int64) + token

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ep_moe.cells_triton import put_cells
 from ep_moe.early_triton import await_previous, let_next_start
-from ep_moe.fp8_rows_triton import e4m3_by
+from ep_moe.fp8_rows_triton import to_e4m3
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def reduce(
         start = tl.load(peers + row // bound, mask=n < rows, other=0) + offset
         narrow: tl.constexpr = out.dtype.element_ty == tl.uint8
         left = total.to(y.dtype.element_ty)  # the same bits, whoever writes them to peers
-        value = e4m3_by(left.to(tl.float32), 1.0) if narrow else left
+        value = to_e4m3(left.to(tl.float32)) if narrow else left
         # said of pointers: of numbers that become pointers the compiler forgets it, and stores 2 bytes at a time
         if number is None:
             theirs = tl.multiple_of(start.to(tl.pointer_type(out.dtype.element_ty)), 16) + row % bound * size
