@@ -220,6 +220,25 @@ def test_tables_csv_and_panels(tmp_path):
     assert (tmp_path / "lines.png").stat().st_size > 10_000
 
 
+def test_lines_that_differ_in_what_travels_alone_are_told_apart(tmp_path, monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes", reason="matplotlib is not installed")
+    lines = [line_of("ours", "a", 4.0, weights="fp8", tokens=tokens) for tokens in (1, 16)]
+    lines += [dataclasses.replace(line, rows="fp8 / fp8", us=3.0) for line in lines]
+    console = Console(width=150, record=True)
+    console.print(layer_report.stage_table(lines))
+    assert console.export_text().count("fp8 / fp8") == 2
+    curves, draw = {}, axes.Axes.plot
+
+    def plot(self, x, y, *style, **given):
+        curves[given["label"]] = list(x)
+        return draw(self, x, y, *style, **given)
+
+    monkeypatch.setattr(axes.Axes, "plot", plot)
+    layer_report.plot(lines, tmp_path / "lines.png")
+    ours = {label: x for label, x in curves.items() if label.startswith("ours")}
+    assert ours == {"ours, a, fp8_block, bf16 / bf16": [1, 16], "ours, a, fp8_block, fp8 / fp8": [1, 16]}
+
+
 def test_relative_error():
     one = torch.tensor([[1.0, -4.0]])
     assert layer.relative_error(one, one) == 0

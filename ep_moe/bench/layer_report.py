@@ -74,7 +74,7 @@ def stage_table(lines: Sequence[Line]) -> Table:
     """Of our own lines."""
     shown = Table(title="stages of our lines, us; memory, MiB")
     numbers = ("us", "dispatch", "experts", "combine", "rest", "plan", "held", "peak", "plan / held", "plan / peak")
-    for name in ("what", "weights", *numbers):
+    for name in ("what", "weights", "rows", *numbers):
         shown.add_column(name, no_wrap=True, justify="right" if name in numbers else "left")
     for line in lines:
         if line.owner != "ours":
@@ -85,6 +85,7 @@ def stage_table(lines: Sequence[Line]) -> Table:
         shown.add_row(
             line.name,
             line.scheme,
+            line.rows,
             *(_number(us, 1) for us in times),
             *(_number(None if size is None else size / 2**20, 0) for size in sizes),
             *(_number(share, 3) for share in shares),
@@ -110,12 +111,12 @@ def plot(lines: Sequence[Line], file: Path) -> None:
     models, kinds = list(dict.fromkeys(line.model for line in lines)), sorted({line.weights for line in lines})
     figure = Figure(figsize=(6 * len(models) + 4, 4 * len(kinds)), layout="constrained")
     for row, kind in zip(figure.subplots(len(kinds), len(models), squeeze=False), kinds, strict=True):
-        names = list(dict.fromkeys((x.owner, x.name, x.scheme) for x in lines if x.weights == kind))
+        names = list(dict.fromkeys(_key(line) for line in lines if line.weights == kind))
         for axes, model in zip(row, models, strict=True):
             here = [line for line in lines if (line.model, line.weights) == (model, kind)]
             here.sort(key=lambda line: line.tokens)
             for number, name in enumerate(names):
-                own = [line for line in here if (line.owner, line.name, line.scheme) == name and not line.wrong]
+                own = [line for line in here if _key(line) == name and not line.wrong]
                 style = "o-" if name[0] == "ours" else "x--"
                 label = ", ".join(name) if kind == "fp8" else ", ".join(name[:2])
                 times = [x.us / x.floor_overlap_us for x in own]
@@ -128,6 +129,11 @@ def plot(lines: Sequence[Line], file: Path) -> None:
             )
         row[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.savefig(file, dpi=110)
+
+
+def _key(line: Line) -> tuple[str, str, str, str]:
+    """Of a curve."""
+    return line.owner, line.name, line.scheme, line.rows
 
 
 def read(file: Path) -> list[Line]:
