@@ -1,4 +1,5 @@
-"""The kernels in Gluon, compiled for Hopper without one: nothing else runs them on a machine without a GPU."""
+"""Kernels compiled for Hopper without one. Those in Gluon: nothing else runs them on a machine without a GPU. Those
+that sort pairs: Triton's interpreter, where they run, takes what its compiler refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ep_moe.experts import fp8_block_hopper_triton, fp8_block_kernels, stream_gemm, stream_gemm_triton
+from ep_moe.experts import (
+    fp8_block_hopper_triton,
+    fp8_block_kernels,
+    pair_kernels,
+    pair_kernels_triton,
+    stream_gemm,
+    stream_gemm_triton,
+)
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.nvrtc import SHARED
 
@@ -101,3 +109,18 @@ def test_products_with_a_scale_for_each_block_fit(rows):
         fp8_block_kernels.grouped_gemm(act, of_act, w2, of_w2, ends, y, config=config(w2, False))
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("pairs", [8, 4096, 4104], ids=["few", "as many as go in one launch", "more"])
+def test_sorting_pairs_compiles(pairs, weighted, ids_dtype):
+    ids, (source, slots) = torch.zeros(pairs // 8, 8, dtype=ids_dtype), torch.zeros(2, pairs, dtype=torch.int32)
+    weights = torch.ones(ids.shape) if weighted else None
+    ends = torch.zeros(EXPERTS, dtype=torch.int32)
+    space = torch.zeros(pair_kernels.group_workspace(pairs, EXPERTS), dtype=torch.int32)
+    names = ("count_pairs", "sum_counts", "place_pairs")
+    kernels = {name: Compiled(getattr(pair_kernels_triton, name)) for name in names}
+    with mock.patch.multiple(pair_kernels_triton, **kernels):
+        pair_kernels.group_pairs(ids, EXPERTS, source, slots.view(ids.shape), ends, space, base=3, weights=weights)
+    assert [len(kernel.shared) for kernel in kernels.values()] == [int(pairs > 4096), int(pairs > 4096), 1]
