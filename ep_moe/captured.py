@@ -124,6 +124,7 @@ class _Call:
         """What was given to where a replay reads it; one launch for all, if each is in one piece."""
         if x.dim() != 2:
             x = x.reshape(self.x.shape)
+        # rows of 2-byte numbers may begin between two words, and are then none
         whole = bool(self.words) and x.is_contiguous() and x.storage_offset() % 2 == 0
         if routing is None or self.routing is None:
             given, own = [x], [self.x]

@@ -1,5 +1,5 @@
-"""Kernels compiled for Hopper without one. Those in Gluon: nothing else runs them on a machine without a GPU. Those
-that sort pairs: Triton's interpreter, where they run, takes what its compiler refuses."""
+"""Kernels compiled for Hopper without one. Those in Gluon: nothing else runs them on a machine without a GPU. Whole
+expert steps: Triton's interpreter, where their kernels run, takes what its compiler refuses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -15,20 +16,30 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
+from ep_moe import ExpertMap, MoEConfig, early_triton
 from ep_moe.experts import (
     fp8_block_hopper_triton,
     fp8_block_kernels,
-    pair_kernels,
-    pair_kernels_triton,
+    hopper_gemm,
     stream_gemm,
     stream_gemm_triton,
 )
+from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
 from ep_moe.nvrtc import SHARED
+from ep_moe.types import LocalIds, PeerRows, Received, RowLayout, Weighting
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.schemes import SCHEMES
+from ep_moe.workspace import Workspaces
 
 EXPERTS, HIDDEN, INNER, ROWS = 40, 2048, 768, 512
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+SMALL, CPU = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=4), torch.device("cpu")
 
 
 class Hopper:
@@ -111,16 +122,50 @@ def test_products_with_a_scale_for_each_block_fit(rows):
     assert max(compiled.shared) <= SHARED
 
 
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("pairs", [8, 4096, 4104], ids=["few", "as many as go in one launch", "more"])
-def test_sorting_pairs_compiles(pairs, weighted, ids_dtype):
-    ids, (source, slots) = torch.zeros(pairs // 8, 8, dtype=ids_dtype), torch.zeros(2, pairs, dtype=torch.int32)
-    weights = torch.ones(ids.shape) if weighted else None
-    ends = torch.zeros(EXPERTS, dtype=torch.int32)
-    space = torch.zeros(pair_kernels.group_workspace(pairs, EXPERTS), dtype=torch.int32)
-    names = ("count_pairs", "sum_counts", "place_pairs")
-    kernels = {name: Compiled(getattr(pair_kernels_triton, name)) for name in names}
-    with mock.patch.multiple(pair_kernels_triton, **kernels):
-        pair_kernels.group_pairs(ids, EXPERTS, source, slots.view(ids.shape), ends, space, base=3, weights=weights)
-    assert [len(kernel.shared) for kernel in kernels.values()] == [int(pairs > 4096), int(pairs > 4096), 1]
+def built(kind: type[Experts], scheme: str) -> Experts:
+    weights = ExpertWeights(
+        SMALL,
+        ExpertMap.uneven([4, 4]),
+        device=CPU,
+        dtype=BF16,
+        scheme=SCHEMES[scheme],
+        preparation=kind.preparation,
+        trainable=False,
+    )
+    return kind(SMALL, weights, Workspaces(CPU), ExpertsOptions())
+
+
+@pytest.mark.parametrize("answers", [None, BF16, FP8], ids=["kept", "to peers", "to peers in E4M3"])
+@pytest.mark.parametrize("rows", [2, 40, 200, 4000])
+@pytest.mark.parametrize(("kind", "scheme"), [
+    (Bf16TritonExperts, "none"), (Fp8TensorTritonExperts, "fp8_static"), (Fp8BlockTritonExperts, "fp8_block"),
+])  # fmt: skip
+def test_whole_steps_compile(kind, scheme, rows, answers):
+    """In their forms for Hopper, but for what NVRTC compiles."""
+    ids = torch.zeros(rows, SMALL.top_k, dtype=torch.int64)
+    received = Received(
+        x=torch.zeros(rows, SMALL.hidden_size, dtype=BF16),
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        handle=None,
+        local_ids=LocalIds(ids),
+        weights=torch.ones(ids.shape),
+    )
+    out: Tensor | PeerRows = torch.empty_like(received.x)
+    if answers is not None:
+        blocks = tuple(torch.empty(2, rows // 2, SMALL.hidden_size, dtype=answers))
+        out = PeerRows(blocks, torch.tensor([block.data_ptr() for block in blocks]), 0, 0)
+    names, run = [], JITFunction.run
+
+    def compiled(self, *args, warmup, **options):
+        names.append(self.fn.__name__)
+        return run(self, *args, warmup=True, **options)
+
+    with (
+        mock.patch.object(JITFunction, "run", compiled),
+        mock.patch.object(early_triton, "starts_early", return_value=True),
+        mock.patch.object(hopper_gemm, "grouped_gemm") as products,
+    ):
+        built(kind, scheme)(received, out)
+    assert names[-1] == "reduce"
+    assert len(names) + products.call_count >= 4 - (kind is Bf16TritonExperts), "rounding, two products, sums"

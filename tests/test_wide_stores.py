@@ -45,8 +45,8 @@ TYPES = {
 }  # fmt: skip
 
 
-def stores(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool) -> Counter[int]:
-    """How many store instructions there are of each number of bytes. rounded: answers travel in E4M3"""
+def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool) -> str:
+    """rounded: answers travel in E4M3"""
     names = kernel.arg_names
     known = TYPES | ({"rows": "i32"} if kernel is pair_kernels_triton.reduce else {})
     known |= {"out": "*u8", "answers": "*bf16"} if rounded else {}
@@ -55,7 +55,11 @@ def stores(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool)
     even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*" or _even(name)}
     source = ASTSource(kernel, types, given, even)
     target = GPUTarget("cuda", 90, 32)
-    ptx = compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
+    return str(compile(source, target=target, options={"num_warps": warps}).asm["ptx"])
+
+
+def stores(ptx: str) -> Counter[int]:
+    """How many store instructions there are of each number of bytes."""
     found = re.findall(r"st\.global(?:\.wt)?(?:\.v(\d))?\.b(\d+)", ptx)
     return Counter(int(lanes or 1) * int(bits) // 8 for lanes, bits in found)
 
@@ -86,6 +90,8 @@ def _even(name: str) -> bool:
 def test_rows_are_stored_16_bytes_at_once(kernel, constants, warps, wide):
     """wide: instructions for a program's row, or its cells: bytes / 16 / threads, for each peer that is written to"""
     rounded = constants.get("rounded") or constants.get("ROUNDS") is True
-    found = stores(kernel, constants, warps, rounded=rounded)
+    ptx = ptx_of(kernel, constants, warps, rounded=rounded)
+    found = stores(ptx)
     assert found[16] >= wide
     assert not {1, 2} & set(found), "of numbers one by one"
+    assert "div.rn.f32" not in ptx, "an answer has no scale that it is divided by"

@@ -170,7 +170,7 @@ class Dispatcher(ABC):
         if can.dtypes is not None and dtype not in can.dtypes:
             return f"{cls.name} carries {', '.join(sorted(map(dtype_name, can.dtypes)))}, not {dtype_name(dtype)}"
         back = torch.float8_e4m3fn if wire.combine == "fp8" else dtype
-        for number, packed in ((dtype, 1), (form.number or dtype, form.packed), (back, 1)):  # rows of both ways
+        for number, packed in ((form.number or dtype, form.packed), (back, 1)):  # rows of both ways
             unit = max(can.alignment_bytes * packed // number.itemsize, 1)
             if hidden_size % unit:
                 wanted = f"a multiple of {unit} in {dtype_name(number)}"
