@@ -268,7 +268,7 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
     flat = torch.where(ids < 0, experts, ids).flatten().long()
     order = flat.argsort(stable=True)
     total = int((flat < experts).sum())
-    expected_source = torch.where(torch.arange(pairs, device=device) < total, order // top_k, -1)
+    expected_source = torch.where(torch.arange(pairs, device=device) < total, order // top_k, -7)
     expected_slots = torch.empty_like(flat).scatter_(0, order, torch.arange(pairs, device=device))
     expected_slots = torch.where(flat < experts, expected_slots, -1).view(rows, top_k)
     assert torch.equal(ends.long(), torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0))

@@ -145,7 +145,7 @@ def group_pairs(
 
     ids: int32 or int64 [N, K], an expert is ids - base, anything outside 0 .. L - 1 none
     weights: float32 [N, K]; a pair of weight 0 counts as none
-    source_row: int32 [N * K], the row n of each sorted pair, -1 beyond the last
+    source_row: int32 [N * K], the row n of each sorted pair; beyond the last it is left as it is
     slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
     workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
     soon: start before the kernel ahead has ended, and let the next one, where one launch does it all
@@ -157,10 +157,10 @@ def group_pairs(
     lanes = triton.next_power_of_2(num_experts)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     if pairs <= ALONE:
-        chunk = max(16, min(32, 8192 // lanes))
+        chunk = 16 if pairs <= 1024 else max(16, min(32, 8192 // lanes))
         kernels.place_pairs[(triton.cdiv(pairs, chunk),)](
             ids, weights, base, None, None, source_row, slots, ends, pairs, num_experts, top_k, **given,
-            PAIRS=chunk, CHUNK=chunk, LOOK=min(1024, triton.next_power_of_2(pairs)), num_warps=8,
+            PAIRS=chunk, CHUNK=chunk, ALL=triton.next_power_of_2(pairs), num_warps=8,
             **early(ids.device, soon),
         )  # fmt: skip
         return
@@ -171,6 +171,6 @@ def group_pairs(
     kernels.sum_counts[(num_experts,)](earlier, totals, blocks, BLOCKS=triton.next_power_of_2(blocks))
     kernels.place_pairs[(blocks,)](
         ids, weights, base, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
-        PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), LOOK=0,
+        PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), ALL=0,
         **early(ids.device, False),
     )  # fmt: skip

@@ -50,30 +50,24 @@ def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
 @triton.jit
 def place_pairs(
     ids, weights, base, earlier, totals, source_row, slots, ends, pairs, experts, top_k,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, LOOK: tl.constexpr, WEIGHTED: tl.constexpr,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, WEIGHTED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """earlier, totals: of `sum_counts`; None: each program counts all pairs itself, LOOK at once."""
+    """earlier, totals: of `sum_counts`; None: each program counts all pairs, at most ALL, itself."""
     let_next_start(EARLY)
     await_previous(EARLY)
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     if totals is None:
-        count = tl.zeros([EXPERTS], tl.int32)
-        place = tl.zeros([EXPERTS], tl.int32)
-        first = block * PAIRS
-        for start in range(0, first, LOOK):
-            expert = local_experts(ids, weights, base, start + tl.arange(0, LOOK), first, WEIGHTED)
-            place += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
-        for start in range(first, pairs, LOOK):
-            expert = local_experts(ids, weights, base, start + tl.arange(0, LOOK), pairs, WEIGHTED)
-            count += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
-        count += place
+        each = tl.arange(0, ALL)
+        all_experts = local_experts(ids, weights, base, each, pairs, WEIGHTED)
+        here = (all_experts >= 0) & (all_experts < experts)
+        place = tl.histogram(all_experts, EXPERTS, mask=here & (each < block * PAIRS))
+        count = tl.histogram(all_experts, EXPERTS, mask=here)
     else:
         count = tl.load(totals + lane, mask=lane < experts, other=0)
         place = tl.load(earlier + lane * tl.num_programs(0) + block, mask=lane < experts, other=0)
     end = tl.cumsum(count, 0)
-    total = tl.sum(count)
     if block == 0:
         tl.store(ends + lane, end, mask=lane < experts)
     place += end - count
@@ -85,7 +79,6 @@ def place_pairs(
         valid = (expert >= 0) & (expert < experts)
         tl.store(slots + pair, tl.where(valid, slot, -1), mask=pair < pairs)
         tl.store(source_row + slot, pair // top_k, mask=valid)
-        tl.store(source_row + pair, -1, mask=(pair < pairs) & (pair >= total))
         place += tl.sum(mine, 0)
 
 
