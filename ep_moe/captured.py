@@ -1,10 +1,11 @@
-"""Calls of a layer as CUDA graphs: to the host an eager call is then one launch and two copies, in the place of some
-hundred calls of Python and half a dozen launches."""
+"""Calls of a layer as CUDA graphs: to the host an eager call is then one launch and two copies, in the place of a
+thousand calls of Python and half a dozen launches. A call with fewer tokens than were recorded is one too."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,10 +18,13 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
+from ep_moe.experts.shared import SharedExperts
 from ep_moe.fused.base import FusedExperts
+from ep_moe.graph_inputs import InputMemory, Inputs
 from ep_moe.parallel.ledger import Step
 from ep_moe.placement.placement import Placement
-from ep_moe.types import LogicalIds, Routing, capturing, dtype_name
+from ep_moe.router import Router
+from ep_moe.types import Routing, capturing, dtype_name
 from ep_moe.workspace import Workspaces
 
 
@@ -31,6 +35,8 @@ class Layer(Protocol):
     config: MoEConfig
     context: EPContext
     placement: Placement
+    router: Any
+    shared_experts: nn.Module | None
     _modules: dict[str, nn.Module | None]
 
     @property
@@ -47,7 +53,10 @@ class Layer(Protocol):
 
 class Recorder:
     """Records calls as CUDA graphs in one memory pool, and has them replayed on the stream that was current when it was
-    made, and on no other: what graphs share is kept apart by that stream's order alone."""
+    made, and on no other: what graphs share is kept apart by that stream's order alone.
+
+    memory: what the calls read
+    """
 
     def __init__(self, device: torch.device, workspaces: Workspaces) -> None:
         self.stream: Any = torch.cuda.current_stream(device)
@@ -55,6 +64,7 @@ class Recorder:
         self._beside = torch.cuda.Stream(device)  # the default stream cannot be captured
         workspaces.lend(self._beside)  # what is recorded there runs here
         self._pool = torch.cuda.graph_pool_handle()
+        self.memory = InputMemory()
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:
@@ -85,15 +95,12 @@ class Recorder:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """x [T, H], ids int64 [T, K], weights float32 [T, K]: what a replay reads; out [T, H]: what it writes
-    words: x, ids and weights as int32, the same memory; empty where rows are no whole words
+    """inputs: what a replay reads; out [N, H]: what it writes
     lane: the transport's workspace, where it has one
     steps, left: of the ledger, how many such a call makes, and what the last leaves: where, phase, detail, done
     """
 
-    x: Tensor
-    routing: Routing | None
-    words: list[Tensor]
+    inputs: Inputs
     recorder: Recorder
     replay: Callable[[], object]
     out: Tensor
@@ -101,41 +108,27 @@ class _Call:
     steps: int
     left: tuple[str, str, str, bool]
 
-    def takes(self, x: Tensor, routing: Routing | None) -> bool:
-        """Whether a call with these arguments does the same; one with wrong arguments does not."""
-        own = self.x
-        if x.shape[-1:] != own.shape[1:] or x.dtype != own.dtype or x.device != own.device:
-            return False
-        if routing is None:
-            return True
-        if type(routing) is not Routing or self.routing is None:
-            return False
-        ids, weights, own = routing.ids, routing.weights, self.routing.weights
-        return (
-            type(ids) is Tensor
-            and type(weights) is Tensor
-            and ids.shape == weights.shape == own.shape
-            and (ids.dtype == torch.int64 or ids.dtype == torch.int32)
-            and weights.dtype == own.dtype
-            and ids.device == weights.device == own.device
-        )
 
-    def bring(self, x: Tensor, routing: Routing | None) -> None:
-        """What was given to where a replay reads it; one launch for all, if each is in one piece."""
-        if x.dim() != 2:
-            x = x.reshape(self.x.shape)
-        # rows of 2-byte numbers may begin between two words, and are then none
-        whole = bool(self.words) and x.is_contiguous() and x.storage_offset() % 2 == 0
-        if routing is None or self.routing is None:
-            given, own = [x], [self.x]
-        else:
-            own, given = [self.x, self.routing.ids, self.routing.weights], [x, routing.ids, routing.weights]
-            whole = whole and given[1].dtype == torch.int64 and given[1].is_contiguous() and given[2].is_contiguous()
-        if whole:
-            torch._foreach_copy_(self.words, [tensor.view(torch.int32) for tensor in given])
-        else:
-            for to, tensor in zip(own, given, strict=True):
-                to.copy_(tensor)
+@dataclass
+class _Calls:
+    """Those of one bound, by the number of tokens they were recorded with, ascending."""
+
+    sizes: list[int] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+
+    def serving(self, tokens: int) -> _Call | None:
+        """The smallest that has room."""
+        place = bisect_left(self.sizes, tokens)
+        if place == len(self.sizes) or tokens < self.calls[place].inputs.least:
+            return None
+        return self.calls[place]
+
+    def add(self, call: _Call) -> None:
+        """In the place of one of as many tokens."""
+        size = call.inputs.most
+        place = bisect_left(self.sizes, size)
+        same = self.sizes[place : place + 1] == [size]
+        self.sizes[place : place + same], self.calls[place : place + same] = [size], [call]
 
 
 class _Places:
@@ -155,36 +148,40 @@ class _Places:
 
 
 class CapturedCalls:
-    """One layer's calls that were captured, by number of tokens, bound in force, and whether they bring a routing."""
+    """One layer's calls that were captured, by the bound in force and whether they bring a routing."""
 
     def __init__(self, context: EPContext, config: MoEConfig) -> None:
         self._context = context
         self._hidden = config.hidden_size
-        self._calls: dict[tuple[int, int | None, bool], _Call] = {}
+        self._calls: dict[tuple[int | None, bool], _Calls] = {}
         self._places: _Places | None = None
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return sum(len(calls.sizes) for calls in self._calls.values())
 
     def drop(self) -> None:
         """From now on every call runs the layer."""
         self._calls.clear()
 
     def replay(self, x: Tensor, routing: Routing | None) -> Tensor | None:
-        """The result of a call that was captured, shaped as x; None for any other, wrong ones too.
+        """The result of a call that a captured one serves, shaped as x; None for any other, wrong ones too.
 
         Each line of it is host time of an eager call."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
         context = self._context
-        call = self._calls.get((x.numel() // self._hidden, context.step_tokens, routing is not None))
-        if call is None or not call.takes(x, routing) or not self._may_replay(call, x):
+        calls = self._calls.get((context.step_tokens, routing is not None))
+        if calls is None:
+            return None
+        tokens = x.numel() // self._hidden
+        call = calls.serving(tokens)
+        if call is None or not call.inputs.takes(x, routing, tokens) or not self._may_replay(call, x):
             return None
         lane, ledger = call.lane, context.ledger
         ledger.check()
         if lane is not None and lane.stream is not call.recorder.stream:
             lane.follow(x.device)
-        call.bring(x, routing)
+        call.inputs.bring(x, routing, tokens)
         number = ledger.number
         call.replay()
         # as the call itself leaves it: peers that run theirs must find this rank neither behind nor elsewhere
@@ -192,7 +189,8 @@ class CapturedCalls:
         ledger.mark(x.device)
         if lane is not None:
             lane.stream = call.recorder.stream
-        return (call.out if x.dim() == 2 else call.out.view(x.shape)).clone()
+        out = call.out if tokens == call.inputs.most else call.out[:tokens]
+        return (out if x.dim() == 2 else out.view(x.shape)).clone()
 
     def _may_replay(self, call: _Call, x: Tensor) -> bool:
         if self._places is None or not self._places.kept():
@@ -219,24 +217,25 @@ class CapturedCalls:
             context.recorders.append(recorder)
         # tensors of inference mode could not be written outside of it
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
-            made = self._record_all(layer, sorted(set(tokens), reverse=True), routed, recorder, what)
+            inputs = _inputs(layer, sorted(set(tokens)), routed, recorder.memory)
+            made = self._record_all(layer, inputs, recorder, what)
         if self._places is not None and not self._places.kept():
             self.drop()
         self._places = _Places(layer)
-        self._calls |= {(len(call.x), bound, routed): call for call in made}
+        calls = self._calls.setdefault((bound, routed), _Calls())
+        for call in made:
+            calls.add(call)
 
-    def _record_all(
-        self, layer: Layer, counts: Sequence[int], routed: bool, recorder: Recorder, what: str
-    ) -> list[_Call]:
+    def _record_all(self, layer: Layer, inputs: Sequence[Inputs], recorder: Recorder, what: str) -> list[_Call]:
         """The largest first, whose memory the others then find."""
-        inputs = [_inputs(layer, count, routed) for count in counts]
         made, problem, ledger = [], None, self._context.ledger
         with layer.placement.no_stats():
             for given in inputs:  # together with the peers; recording is each rank's own
-                recorder.warm(partial(layer.run, *given))
+                given.clear()
+                recorder.warm(partial(_run, layer, given))
             before = ledger.newest
             try:
-                made = [_record(layer, *given, recorder) for given in inputs]
+                made = [_record(layer, given, recorder) for given in inputs]
             except Exception as error:  # whatever a router or shared experts of the user's raise
                 problem = ConfigError(
                     f"the call could not be captured, {type(error).__name__}: {error}; a router or shared experts that "
@@ -250,29 +249,30 @@ class CapturedCalls:
         return made
 
 
-def _inputs(layer: Layer, tokens: int, routed: bool) -> tuple[Tensor, Routing | None]:
-    """What replays read: zeros, and picks of none."""
-    device = layer.device
-    x = torch.zeros(tokens, layer.config.hidden_size, dtype=layer.dtype, device=device)
-    if not routed:
-        return x, None
-    ids = torch.full((tokens, layer.config.top_k), -1, dtype=torch.int64, device=device)
-    return x, Routing(LogicalIds(ids), torch.zeros(ids.shape, dtype=torch.float32, device=device))
+def _inputs(layer: Layer, sizes: Sequence[int], routed: bool, memory: InputMemory) -> list[Inputs]:
+    """The largest first. Each serves the numbers down to the next smaller one, unless modules of the user's would see
+    rows that are no tokens."""
+    c, shared, found = layer.config, layer.shared_experts, []
+    ours = (routed or isinstance(layer.router, Router)) and (shared is None or isinstance(shared, SharedExperts))
+    for smaller, size in zip([-1, *sizes], sizes, strict=False):
+        least = smaller + 1 if ours else size
+        form = c.hidden_size, c.top_k, layer.dtype, layer.device
+        found.append(memory.inputs(*form, least=least, most=size, routed=routed))
+    return found[::-1]
 
 
-def _record(layer: Layer, x: Tensor, routing: Routing | None, recorder: Recorder) -> _Call:
+def _run(layer: Layer, inputs: Inputs) -> Tensor:
+    if inputs.tokens is None:
+        return layer.run(inputs.x, inputs.routing)
+    return layer.run(inputs.x, inputs.masked(layer.router(inputs.x)))
+
+
+def _record(layer: Layer, inputs: Inputs, recorder: Recorder) -> _Call:
     ledger, before = layer.context.ledger, layer.context.ledger.number
-    replay, out = recorder.record(partial(layer.run, x, routing))
+    replay, out = recorder.record(partial(_run, layer, inputs))
     lanes = _lanes(layer)
     last = ledger.newest
-    words = _words([x] if routing is None else [x, routing.ids, routing.weights])
-    return _Call(x, routing, words, recorder, replay, out, lanes[0] if lanes else None, last.number - before, last[1:])
-
-
-def _words(tensors: list[Tensor]) -> list[Tensor]:
-    """The same memory in one dtype, so that one launch copies into all of it."""
-    whole = all(tensor.shape[1] * tensor.itemsize % 4 == 0 for tensor in tensors)
-    return [tensor.view(torch.int32) for tensor in tensors] if whole else []
+    return _Call(inputs, recorder, replay, out, lanes[0] if lanes else None, last.number - before, last[1:])
 
 
 def _lanes(layer: Layer) -> list[Lane]:
@@ -293,9 +293,9 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
     if isinstance(kernel, FusedExperts):
         return f"experts={kernel.name} puts its rounds in order on the host, which a replay passes by; {_INSTEAD}"
     transport = layer.dispatcher
-    for field, part in (("all2all", transport), ("experts", kernel)):
+    for asked, part in (("all2all", transport), ("experts", kernel)):
         if not part.capabilities.cuda_graph:
-            return f"{field}={part.name} cannot be captured in a CUDA graph; choose another (docs/backends.md)"
+            return f"{asked}={part.name} cannot be captured in a CUDA graph; choose another (docs/backends.md)"
     if transport.link.size > 1 and not isinstance(getattr(transport, "lanes", None), Lanes):
         return f"all2all={transport.name} puts its calls in order on a stream that a replay passes by; {_INSTEAD}"
     if context.tokens.checks_input:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.fp8_rows import BLOCK, SMALLEST
+from ep_moe.grids import cdiv
 
 _TILE, _WIDE_TILE = 1024, 4096  # numbers of a program; the latter from so many programs on that all are busy
 _FP8_MAX, _FP8_NAN = tl.constexpr(448.0), tl.constexpr(127)
@@ -19,7 +20,7 @@ _FP8_MAX, _FP8_NAN = tl.constexpr(448.0), tl.constexpr(127)
 def round_blocks(x: Tensor, out: Tensor, scale: Tensor) -> None:
     if blocks := scale.numel():
         tall = _WIDE_TILE // BLOCK
-        _round_blocks[(triton.cdiv(blocks, tall),)](x, out, scale, blocks, SMALLEST=SMALLEST, BLOCKS=tall)
+        _round_blocks[(cdiv(blocks, tall),)](x, out, scale, blocks, SMALLEST=SMALLEST, BLOCKS=tall)
 
 
 def round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
@@ -27,7 +28,7 @@ def round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
         wide = x.numel() >= 1 << 21
         tile = _WIDE_TILE if wide else _TILE
         warps = 8 if wide else 4
-        _round_by[(triton.cdiv(x.numel(), tile),)](x, input_scale, out, x.numel(), TILE=tile, num_warps=warps)
+        _round_by[(cdiv(x.numel(), tile),)](x, input_scale, out, x.numel(), TILE=tile, num_warps=warps)
 
 
 @triton.jit

@@ -216,12 +216,14 @@ class MoELayer(nn.Module):
         self.captured.drop()
 
     def capture(self, tokens: Sequence[int]) -> None:
-        """Record `forward` for each of these numbers of tokens (0 too) as a CUDA graph. Such a call without gradients
-        then costs the host a launch and two copies, and gives the same bits; any other runs as before, and so may the
-        peers'. Collective, the same list on all ranks, after `tune`: for calls under the bound in force
-        (`EPContext.at_most`), on the stream that is current. Maps may change and weights be rewritten in place; after
-        `tune`, or with other tensors or modules in their place, calls run as before. A router or shared experts of the
-        user's are recorded as they run once: nothing random, no wait for the device.
+        """Record `forward` for each of these numbers of tokens as a CUDA graph. A call without gradients then replays
+        the smallest that has room for its tokens, which costs the host a launch and two copies, and gives the bits of
+        the layer's own call (over `local`, and of its router and shared experts, of one with so many rows as were
+        recorded); a larger one runs as before, and so may the peers'. Collective, the same list on all ranks, after
+        `tune`: for calls under the bound in force (`EPContext.at_most`), on the stream that is current. Maps may change
+        and weights be rewritten in place; after `tune`, or with other tensors or modules in their place, calls run as
+        before. A router or shared experts of the user's are recorded as they run once, for these numbers of tokens
+        alone: nothing random, no wait for the device.
 
         Raises ConfigError on all ranks where it cannot be. `plan` does not count the rows between kernels, in memory
         that all graphs of the context share.

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.grids import cdiv, next_power_of_2
+
 _BLOCK = 1024
 
 
@@ -13,9 +15,9 @@ def to_wire(ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids:
     (rows, top_k), wire = ids.shape, out_ids.shape[1]
     if not rows:
         return
-    width = triton.next_power_of_2(wire)
+    width = next_power_of_2(wire)
     block = _BLOCK // width
-    _to_wire[(triton.cdiv(rows, block),)](
+    _to_wire[(cdiv(rows, block),)](
         ids, weights, out_ids, out_weights, rows, home, num_physical, TOP_K=top_k, WIRE=wire, WIDTH=width, BLOCK=block
     )
 
@@ -45,9 +47,9 @@ def to_distinct(
     rows, top_k = ids.shape
     if not rows:
         return
-    width = triton.next_power_of_2(top_k)
+    width = next_power_of_2(top_k)
     block = max(1, 2 * _BLOCK // width**2)  # pairs of columns that a program compares at once
-    _to_distinct[(triton.cdiv(rows, block),)](
+    _to_distinct[(cdiv(rows, block),)](
         ids, weights, out_ids, out_weights, rows, home, num_physical, TOP_K=top_k, WIDTH=width, BLOCK=block
     )
 
@@ -81,7 +83,7 @@ def _to_distinct(
 
 def to_local(ids: Tensor, weights: Tensor, base: int, cap: int, out: Tensor) -> None:
     count = ids.numel()
-    _to_local[(triton.cdiv(count, _BLOCK),)](ids, weights, out, count, base, cap, BLOCK=_BLOCK)
+    _to_local[(cdiv(count, _BLOCK),)](ids, weights, out, count, base, cap, BLOCK=_BLOCK)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from ep_moe import captured
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.graph_inputs import InputMemory
 from tests.distributed.test_layer_static import on_the_cpu
 
 GRAPHS = captured.Recorder
@@ -21,6 +22,7 @@ class Again:
 
     def __init__(self, device: torch.device, workspaces) -> None:
         self.stream = None
+        self.memory = InputMemory()
 
     @classmethod
     def why_not(cls, device: torch.device) -> str | None:

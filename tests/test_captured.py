@@ -26,6 +26,7 @@ from tests.helpers import assert_same, fill, integer_routing
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, shared_intermediate_size=16)
+COUNTED = 1  # where the router's picks are made inside, the number of tokens is copied too
 
 
 @pytest.fixture
@@ -44,21 +45,38 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
 
 
 def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool:
-    """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit."""
-    before = Again.replays
+    """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit: among as many
+    rows as were recorded, since on a CPU sums over columns depend on how many rows there are."""
+    before, tokens = Again.replays, x.numel() // CONFIG.hidden_size
     with torch.no_grad():
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
         count = Again.replays - before
-        assert_same(y, layer.run(x, routing))
+        calls = layer.captured._calls.get((None, routing is not None))
+        call = calls.serving(tokens) if count and calls is not None else None
+        if call is None or call.inputs.most == tokens:
+            assert_same(y, layer.run(x, routing))
+        else:
+            assert_same(y, among(layer, call.inputs.most, x, routing))
     assert y.shape == x.shape
     assert y.is_contiguous()
     return count == 1
 
 
+def among(layer: MoELayer, most: int, x: Tensor, routing: Routing | None) -> Tensor:
+    """The call's result with rows behind it that no expert is asked for."""
+    tokens = x.numel() // CONFIG.hidden_size
+    wide = torch.zeros(most, CONFIG.hidden_size, dtype=x.dtype)
+    wide[:tokens] = x.reshape(tokens, CONFIG.hidden_size)
+    chosen = layer.router(wide) if routing is None else routing
+    ids, weights = torch.full((most, CONFIG.top_k), -1), torch.ones(most, CONFIG.top_k)
+    ids[:tokens], weights[:tokens] = chosen.ids[:tokens], chosen.weights[:tokens]
+    return layer.run(wide, Routing(LogicalIds(ids), weights))[:tokens].view(x.shape)
+
+
 # --- which calls are replayed ---------------------------------------------------------------------------------------
 
 
-def test_calls_with_as_many_tokens_are_replayed_whatever_their_shape(layer):
+def test_calls_are_replayed_whatever_their_shape(layer):
     layer.capture([4, 0, 6])
     layer.capture_routed([4])
     for seed, shape in enumerate([(4,), (2, 2), (1, 4, 1), (0,), (3, 0), (6,)]):
@@ -70,9 +88,94 @@ def test_calls_with_as_many_tokens_are_replayed_whatever_their_shape(layer):
         assert replayed(layer, rows(4, seed=seed), integer_routing(4, CONFIG, seed))
     narrow = integer_routing(4, CONFIG, 9)
     assert replayed(layer, rows(4), Routing(LogicalIds(narrow.ids.int()), narrow.weights))
-    assert not replayed(layer, rows(5)), "one token more"
+    assert not replayed(layer, rows(7)), "one token more"
     assert not replayed(layer, rows(6), integer_routing(6, CONFIG, 0)), "captured without a routing"
     assert not replayed(layer, nn.Parameter(rows(4), requires_grad=False))
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_fewer_tokens_than_were_captured(routed, layer):
+    """Rows of an earlier call behind them are none: neither computed nor counted, and nobody's shape."""
+    (layer.capture_routed if routed else layer.capture)([6, 2])
+    for seed, tokens in enumerate([6, 3, 5, 0, 2, 1, 4, 6]):
+        x, routing = rows(tokens, seed=seed), integer_routing(tokens, CONFIG, seed) if routed else None
+        layer.placement.reset_load()
+        with torch.no_grad():
+            chosen = layer.router(x) if routing is None else routing
+            layer(x) if routing is None else layer.forward_routed(x, routing)
+        counted = torch.bincount(chosen.ids[chosen.ids >= 0], minlength=CONFIG.num_experts)
+        assert layer.placement.expert_load.tolist() == counted.tolist(), (tokens, "rows that are no tokens")
+        assert replayed(layer, x, routing), tokens
+        assert replayed(layer, x.unsqueeze(0), routing)
+
+
+def test_a_later_capture_serves_what_lies_below_it(layer):
+    layer.capture([6])
+    assert replayed(layer, rows(3))
+    sizes = lambda: [(call.inputs.least, call.inputs.most) for call in served(layer)]  # noqa: E731
+    assert sizes() == [(0, 6)]
+    layer.capture([3, 2])
+    assert sizes() == [(0, 2), (3, 3), (0, 6)]
+    kept = served(layer)[0]
+    layer.capture([3])
+    assert sizes() == [(0, 2), (0, 3), (0, 6)]
+    assert served(layer)[0] is kept
+    for tokens in (0, 1, 2, 3, 4, 5, 6):
+        assert replayed(layer, rows(tokens, seed=tokens)), tokens
+
+
+def served(layer: MoELayer) -> list:
+    ((_, calls),) = layer.captured._calls.items()
+    assert calls.sizes == [call.inputs.most for call in calls.calls]
+    return calls.calls
+
+
+class Ranked(nn.Module):
+    """Looks from row to row: the picks of a row depend on how many there are."""
+
+    def forward(self, x: Tensor) -> Routing:
+        ids = (torch.arange(3).expand(len(x), 3) + len(x)) % CONFIG.num_experts
+        return Routing(LogicalIds(ids), torch.full(ids.shape, 1.0 / 3))
+
+
+def test_modules_of_the_users_see_tokens_alone(layer):
+    plain = dataclasses.replace(CONFIG, shared_intermediate_size=0)
+    layer = MoELayer(plain, layer.context, router=Ranked())
+    layer.capture([4])
+    layer.capture_routed([4])
+    assert replayed(layer, rows(4))
+    assert not replayed(layer, rows(3))
+    assert replayed(layer, rows(3), integer_routing(3, CONFIG, 0)), "its router has no part in this"
+    layer = MoELayer(plain, layer.context, shared_experts=nn.Softmax(dim=0))
+    layer.capture([4])
+    layer.capture_routed([4])
+    for given in (None, integer_routing(4, CONFIG, 0)):
+        assert replayed(layer, rows(4), given)
+    for given in (None, integer_routing(3, CONFIG, 0)):
+        assert not replayed(layer, rows(3), given)
+
+
+def test_layers_share_what_is_read(layer):
+    """One rank's calls run one after the other, and so what they read has one place."""
+    layer.capture([4])
+    twin = MoELayer(CONFIG, layer.context)
+    twin.capture([4])
+    twin.capture_routed([6])
+    (own,), ((_, other), (_, larger)) = (served(layer), twin.captured._calls.items())
+    assert own.inputs is other.calls[0].inputs
+    assert larger.calls[0].inputs.x.data_ptr() != own.inputs.x.data_ptr(), "no room for 6 rows in 4"
+    for seed in range(3):
+        assert replayed(layer, rows(4, seed=seed))
+        assert replayed(twin, rows(2, seed=seed))
+        assert replayed(twin, rows(5, seed=seed), integer_routing(5, CONFIG, seed))
+
+
+def test_copies_of_few_numbers_of_tokens_are_kept_ready(layer):
+    layer.capture_routed([100])
+    ((_, calls),) = layer.captured._calls.items()
+    for tokens in range(100):
+        assert replayed(layer, rows(tokens), integer_routing(tokens, CONFIG, tokens))
+    assert len(calls.calls[0].inputs._copies) <= 64
 
 
 def test_what_is_given_is_copied_in_one_launch_where_it_can_be(layer, monkeypatch):
@@ -85,14 +188,16 @@ def test_what_is_given_is_copied_in_one_launch_where_it_can_be(layer, monkeypatc
     x, given = rows(4).bfloat16(), integer_routing(4, CONFIG, 0)
     assert replayed(layer, x, given)
     assert replayed(layer, x.view(2, 2, -1))
-    assert launches == [3, 1]
+    assert replayed(layer, x[:3], Routing(LogicalIds(given.ids[:3]), given.weights[:3]))
+    assert replayed(layer, x[:2])
+    assert launches == [3, 1 + COUNTED, 4, 1 + COUNTED]
     between = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     assert replayed(layer, between, given)
     apart = given.weights.repeat_interleave(2, 1)[:, ::2]
     assert replayed(layer, x, Routing(given.ids, apart))
     assert replayed(layer, x, Routing(LogicalIds(given.ids.t().contiguous().t()), given.weights))
     assert replayed(layer, x, Routing(LogicalIds(given.ids.int()), given.weights))
-    assert launches == [3, 1]
+    assert len(launches) == 4
 
 
 def test_a_result_is_the_callers_own(layer):
@@ -180,11 +285,11 @@ def test_bad_routings_raise_as_before(change, sentence, layer):
 def test_streams_and_workspaces(layer, monkeypatch):
     """A replay waits for a call that ended on another stream, and the next call for the replay."""
     layer.capture([4])
-    ((key, call),) = layer.captured._calls.items()
+    ((_, calls),) = layer.captured._calls.items()
     followed, lane = [], Lane(None, stream="elsewhere")
     monkeypatch.setattr(Lane, "follow", lambda self, device: followed.append((self.stream, device)))
     recorder = SimpleNamespace(stream="its own", here=True)
-    layer.captured._calls[key] = dataclasses.replace(call, lane=lane, recorder=recorder)
+    calls.calls[0] = dataclasses.replace(calls.calls[0], lane=lane, recorder=recorder)
     assert replayed(layer, rows(4))
     assert followed == [("elsewhere", CPU)]
     assert lane.stream == "its own"
@@ -294,6 +399,7 @@ def test_a_new_capture_forgets_what_is_gone(layer):
     layer.capture([2])
     assert not replayed(layer, rows(4))
     assert replayed(layer, rows(2))
+    assert len(layer.captured) == 1
 
 
 def test_another_dtype(layer):
@@ -373,6 +479,7 @@ def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
         uncaptured = python_calls(lambda: layer.forward_routed(x, routing))
         monkeypatch.setattr(Again, "record", lambda self, call: (lambda: None, call()))
         layer.capture_routed([4])
+        layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
         replayed = python_calls(lambda: layer.forward_routed(x, routing))
     assert replayed <= 24, replayed
     assert uncaptured > 4 * replayed, uncaptured

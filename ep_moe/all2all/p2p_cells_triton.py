@@ -26,6 +26,7 @@ from ep_moe.devices import multiprocessors, starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
+from ep_moe.grids import cdiv, next_power_of_2
 from ep_moe.placement.late import to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
@@ -42,7 +43,7 @@ def send(
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     ids, tables, most = to_place(routing)
     block = _block(words)
-    grid = (bound, g.num_ranks, triton.cdiv(words, block))
+    grid = (bound, g.num_ranks, cdiv(words, block))
     # what starts early takes room, and these programs must all run at once: one a multiprocessor does beside it
     leads = alone and math.prod(grid) <= multiprocessors(x.device)
     _send[grid](
@@ -68,11 +69,11 @@ def send(
         MOST=most,
         RANK=workspace.rank,
         TOP_K=g.top_k,
-        WIDTH=triton.next_power_of_2(g.top_k),
+        WIDTH=next_power_of_2(g.top_k),
         WORDS=words,
         BLOCK=block,
         SCALES=scale_words,
-        SCALE_BLOCK=block // 32 if rounds == "fp8_block" else triton.next_power_of_2(max(scale_words, 1)),
+        SCALE_BLOCK=block // 32 if rounds == "fp8_block" else next_power_of_2(max(scale_words, 1)),
         ROUNDS=rounds,
         SMALLEST=SMALLEST,
         FEW=places["row_cells"].shape[1],
@@ -84,7 +85,7 @@ def send(
 
 
 def _block(words: int) -> int:
-    return min(PIECE, int(triton.next_power_of_2(words)))
+    return min(PIECE, next_power_of_2(words))
 
 
 @triton.jit
@@ -213,7 +214,7 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
     g, places = workspace.geometry, workspace.places
     words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
     block = _block(words)
-    _receive[(bound, g.num_ranks, triton.cdiv(words, block))](
+    _receive[(bound, g.num_ranks, cdiv(words, block))](
         out if rounds else out.view(torch.int32),
         places["answers"] if rounds else places["answers"].view(torch.int32),
         places["ids"],
@@ -228,11 +229,11 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
         RANK=workspace.rank,
         RANKS=g.num_ranks,
         TOP_K=g.top_k,
-        WIDTH=triton.next_power_of_2(g.top_k),
+        WIDTH=next_power_of_2(g.top_k),
         WORDS=words,
         BLOCK=block,
-        PART=triton.next_power_of_2(triton.cdiv(block, g.num_ranks)),
-        LANES=triton.next_power_of_2(g.num_ranks),
+        PART=next_power_of_2(cdiv(block, g.num_ranks)),
+        LANES=next_power_of_2(g.num_ranks),
         DTYPE=getattr(tl, str(g.dtype).removeprefix("torch.")),
         ROUNDS=rounds,
         FEW=places["answer_cells"].shape[1],

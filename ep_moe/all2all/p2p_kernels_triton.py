@@ -17,6 +17,7 @@ from ep_moe.devices import starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
+from ep_moe.grids import cdiv, next_power_of_2
 from ep_moe.placement.late import to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
@@ -57,13 +58,13 @@ def send(
         MOST=most,
         RANK=workspace.rank,
         RANKS=g.num_ranks,
-        LANES=triton.next_power_of_2(g.num_ranks),
+        LANES=next_power_of_2(g.num_ranks),
         TOP_K=g.top_k,
-        WIDTH=triton.next_power_of_2(g.top_k),
+        WIDTH=next_power_of_2(g.top_k),
         ELEMENTS=elements,
-        BLOCK=triton.next_power_of_2(elements),
+        BLOCK=next_power_of_2(elements),
         SCALES=scale_words,
-        SCALE_BLOCK=triton.next_power_of_2(max(scale_words, 1)),
+        SCALE_BLOCK=next_power_of_2(max(scale_words, 1)),
         ROUNDS=rounds,
         SMALLEST=SMALLEST,
         EARLY=alone and starts_early(x.device),
@@ -133,7 +134,7 @@ def _words(x_scale: Tensor | None, like: Tensor) -> Tensor:
 
 def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
     g, at = workspace.geometry, workspace.offsets
-    _announce[(min(triton.cdiv(bound, _TILE), _TILES),)](
+    _announce[(min(cdiv(bound, _TILE), _TILES),)](
         _words(x_scale, routing.weights),
         routing.ids.contiguous(),
         routing.weights.contiguous(),
@@ -150,11 +151,11 @@ def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRout
         g.num_physical,
         RANK=workspace.rank,
         RANKS=g.num_ranks,
-        LANES=triton.next_power_of_2(g.num_ranks),
+        LANES=next_power_of_2(g.num_ranks),
         TOP_K=g.top_k,
-        WIDTH=triton.next_power_of_2(g.top_k),
+        WIDTH=next_power_of_2(g.top_k),
         SCALES=g.scale_bytes // 4,
-        SCALE_BLOCK=triton.next_power_of_2(max(g.scale_bytes // 4, 1)),
+        SCALE_BLOCK=next_power_of_2(max(g.scale_bytes // 4, 1)),
         TILE=_TILE,
     )
 
@@ -223,7 +224,7 @@ def _wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
 def tell_given(workspace: Workspace) -> None:
     ranks = workspace.geometry.num_ranks
     place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
-    lanes = triton.next_power_of_2(ranks)
+    lanes = next_power_of_2(ranks)
     _tell_given[(1,)](workspace.memory.addresses, workspace.calls, place, RANKS=ranks, LANES=lanes, num_warps=1)
 
 
@@ -246,9 +247,9 @@ def give(workspace: Workspace, bound: int) -> None:
         RANK=workspace.rank,
         RANKS=g.num_ranks,
         TOP_K=g.top_k,
-        WIDTH=triton.next_power_of_2(g.top_k),
+        WIDTH=next_power_of_2(g.top_k),
         NUMBERS=numbers,
-        BLOCK=triton.next_power_of_2(numbers),
+        BLOCK=next_power_of_2(numbers),
         ROUNDS=rounds,
         num_warps=8 if answer_bytes(g) > 4096 else 4,
     )
@@ -291,11 +292,11 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> Non
         TELL=tell,
         RANK=workspace.rank,
         RANKS=g.num_ranks,
-        LANES=triton.next_power_of_2(g.num_ranks),
+        LANES=next_power_of_2(g.num_ranks),
         TOP_K=g.top_k,
-        WIDTH=triton.next_power_of_2(g.top_k),
+        WIDTH=next_power_of_2(g.top_k),
         HIDDEN=g.hidden_size,
-        BLOCK=triton.next_power_of_2(g.hidden_size),
+        BLOCK=next_power_of_2(g.hidden_size),
         num_warps=8 if g.hidden_size > 2048 else 4,
         **early(out.device),
     )

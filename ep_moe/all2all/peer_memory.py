@@ -18,7 +18,11 @@ class PeerMemory:
     def __init__(self, link: Link, device: torch.device, size: int) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        assert link.group is not None
+        if link.group is None:  # one rank, its own peer
+            self.local = torch.zeros(size, dtype=torch.uint8, device=device)
+            self.peers = [self.local]
+            self.addresses = torch.tensor([self.local.data_ptr()], dtype=torch.int64, device=device)
+            return
         self.local = symm_mem.empty(size, dtype=torch.uint8, device=device)
         handle = symm_mem.rendezvous(self.local, link.group.group_name)
         self.peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(link.size)]

@@ -11,8 +11,8 @@ x peer       the fastest peer with weights of the same kind / this line: above 1
 x apart      of the floor that computes and moves rows in turn; x overlap: of the one that does both at once
 error        largest difference from the first line, over its largest magnitude; WRONG beyond ERRORS. A guard against
              timing what computes something else, no proof
-host us      of the host for one eager call, at one token per rank; captured: of the same call after
-             `MoELayer.capture_routed`
+host us      of the host for one eager call, peers' too: where it is more than us, eager calls take as long; captured: of
+             the same call after `MoELayer.capture_routed`
 stages       dispatch, experts and combine from a profile of replays, rest before the rows set out
 memory       (--memory) bytes that `plan()` names, and that were really taken by one layer in a context of its own: held
              after a call, and at the peak of a call
@@ -109,6 +109,9 @@ def measure(
     recipes = joined.recipes() if peers else {}
     entries += [entry for name, make in recipes.items() if (entry := attempt(context, name, make)) is not None]
     lines = timed(context, model, entries, floors_of(context, config, routing, machine))
+    for line, entry in zip(lines, entries, strict=True):
+        if not math.isnan(line.us):
+            line.host_us = host_time(context, f"{entry.name}, {entry.scheme}, on the host", entry.call)
     for line, entry, layer in zip(lines, entries, layers.values(), strict=False):  # ours come before the peers'
         if not math.isnan(line.us) and not entry.name.endswith(" parts"):
             extras(context, line, entry.call, layer)
@@ -246,17 +249,21 @@ def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELa
     if split is not None:
         line.dispatch_us, line.experts_us = split.dispatch, split.experts
         line.combine_us, line.rest_us = split.combine, split.rest
-    if line.tokens == 1:
-        own = attempt(context, f"{what}, on the host", partial(host, call, before=dist.barrier))
-        line.host_us = None if own is None else slowest(context, own)
-        own = attempt(context, f"{what}, on the host when captured", partial(captured_host, layer, call))
-        line.captured_host_us = None if own is None else slowest(context, own)
+    if attempt(context, f"{what}, by MoELayer.capture_routed", partial(recorded, layer, line.tokens)):
+        line.captured_host_us = host_time(context, f"{what}, on the host when captured", call)
+        layer.captured.drop()
 
 
-def captured_host(layer: MoELayer, call: Callable[[], Any]) -> float:
-    """call: of the layer, which stays captured at one token"""
-    layer.capture_routed([1])
-    return host(call, before=dist.barrier)
+def recorded(layer: MoELayer, tokens: int) -> bool:
+    layer.capture_routed([tokens])
+    return True
+
+
+def host_time(context: EPContext, what: str, call: Callable[[], Any]) -> float | None:
+    """The slowest rank's. As few calls at once as the queue has room for, and the clock does not count."""
+    calls = 20 if (context.max_tokens or 1) <= 128 else 5
+    own = attempt(context, what, partial(host, call, calls=calls, before=dist.barrier))
+    return None if own is None else slowest(context, own)
 
 
 def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: Machine) -> dict[str, floors.Floor]:

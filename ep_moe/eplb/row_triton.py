@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.grids import cdiv, next_power_of_2
+
 _BLOCK = 4096  # words of a program
 _WARPS = 8
 
@@ -29,12 +31,12 @@ class Rows:
         for address, words in parts:
             table.append([address, words, self._firsts[-1], self._begins[-1]])
             self._firsts.append(self._firsts[-1] + words)
-            self._begins.append(self._begins[-1] + triton.cdiv(words, _BLOCK))
+            self._begins.append(self._begins[-1] + cdiv(words, _BLOCK))
         on_host = torch.tensor(table, dtype=torch.int64, pin_memory=factors.is_cuda)
         self._table = on_host.to(factors.device, non_blocking=True)
         self._checksum = (factors, powers, scratch)
         self._programs, self._tail = self._begins[-1], self._firsts[-1]
-        self._sizes = {"LANES": triton.next_power_of_2(len(table)), "BLOCK": _BLOCK, "num_warps": _WARPS}
+        self._sizes = {"LANES": next_power_of_2(len(table)), "BLOCK": _BLOCK, "num_warps": _WARPS}
 
     def pack(self, slot: int, start: int, stop: int, out: Tensor) -> None:
         """Bytes [start, stop) of a slot's row into uint8 `out`. Bounds are multiples of 8, as out's address."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
 from ep_moe.experts import few_rows_triton as kernels
 from ep_moe.experts.fp8_block_kernels import SMALLEST_AMAX
 from ep_moe.experts.fp8_tensor_kernels import MatrixScales
 from ep_moe.experts.pair_kernels import Lists
+from ep_moe.grids import next_power_of_2
 from ep_moe.types import Activation
 
 DEPTH = 128  # of a tile
@@ -150,4 +150,4 @@ def _looked_through(pairs: int, lists: Lists | None) -> int:
     """Few different numbers, so that few kernels are compiled."""
     if lists is not None:
         return 1
-    return FEWEST if pairs <= FEWEST else max(UNSORTED, int(triton.next_power_of_2(pairs)))
+    return FEWEST if pairs <= FEWEST else max(UNSORTED, next_power_of_2(pairs))

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from ep_moe.devices import multiprocessors
 from ep_moe.experts import fp8_block_kernels_triton as kernels
+from ep_moe.grids import cdiv, next_power_of_2
 from ep_moe.types import Activation
 
 BLOCK = 128
@@ -98,7 +98,7 @@ def grouped_gemm(
         return
     kernels.gemm[(_programs(rows, experts, n, config, b.device),)](
         a, a_scale, b, b_scale, out, starts, ends, experts, rows, a.shape[1] if a.dim() == 3 else 0, n, k,
-        EXPERTS=triton.next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        EXPERTS=next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         GROUP_M=config.group_m, num_stages=config.stages, num_warps=config.warps,
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def _tiling(rows: int, size: int, device: torch.device) -> tuple[int, int, int]:
     """Columns and rows of a tile, and how many programs walk over the tiles."""
     columns = next(c for c in (1024, 512, 256, BLOCK) if size % c == 0)
     tall = TILE // columns
-    tiles = triton.cdiv(rows, tall) * (size // columns)
+    tiles = cdiv(rows, tall) * (size // columns)
     return columns, tall, min(tiles, multiprocessors(device) * PROGRAMS)
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.experts.fp8_scales import Inputs, TensorScales
+from ep_moe.grids import cdiv, next_power_of_2
 
 _BLOCK = 1024
 _FP8_MAX = tl.constexpr(448.0)
@@ -17,11 +18,11 @@ _TINY = tl.constexpr(1e-12)
 def round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: Tensor, scales: TensorScales) -> None:
     rows, hidden = x.shape
     slots = len(w13)
-    _round_rows[(rows, triton.cdiv(hidden, _BLOCK))](
+    _round_rows[(rows, cdiv(hidden, _BLOCK))](
         x, w13, w2, inputs.first, inputs.second, inputs.cap, out,
         scales.alpha1, scales.quant2, scales.alpha2, scales.input_scale,
         hidden, x.stride(0), slots,
-        DYNAMIC=inputs.dynamic, SLOTS=triton.next_power_of_2(slots), BLOCK=_BLOCK,
+        DYNAMIC=inputs.dynamic, SLOTS=next_power_of_2(slots), BLOCK=_BLOCK,
     )  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def column_scales(inputs: Inputs, act1: Tensor, act2: Tensor, alpha1: Tensor, al
     slots = len(alpha1)
     _column_scales[(2,)](
         inputs.first, inputs.second, inputs.cap, act1, act2, alpha1, alpha2, len(act1), len(act2), slots,
-        DYNAMIC=inputs.dynamic, HALF=act1.dtype == torch.float16, SLOTS=triton.next_power_of_2(slots), BLOCK=_BLOCK,
+        DYNAMIC=inputs.dynamic, HALF=act1.dtype == torch.float16, SLOTS=next_power_of_2(slots), BLOCK=_BLOCK,
     )  # fmt: skip
 
 

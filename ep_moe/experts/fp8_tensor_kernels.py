@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ep_moe.grids import cdiv, next_power_of_2
+
 BLOCK = 1024  # columns of a program
 
 
@@ -43,13 +45,12 @@ def round_rows(x: Tensor, input_scales: Tensor, out: Tensor, scale: Tensor, slot
         as they are. None for row n to row n
     out: e4m3 [M, H]
     """
-    import triton
 
     from ep_moe.experts import fp8_tensor_kernels_triton as kernels
 
     rows, size = x.shape
-    block = min(BLOCK, triton.next_power_of_2(size))
-    kernels.round_rows[(rows, triton.cdiv(size, block))](
+    block = min(BLOCK, next_power_of_2(size))
+    kernels.round_rows[(rows, cdiv(size, block))](
         x, input_scales, slots, out, scale, len(input_scales), out.shape[0], size,
-        SLOTS=triton.next_power_of_2(len(input_scales)), TOP_K=1 if slots is None else slots.shape[1], BLOCK=block,
+        SLOTS=next_power_of_2(len(input_scales)), TOP_K=1 if slots is None else slots.shape[1], BLOCK=block,
     )  # fmt: skip

@@ -10,12 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.experts.fp8_scales import TensorScales
+from ep_moe.grids import next_power_of_2
 
 
 def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:
     _fill_scales[(1,)](
         input_scale, w13, w2, second, scales.alpha1, scales.quant2, scales.alpha2, scales.input_scale, len(w13),
-        SLOTS=triton.next_power_of_2(len(w13)),
+        SLOTS=next_power_of_2(len(w13)),
     )  # fmt: skip
 
 

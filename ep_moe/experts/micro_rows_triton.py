@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.grids import cdiv
+
 _BLOCKS = 64  # of one program
 _OF_6, _OF_448 = tl.constexpr(1 / 6), tl.constexpr(1 / 448)
 _FP8_MAX, _FP8_NAN = tl.constexpr(448.0), tl.constexpr(127)
@@ -15,13 +17,13 @@ _TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
 def nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> None:
     rows, blocks = scale.shape
     if rows:
-        _nvfp4_rows[(rows, triton.cdiv(blocks, _BLOCKS))](x, global_scale, data, scale, blocks, BLOCKS=_BLOCKS)
+        _nvfp4_rows[(rows, cdiv(blocks, _BLOCKS))](x, global_scale, data, scale, blocks, BLOCKS=_BLOCKS)
 
 
 def mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
     rows, blocks = scale.shape
     if rows:
-        _mxfp8_rows[(rows, triton.cdiv(blocks, _BLOCKS))](x, data, scale, blocks, BLOCKS=_BLOCKS)
+        _mxfp8_rows[(rows, cdiv(blocks, _BLOCKS))](x, data, scale, blocks, BLOCKS=_BLOCKS)
 
 
 @triton.jit

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 from ep_moe.early_triton import early
 from ep_moe.experts import pair_kernels_triton as kernels
+from ep_moe.grids import cdiv, next_power_of_2
 from ep_moe.workspace import Shapes
 
 # tuned on an H200
@@ -80,13 +80,13 @@ def reduce(
     size = out.shape[-1]
     if not rows:
         return
-    block = min(REDUCE_BLOCK, triton.next_power_of_2(size))
+    block = min(REDUCE_BLOCK, next_power_of_2(size))
     # as many ranks as rows came from take turns, so that all links are busy all the time
     turns = 1 if home is None else max(1, min(len(home.addresses), rows // home.bound))
     to: tuple[Tensor | int | None, ...] = (None, 0, 1, 0, 0, None, 0)
     if home is not None:
         to = (home.addresses, home.offset, home.bound, home.first, home.rank, home.number, home.stride)
-    kernels.reduce[(turns * triton.cdiv(rows, turns), triton.cdiv(size, block))](
+    kernels.reduce[(turns * cdiv(rows, turns), cdiv(size, block))](
         y, ids, weights, slots, out.view(torch.uint8) if out.itemsize == 1 else out, *to, base, num_experts, rows, size,
         TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,
         **early(y.device, soon),
@@ -101,15 +101,13 @@ def copy_rows(x: Tensor, slots: Tensor, out: Tensor) -> None:
     rows, size = x.shape
     if not rows:
         return
-    block = min(1024, triton.next_power_of_2(size))
-    kernels.copy_rows[(rows, triton.cdiv(size, block))](
-        x, slots, out, out.shape[0], size, TOP_K=slots.shape[1], BLOCK=block
-    )
+    block = min(1024, next_power_of_2(size))
+    kernels.copy_rows[(rows, cdiv(size, block))](x, slots, out, out.shape[0], size, TOP_K=slots.shape[1], BLOCK=block)
 
 
 def group_workspace(num_pairs: int, num_experts: int) -> int:
     """How many int32 `group_pairs` needs to work."""
-    return (triton.cdiv(num_pairs, _pairs_per_program(num_pairs)) + 1) * num_experts if num_pairs > ALONE else 0
+    return (cdiv(num_pairs, _pairs_per_program(num_pairs)) + 1) * num_experts if num_pairs > ALONE else 0
 
 
 def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
@@ -123,7 +121,7 @@ def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
 
 
 def _pairs_per_program(num_pairs: int) -> int:
-    return max(CHUNK, int(triton.next_power_of_2(triton.cdiv(num_pairs, PROGRAMS))))
+    return max(CHUNK, next_power_of_2(cdiv(num_pairs, PROGRAMS)))
 
 
 def list_pairs(
@@ -154,21 +152,21 @@ def group_pairs(
     if not pairs:
         ends.zero_()
         return
-    lanes = triton.next_power_of_2(num_experts)
+    lanes = next_power_of_2(num_experts)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     if pairs <= ALONE:
         chunk = 16 if pairs <= 1024 else max(16, min(32, 8192 // lanes))
-        kernels.place_pairs[(triton.cdiv(pairs, chunk),)](
+        kernels.place_pairs[(cdiv(pairs, chunk),)](
             ids, weights, base, None, None, source_row, slots, ends, pairs, num_experts, top_k, **given,
-            PAIRS=chunk, CHUNK=chunk, ALL=triton.next_power_of_2(pairs), num_warps=8,
+            PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), num_warps=8,
             **early(ids.device, soon),
         )  # fmt: skip
         return
     mine = _pairs_per_program(pairs)
-    blocks = triton.cdiv(pairs, mine)
+    blocks = cdiv(pairs, mine)
     earlier, totals = workspace[: blocks * num_experts], workspace[blocks * num_experts :]
     kernels.count_pairs[(blocks,)](ids, weights, base, earlier, pairs, num_experts, **given, PAIRS=mine, CHUNK=CHUNK)
-    kernels.sum_counts[(num_experts,)](earlier, totals, blocks, BLOCKS=triton.next_power_of_2(blocks))
+    kernels.sum_counts[(num_experts,)](earlier, totals, blocks, BLOCKS=next_power_of_2(blocks))
     kernels.place_pairs[(blocks,)](
         ids, weights, base, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
         PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), ALL=0,

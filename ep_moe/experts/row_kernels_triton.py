@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.grids import cdiv, next_power_of_2
+
 _BLOCK = 1024
 
 
@@ -13,9 +15,9 @@ def clean_ids(
     ids: Tensor, weights: Tensor | None, base: int, num_slots: int, out_ids: Tensor, out_weights: Tensor | None
 ) -> None:
     rows, top_k = ids.shape
-    width = triton.next_power_of_2(top_k)
+    width = next_power_of_2(top_k)
     block = max(1, 2048 // width**2)  # pairs of columns that a program compares at once
-    _clean_ids[(triton.cdiv(rows, block),)](
+    _clean_ids[(cdiv(rows, block),)](
         ids, weights, out_ids, out_weights, rows, base, num_slots,
         TOP_K=top_k, WIDTH=width, BLOCK=block, WEIGHTED=weights is not None,
     )  # fmt: skip
@@ -48,7 +50,7 @@ def _clean_ids(
 def row_extremes(x: Tensor, ids: Tensor, out: Tensor) -> None:
     rows, hidden = x.shape
     top_k = ids.shape[1]
-    _row_extremes[(rows,)](x, ids, out, hidden, x.stride(0), top_k, BLOCK=_BLOCK, IDS=triton.next_power_of_2(top_k))
+    _row_extremes[(rows,)](x, ids, out, hidden, x.stride(0), top_k, BLOCK=_BLOCK, IDS=next_power_of_2(top_k))
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.experts.hopper_parts_triton import activate, next_stage
+from ep_moe.grids import next_power_of_2
 
 if TYPE_CHECKING:
     from ep_moe.experts.stream_gemm import Ring
@@ -51,7 +51,7 @@ def launch(
     _stream[(min(programs, experts * columns),)](
         weights, x, source, ends, out, *scales, experts, n, n // 2 if gated else 64, width, columns, k // block_k,
         alpha, limit, ROWS=ring.rows, BLOCK_K=block_k, STAGES=ring.stages,
-        EXPERTS=max(32, triton.next_power_of_2(experts)), ACTIVATION=activation, num_warps=4, maxnreg=168,
+        EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, num_warps=4, maxnreg=168,
         **early(x.device),
     )  # fmt: skip
 

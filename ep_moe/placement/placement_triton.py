@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe.grids import cdiv, next_power_of_2
+
 _BLOCK, _WIDE_BLOCK = 256, 1024  # picks of a program
 _MANY = 4096  # picks from which on each program counts its own first: they are many for few counters
 
@@ -24,7 +26,7 @@ def place(
         return
     many = pairs >= _MANY
     block = _WIDE_BLOCK if many else _BLOCK
-    _place[(triton.cdiv(pairs, block),)](
+    _place[(cdiv(pairs, block),)](
         ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, len(counts), len(slot_load), top_k,
         MOST=replicas.shape[1], BLOCK=block, EXPERT_BINS=_bins(expert_load) if many else 0,
         SLOT_BINS=_bins(slot_load) if many else 0,
@@ -32,7 +34,7 @@ def place(
 
 
 def _bins(load: Tensor) -> int:
-    return max(128, int(triton.next_power_of_2(len(load))))
+    return max(128, next_power_of_2(len(load)))
 
 
 @triton.jit

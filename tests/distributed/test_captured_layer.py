@@ -102,12 +102,12 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(pair, world_size):
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
         layer = built(context, pair)
-        with context.at_most(32):
+        with context.at_most(40):
             layer.capture_routed([1, 4, 32])
             for step in range(12):
                 # captured on some ranks and not on others, in an order that is not that of the captures
-                tokens = (4, 5, 32, 1, 0)[(step + rank) % 5]
-                check(layer, tokens, 10 * step + rank, replays=tokens in (1, 4, 32))
+                tokens = (4, 5, 32, 1, 0, 33)[(step + rank) % 6]
+                check(layer, tokens, 10 * step + rank, replays=tokens != 33)
             placed = layer.placement.expert_map
             turned = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
             other = ExpertMap(physical_to_logical=turned, num_experts=10, num_ranks=world_size)
@@ -128,9 +128,16 @@ def test_layers_that_share_memory_and_shared_experts_beside(world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
         layers = [built(context, config=SHARED) for _ in range(2)]
         for layer in layers:
-            layer.capture([2, 16, 64, 0])
+            layer.capture([2, 16, 64, 1, 0])
         for step in range(8):
             check(layers[step % 2], (16, 64, 2, 0)[(step // 2 + rank) % 4], step, replays=True, routed=False)
+        for tokens, captured in ((9, 16), (40, 64), (3, 16)):
+            # with rows of no token behind, and with tokens there
+            more = rows(layers[0], captured, tokens + rank)
+            with watched(layers[0]) as found:
+                fewer = layers[0](more[:tokens])
+            assert found == [True]
+            assert torch.equal(fewer, layers[0](more)[:tokens]), tokens
         x = rows(layers[0], 16, 5)
         first = layers[0](x)
         kept = first.clone()

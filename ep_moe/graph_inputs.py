@@ -1,0 +1,152 @@
+"""What captured calls read. A call may have fewer tokens than were recorded: the rows behind them are then picked by no
+expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_moe.types import LogicalIds, Routing
+
+_COPIES = 64  # numbers of tokens whose copies are kept ready
+
+
+class InputMemory:
+    """What all captured calls of a stream share, tensors for the most rows so far: what one call brings is read before
+    what the next one brings arrives."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Tensor] = {}
+        self._inputs: dict[Any, Inputs] = {}
+
+    def inputs(self, *form: Any, **rest: Any) -> Inputs:
+        """`Inputs` of this form, the same for all layers."""
+        key = (*form, *rest.items())
+        if key not in self._inputs:
+            self._inputs[key] = Inputs(self, *form, **rest)
+        return self._inputs[key]
+
+    def take(self, key: Any, rows: int, make: Callable[[int], Tensor]) -> Tensor:
+        """[rows, ...]. A smaller one stays where a graph reads it."""
+        held = self._held.get(key)
+        if held is None or len(held) < rows:
+            held = self._held[key] = make(rows)
+        return held[:rows]
+
+
+class _Copies(NamedTuple):
+    """Of one number of tokens. to: where what is given goes, and after it `constants`
+    words, constant_words: the same memory as int32, so that one launch copies all; none where rows are no whole words
+    """
+
+    to: list[Tensor]
+    constants: list[Tensor]
+    words: list[Tensor]
+    constant_words: list[Tensor]
+
+
+class Inputs:
+    """Of one recorded call of `most` tokens, which serves calls of `least` to `most`.
+
+    x: [N, H] of the layer's dtype; routing: ids int64 and weights float32 [N, K], or None
+    tokens: int32 [1], how many of the rows are tokens, where no routing says so; None if all are
+    """
+
+    def __init__(
+        self, memory: InputMemory, hidden: int, top_k: int, dtype: torch.dtype, device: torch.device,
+        *, least: int, most: int, routed: bool,
+    ) -> None:  # fmt: skip
+        self.least, self.most, self.top_k = least, most, top_k
+        self._copies: dict[int, _Copies] = {}
+        self.x = memory.take(
+            ("x", hidden, dtype), most, lambda rows: torch.zeros(rows, hidden, dtype=dtype, device=device)
+        )
+        self.routing: Routing | None = None
+        self.tokens: Tensor | None = None
+        self._constant = torch.empty(0)
+        if routed:
+            ids, self._constant = (
+                memory.take((name, top_k), most, lambda rows: torch.full((rows, top_k), -1, device=device))
+                for name in ("ids", "no ids")
+            )
+            weights = memory.take(("weights", top_k), most, lambda rows: torch.zeros(rows, top_k, device=device))
+            self.routing = Routing(LogicalIds(ids), weights)
+        elif least < most:
+            self.tokens = memory.take("tokens", 1, lambda rows: torch.zeros(rows, dtype=torch.int32, device=device))
+            self._constant = memory.take(
+                "numbers", most + 1, lambda rows: torch.arange(rows, dtype=torch.int32, device=device)
+            )
+
+    def clear(self) -> None:
+        """No tokens, whatever a call has left here."""
+        self.x.zero_()
+        if self.routing is not None:
+            self.routing.ids.fill_(-1)
+        if self.tokens is not None:
+            self.tokens.zero_()
+
+    def masked(self, routing: Routing) -> Routing:
+        """A router's picks for x, without those for rows that are no tokens."""
+        if self.tokens is None:
+            return routing
+        row = torch.arange(self.most, device=self.x.device).unsqueeze(1)
+        return Routing(LogicalIds(routing.ids.masked_fill(row >= self.tokens, -1)), routing.weights)
+
+    def takes(self, x: Tensor, routing: Routing | None, tokens: int) -> bool:
+        """Whether they are of the form that was recorded; wrong ones are not."""
+        own = self.x
+        if x.shape[-1:] != own.shape[1:] or x.dtype != own.dtype or x.device != own.device:
+            return False
+        if routing is None:
+            return True
+        if type(routing) is not Routing:
+            return False
+        ids, weights = routing.ids, routing.weights
+        return (
+            type(ids) is Tensor
+            and type(weights) is Tensor
+            and ids.shape == weights.shape == (tokens, self.top_k)
+            and (ids.dtype == torch.int64 or ids.dtype == torch.int32)
+            and weights.dtype == torch.float32
+            and ids.device == weights.device == own.device
+        )
+
+    def bring(self, x: Tensor, routing: Routing | None, tokens: int) -> None:
+        """What was given to where a replay reads it; one launch for all, if each is in one piece."""
+        if x.dim() != 2:
+            x = x.reshape(tokens, self.x.shape[1])
+        copies = self._copies.get(tokens) or self._copied(tokens)
+        # rows of 2-byte numbers may begin between two words, and are then none
+        whole = bool(copies.words) and x.is_contiguous() and x.storage_offset() % 2 == 0
+        given = [x]
+        if routing is not None:
+            given += [routing.ids, routing.weights]
+            whole = whole and given[1].dtype == torch.int64 and given[1].is_contiguous() and given[2].is_contiguous()
+        if whole:
+            given_words = [tensor.view(torch.int32) for tensor in given]
+            torch._foreach_copy_(copies.words, given_words + copies.constant_words)
+        else:
+            for to, tensor in zip(copies.to, given + copies.constants, strict=True):
+                to.copy_(tensor)
+
+    def _copied(self, tokens: int) -> _Copies:
+        to, constants = [self.x[:tokens]], []
+        if self.routing is not None:
+            to += [self.routing.ids[:tokens], self.routing.weights[:tokens]]
+            if tokens < self.most:
+                to.append(self.routing.ids[tokens:])
+                constants.append(self._constant[: self.most - tokens])
+        elif self.tokens is not None:
+            to.append(self.tokens)
+            constants.append(self._constant[tokens : tokens + 1])
+        words, constant_words = (
+            [tensor.view(torch.int32) for tensor in tensors] if self.x.shape[1] * self.x.itemsize % 4 == 0 else []
+            for tensors in (to, constants)
+        )
+        if len(self._copies) == _COPIES:
+            self._copies.clear()
+        self._copies[tokens] = made = _Copies(to, constants, words, constant_words)
+        return made
