@@ -96,7 +96,7 @@ class Recorder:
 @dataclass(frozen=True, eq=False)
 class _Call:
     """inputs: what a replay reads; out [N, H]: what it writes
-    lane: the transport's workspace, where it has one
+    lanes: the transport's workspaces, where it has some; a call in parts takes several
     steps, left: of the ledger, how many such a call makes, and what the last leaves: where, phase, detail, done
     """
 
@@ -104,7 +104,7 @@ class _Call:
     recorder: Recorder
     replay: Callable[[], object]
     out: Tensor
-    lane: Lane | None
+    lanes: tuple[Lane, ...]
     steps: int
     left: tuple[str, str, str, bool]
 
@@ -177,18 +177,18 @@ class CapturedCalls:
         call = calls.serving(tokens)
         if call is None or not call.inputs.takes(x, routing, tokens) or not self._may_replay(call, x):
             return None
-        lane, ledger = call.lane, context.ledger
+        ledger, stream = context.ledger, call.recorder.stream
         ledger.check()
-        if lane is not None and lane.stream is not call.recorder.stream:
-            lane.follow(x.device)
+        for lane in call.lanes:
+            if lane.stream is not stream:
+                lane.follow(x.device)
+                lane.stream = stream
         call.inputs.bring(x, routing, tokens)
         number = ledger.number
         call.replay()
         # as the call itself leaves it: peers that run theirs must find this rank neither behind nor elsewhere
         ledger.leave_at(Step(number + call.steps, *call.left))
         ledger.mark(x.device)
-        if lane is not None:
-            lane.stream = call.recorder.stream
         out = call.out if tokens == call.inputs.most else call.out[:tokens]
         return (out if x.dim() == 2 else out.view(x.shape)).clone()
 
@@ -196,10 +196,12 @@ class CapturedCalls:
         if self._places is None or not self._places.kept():
             self.drop()
             return False
+        for lane in call.lanes:
+            if lane.busy:
+                return False
         return (
             self._context.idle
             and self._context.stage_times is None
-            and (call.lane is None or not call.lane.busy)
             and call.recorder.here
             and not torch.is_autocast_enabled(x.device.type)
         )
@@ -270,9 +272,8 @@ def _run(layer: Layer, inputs: Inputs) -> Tensor:
 def _record(layer: Layer, inputs: Inputs, recorder: Recorder) -> _Call:
     ledger, before = layer.context.ledger, layer.context.ledger.number
     replay, out = recorder.record(partial(_run, layer, inputs))
-    lanes = _lanes(layer)
     last = ledger.newest
-    return _Call(inputs, recorder, replay, out, lanes[0] if lanes else None, last.number - before, last[1:])
+    return _Call(inputs, recorder, replay, out, tuple(_lanes(layer)), last.number - before, last[1:])
 
 
 def _lanes(layer: Layer) -> list[Lane]:
@@ -303,9 +304,6 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
             f"in this layout ({context.layout}) all ranks exchange their numbers of tokens before each call, which a "
             f"replay passes by; use ParallelConfig(tokens=Tokens.SHARDED, etp=1), or {_INSTEAD}"
         )
-    parts = transport.geometry.max_tokens
-    if bound is not None and parts is not None and bound > parts:
-        return f"calls under the bound in force travel in parts (pipeline={parts}); call it within at_most({parts})"
     if context.stage_times is not None:
         return "stage_times must be None: events of a graph have no times"
     if any(lane.busy for lane in _lanes(layer)):

@@ -289,6 +289,16 @@ class EPContext:
                 else:
                     layer.use(kernel, found[key])
 
+    def capture(self, tokens: Sequence[int]) -> None:
+        """`MoELayer.capture` for every layer. Collective."""
+        for _, layer in sorted(self._layers.items()):
+            layer.capture(tokens)
+
+    def capture_routed(self, tokens: Sequence[int]) -> None:
+        """`MoELayer.capture_routed` for every layer. Collective."""
+        for _, layer in sorted(self._layers.items()):
+            layer.capture_routed(tokens)
+
     # --- lifetime ----------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:

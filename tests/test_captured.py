@@ -289,7 +289,7 @@ def test_streams_and_workspaces(layer, monkeypatch):
     followed, lane = [], Lane(None, stream="elsewhere")
     monkeypatch.setattr(Lane, "follow", lambda self, device: followed.append((self.stream, device)))
     recorder = SimpleNamespace(stream="its own", here=True)
-    calls.calls[0] = dataclasses.replace(calls.calls[0], lane=lane, recorder=recorder)
+    calls.calls[0] = dataclasses.replace(calls.calls[0], lanes=(lane,), recorder=recorder)
     assert replayed(layer, rows(4))
     assert followed == [("elsewhere", CPU)]
     assert lane.stream == "its own"
@@ -426,6 +426,17 @@ def test_the_context_tunes_all_its_layers(layer):
     layer.context.tune([4])
     assert not len(layer.captured)
     assert not len(twin.captured), "of the same shape, and so not measured"
+
+
+def test_the_context_captures_all_its_layers(layer):
+    twin = MoELayer(CONFIG, layer.context)
+    layer.context.capture([4])
+    layer.context.capture_routed([2, 1])
+    for each in (layer, twin):
+        assert len(each.captured) == 3
+        assert replayed(each, rows(3))
+        assert replayed(each, rows(2), integer_routing(2, CONFIG, 0))
+        assert not replayed(each, rows(3), integer_routing(3, CONFIG, 0))
 
 
 def test_after_the_context(layer):

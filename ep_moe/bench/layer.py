@@ -11,8 +11,8 @@ x peer       the fastest peer with weights of the same kind / this line: above 1
 x apart      of the floor that computes and moves rows in turn; x overlap: of the one that does both at once
 error        largest difference from the first line, over its largest magnitude; WRONG beyond ERRORS. A guard against
              timing what computes something else, no proof
-host us      of the host for one eager call, peers' too: where it is more than us, eager calls take as long; captured: of
-             the same call after `MoELayer.capture_routed`
+host us      of the host for one eager call: where it is more than us, eager calls take as long; captured: of the same call
+             after `MoELayer.capture_routed`
 stages       dispatch, experts and combine from a profile of replays, rest before the rows set out
 memory       (--memory) bytes that `plan()` names, and that were really taken by one layer in a context of its own: held
              after a call, and at the peak of a call
@@ -113,7 +113,7 @@ def measure(
         if not math.isnan(line.us):
             line.host_us = host_time(context, f"{entry.name}, {entry.scheme}, on the host", entry.call)
     for line, entry, layer in zip(lines, entries, layers.values(), strict=False):  # ours come before the peers'
-        if not math.isnan(line.us) and not entry.name.endswith(" parts"):
+        if not math.isnan(line.us):
             extras(context, line, entry.call, layer)
     for entry in entries:
         entry.close()
@@ -245,7 +245,8 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELayer) -> None:
     """What is measured of our own lines alone."""
     what = f"{line.name}, {line.scheme}"
-    split = attempt(context, f"{what}, stages", partial(stages.measure, context, call))
+    in_parts = line.name.endswith(" parts")  # whose stages run side by side
+    split = None if in_parts else attempt(context, f"{what}, stages", partial(stages.measure, context, call))
     if split is not None:
         line.dispatch_us, line.experts_us = split.dispatch, split.experts
         line.combine_us, line.rest_us = split.combine, split.rest

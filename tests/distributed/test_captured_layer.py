@@ -32,6 +32,7 @@ PAIRS = {
         "all2all": "nvlink_p2p", "experts": "fp8_block_triton", "quantization": "fp8_block",
         "wire": Wire(dispatch="fp8_block"),
     },
+    "in parts": {"all2all": "nvlink_p2p", "experts": "bf16_triton", "pipeline": 12},
     "flashinfer": {
         "all2all": "flashinfer_nvlink", "experts": "flashinfer_cutlass", "options": ExpertsOptions(deterministic=True),
     },

@@ -71,6 +71,29 @@ def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
         assert max(everywhere(sum(layer.stats().expert_load))) > 0
 
 
+@distributed(2)
+def test_calls_in_parts(world_size):
+    """A replay and a peer's own call take the same workspaces in the same order."""
+    stand_in()
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=CPU, max_tokens=9) as context:
+        layer = built(context, pipeline=2)
+        for step in range(4):
+            layer.capture_routed([9, 4])
+            lanes = layer.dispatcher.lanes.made
+            assert len(lanes) > 1
+            tokens = (9, 0, 6, 3)[(rank + step) % 4]
+            check(layer, tokens, 10 * step + rank, replays=True)
+            if step % 2 == rank:
+                layer.captured.drop()
+            check(layer, tokens, 11 * step + rank, replays=step % 2 != rank)
+            assert len(set(everywhere(context.ledger._step))) == 1
+            assert not any(lane.busy for lane in lanes)
+        with context.at_most(2):
+            layer.capture_routed([2])
+            check(layer, 2, rank, replays=True)
+
+
 @distributed(4)
 @pytest.mark.parametrize("sizes", [{"dp": 4, "ep": 2}, {"dp": 2, "tp": 2, "tokens": Tokens.SHARDED}])
 def test_layouts_that_exchange_nothing(sizes, world_size):
@@ -130,7 +153,6 @@ def test_captures_that_cannot_be(world_size):
     with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9) as context:
         layer = built(context, name="block")
         calls = "tokens must be a list of integers of at least 0 and at most 9 (the bound in force), got "
-        parts = built(context, pipeline=4)
         waits = MoELayer(PLAIN, context, all2all="torch_a2a")
 
         def recording_fails(self, call):
@@ -151,13 +173,10 @@ def test_captures_that_cannot_be(world_size):
             (layer, [10], calls + "[10]"),
             (layer, on_one_rank([4], [5]), "tokens: [5] on rank 0, [4] on rank 1"),
             (waits, [4], "all2all=torch_a2a cannot be captured in a CUDA graph; choose another"),
-            (parts, [4], "travel in parts (pipeline=4); call it within at_most(4)"),
         ]
         for which, tokens, sentence in refusals:
             found = same_error(ConfigError, lambda which=which, tokens=tokens: which.capture_routed(tokens))
             assert sentence in found, found
-        with context.at_most(4):
-            parts.capture_routed([4])
         context.stage_times = on_one_rank(StageTimes(CPU), None)
         assert "rank 1: block.capture_routed: stage_times must be None" in same_error(
             ConfigError, lambda: layer.capture_routed([4])
