@@ -18,5 +18,20 @@ def put_cells(at, value, number, mask):
 
 @triton.jit
 def late_cells(cell, number, mask):
-    """How many are of another call."""
-    return tl.sum((((cell >> 32).to(tl.int32) != number) & mask).to(tl.int32), axis=0)
+    """Which are of another call."""
+    return ((cell >> 32).to(tl.int32) != number) & mask
+
+
+@triton.jit
+def any_of(late):
+    """Whether any is; of few, which each warp has for itself, it may be another answer in each."""
+    return tl.max(late.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def how_many(late, others):
+    """What a program that awaits cells goes by: the same number in all its warps, since one sum goes through all of
+    them. Warps with different answers would leave the loop one by one, and meet at different barriers from then on.
+
+    late: of all that the program awaits, the many; others: whether any of the few is late, as a warp has it"""
+    return tl.sum((late | others).to(tl.int32))

@@ -11,8 +11,8 @@ x peer       the fastest peer with weights of the same kind / this line: above 1
 x apart      of the floor that computes and moves rows in turn; x overlap: of the one that does both at once
 error        largest difference from the first line, over its largest magnitude; WRONG beyond ERRORS. A guard against
              timing what computes something else, no proof
-host us      of the host for one eager call: where it is more than us, eager calls take as long; captured: of the same call
-             after `MoELayer.capture_routed`
+host us      of the host for one eager call: where it is more than us, eager calls take as long; captured: of the same
+             call after `MoELayer.capture_routed`
 stages       dispatch, experts and combine from a profile of replays, rest before the rows set out
 memory       (--memory) bytes that `plan()` names, and that were really taken by one layer in a context of its own: held
              after a call, and at the peak of a call
