@@ -85,7 +85,8 @@ def send(
 
 
 def _block(words: int) -> int:
-    return min(PIECE, next_power_of_2(words))
+    # at least one for each thread of 4 warps: of fewer, several warps would have the same ones, and only one be asked
+    return max(128, min(PIECE, next_power_of_2(words)))
 
 
 @triton.jit

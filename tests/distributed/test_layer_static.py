@@ -111,6 +111,22 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
             torch.testing.assert_close(y, oracle(CONFIG, x, routing), rtol=1e-5, atol=1e-3)
 
 
+@distributed(1)
+@pytest.mark.parametrize("way", ["nvlink_p2p", "nvlink_p2p, by cells"])
+def test_one_rank_is_its_own_peer(way, world_size):
+    """A script for many GPUs on one: no group, no symmetric memory, the same transport."""
+    own = nvlink_p2p.make_memory
+    if not torch.cuda.is_available():
+        on_the_cpu(*WAYS[way])
+    NVLinkP2PDispatcher.few_bytes, nvlink_p2p.make_memory = 256 if "cells" in way else 0, own
+    with EPContext.from_groups(ParallelConfig(dp=1), device=rank_device(), max_tokens=9) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p"))
+        for tokens in (9, 0, 3):
+            check_call(layer, context, tokens=tokens, what=f"T={tokens}")
+        with context.at_most(4):
+            check_call(layer, context, tokens=4, what="at most 4")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
 @pytest.mark.parametrize("way", list(WAYS)[:4])
