@@ -38,8 +38,10 @@ class InputMemory:
 
 
 class _Copies(NamedTuple):
-    """Of one number of tokens. to: where what is given goes, and after it `constants`
-    words, constant_words: the same memory as int32, so that one launch copies all; none where rows are no whole words
+    """What is copied for one number of tokens.
+
+    to: where what is given goes, and behind it the constants
+    words, constant_words: the same memory as int32, so that one launch copies all; empty where rows are no whole words
     """
 
     to: list[Tensor]
@@ -90,8 +92,7 @@ class Inputs:
 
     def masked(self, routing: Routing) -> Routing:
         """A router's picks for x, without those for rows that are no tokens."""
-        if self.tokens is None:
-            return routing
+        assert self.tokens is not None
         row = torch.arange(self.most, device=self.x.device).unsqueeze(1)
         return Routing(LogicalIds(routing.ids.masked_fill(row >= self.tokens, -1)), routing.weights)
 

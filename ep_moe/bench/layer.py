@@ -261,7 +261,7 @@ def recorded(layer: MoELayer, tokens: int) -> bool:
 
 
 def host_time(context: EPContext, what: str, call: Callable[[], Any]) -> float | None:
-    """The slowest rank's. As few calls at once as the queue has room for, and the clock does not count."""
+    """The slowest rank's, of so many calls in a row that reading the clock is nothing and the GPU's queue has room."""
     calls = 20 if (context.max_tokens or 1) <= 128 else 5
     own = attempt(context, what, partial(host, call, calls=calls, before=dist.barrier))
     return None if own is None else slowest(context, own)
