@@ -107,10 +107,12 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
     ids = PhysicalIds(torch.zeros(TOKENS, TOP_K, dtype=torch.int64))
     routing = PhysicalRouting(ids, torch.ones(ids.shape))
     p2p_cells_triton.send(made, x, None, routing, TOKENS)
-    p2p_cells_triton.receive(made, out, TOKENS, put=False)
+    for put in (False, True):
+        p2p_cells_triton.receive(made, out, TOKENS, put=put)
     p2p_kernels_triton.send(made, x, None, routing, TOKENS, 132)
     p2p_kernels_triton.receive(made, out, TOKENS, tell=True)
-    assert len(compiled) == 4
+    p2p_kernels_triton.announce(made, None, routing, TOKENS)
+    assert len(compiled) == 6
     for number, ptx in enumerate(compiled):
         loops = list(waiting_loops(ptx))
         assert loops, f"kernel {number} waits for nobody"
