@@ -119,7 +119,7 @@ class Inputs:
         """What was given to where a replay reads it; one launch for all, if each is in one piece."""
         if x.dim() != 2:
             x = x.reshape(tokens, self.x.shape[1])
-        copies = self._copies.get(tokens) or self._copied(tokens)
+        copies = self._copies.get(tokens) or self._ready(tokens)
         # rows of 2-byte numbers may begin between two words, and are then none
         whole = bool(copies.words) and x.is_contiguous() and x.storage_offset() % 2 == 0
         given = [x]
@@ -132,6 +132,13 @@ class Inputs:
         else:
             for to, tensor in zip(copies.to, given + copies.constants, strict=True):
                 to.copy_(tensor)
+
+    def _ready(self, tokens: int) -> _Copies:
+        if len(self._copies) == _COPIES:
+            self._copies.clear()
+        with torch.inference_mode(False):  # views made within it could not be written outside
+            made = self._copies[tokens] = self._copied(tokens)
+        return made
 
     def _copied(self, tokens: int) -> _Copies:
         to, constants = [self.x[:tokens]], []
@@ -147,7 +154,4 @@ class Inputs:
             [tensor.view(torch.int32) for tensor in tensors] if self.x.shape[1] * self.x.itemsize % 4 == 0 else []
             for tensors in (to, constants)
         )
-        if len(self._copies) == _COPIES:
-            self._copies.clear()
-        self._copies[tokens] = made = _Copies(to, constants, words, constant_words)
-        return made
+        return _Copies(to, constants, words, constant_words)

@@ -239,6 +239,19 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
     assert Again.replays == before + 1
 
 
+@pytest.mark.parametrize("tokens", [4, 3])
+@pytest.mark.parametrize("routed", [True, False])
+def test_first_replayed_in_inference_mode(routed, tokens, layer):
+    """What such a call leaves ready for the next ones may be written outside of that mode."""
+    (layer.capture_routed if routed else layer.capture)([4])
+    x, routing = rows(tokens), integer_routing(tokens, CONFIG, 0) if routed else None
+    with torch.inference_mode():
+        assert replayed(layer, x, routing)
+    assert replayed(layer, x, routing)
+    if routing is not None:
+        assert replayed(layer, x, Routing(LogicalIds(routing.ids.int()), routing.weights))
+
+
 def test_captured_in_inference_mode_under_autocast(layer):
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         layer.capture([4])

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.all2all.p2p_kernels import PIECE, Workspace, answer_bytes, answer_dtype
-from ep_moe.cells_triton import any_of, how_many, late_cells, put_cells
+from ep_moe.cells_triton import any_of, late_cells, put_cells, still_missing
 from ep_moe.devices import multiprocessors, starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
@@ -201,7 +201,7 @@ def _take(
         if SCALES:
             scale_cell = tl.load(row_at + WORDS + step, mask=scaled, other=0, volatile=True)
             few |= here & any_of(late_cells(scale_cell, number, scaled))
-        missing = how_many(late_cells(row_cell, number, word < WORDS) & here, few)
+        missing = still_missing(late_cells(row_cell, number, word < WORDS) & here, few)
     tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
     weight = weight_cell.to(tl.int32).to(tl.float32, bitcast=True)
     tl.store(got_weights + place * TOP_K + pick, weight, mask=pick < TOP_K)
@@ -285,7 +285,7 @@ def _receive(
         while missing > 0:
             cell = tl.load(every, mask=asked, other=0, volatile=True)
             told = tl.load(mine + lane * (FEW * CELLS) + WORDS, mask=lane < RANKS, other=0, volatile=True)
-            missing = how_many(late_cells(cell, number, asked), any_of(late_cells(told, number, lane < RANKS)))
+            missing = still_missing(late_cells(cell, number, asked), any_of(late_cells(told, number, lane < RANKS)))
         byte = tl.arange(0, 4)[None, :]
         low, high, four = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32), tl.zeros([PART, 4], tl.float32)
         for source in tl.static_range(RANKS):
