@@ -16,6 +16,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
+from ep_moe.devices import current_stream
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.shared import SharedExperts
@@ -60,7 +61,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, workspaces: Workspaces) -> None:
         self.stream: Any = torch.cuda.current_stream(device)
-        self._device, self._current = device.index, self.stream.cuda_stream
+        self._device, self._current = device, self.stream.cuda_stream
         self._beside = torch.cuda.Stream(device)  # the default stream cannot be captured
         workspaces.lend(self._beside)  # what is recorded there runs here
         self._pool = torch.cuda.graph_pool_handle()
@@ -74,8 +75,7 @@ class Recorder:
     @property
     def here(self) -> bool:
         """Whether a replay may begin: the stream is current, and not being captured itself."""
-        current = torch._C._cuda_getCurrentRawStream(self._device)
-        return current == self._current and not torch.cuda.is_current_stream_capturing()
+        return current_stream(self._device) == self._current and not torch.cuda.is_current_stream_capturing()
 
     def warm(self, call: Callable[[], Tensor]) -> None:
         """Run it where it will be recorded: what the first call on a stream makes is not to be made in a graph."""

@@ -38,6 +38,8 @@ class Exchange:
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
         self.to_peers = experts.capabilities.peer_out
         self.bound = context.step_tokens
+        most = dispatcher.geometry.max_tokens
+        self.in_parts = most is not None and self.bound is not None and self.bound > most
         on_the_way = dispatcher.capabilities.places and not self.in_parts
         self.routing = routing if on_the_way else placed(routing)
         wire = dispatcher.geometry.wire
@@ -85,11 +87,6 @@ class Exchange:
         shape = (*received.x.shape[:-1], g.hidden_size)
         return torch.full(shape, torch.nan, dtype=g.dtype, device=received.x.device)
 
-    @property
-    def in_parts(self) -> bool:
-        most = self.dispatcher.geometry.max_tokens
-        return most is not None and self.bound is not None and self.bound > most
-
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(name, self.context.stage_times)
 
@@ -111,7 +108,7 @@ class Exchange:
         """For a part with nothing to do meanwhile."""
         routing, scale = self._routing(part), self._scale(part)
         received = self.dispatcher.dispatch(self.x[part], routing, scale, max_tokens=self._most(part))
-        return Pending(lambda: received)
+        return Pending.of(received)
 
     def _scale(self, part: slice) -> Tensor | None:
         return None if self.x_scale is None else self.x_scale[part]
@@ -138,7 +135,7 @@ class Exchange:
 
     def _computed(self, received: Received, *, last: bool) -> Pending[Tensor | PeerRows]:
         y = self._answers(received, last=last)
-        return Pending(lambda: y)
+        return Pending.of(y)
 
     def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
         """While part i is computed, part i - 1 returns and part i + 1 travels, in this order. The last one has nothing

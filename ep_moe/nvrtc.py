@@ -6,7 +6,7 @@ cuda-bindings and NVRTC come with the CUDA builds of torch. Binaries are kept wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -58,13 +58,27 @@ def kernel(source: str, name: str, options: tuple[str, ...], device: int) -> Any
     return function
 
 
-def launch(function: Any, programs: int, threads: int, shared: int, arguments: Sequence[tuple[Any, Any]]) -> None:
-    """On torch's current stream. arguments: value and C type of each, None as the type of a tensor map"""
-    from cuda.bindings import driver
+class Kernel:
+    """A function with the threads and shared bytes of a program, launched as Triton's kernels are, on torch's current
+    stream: kernel[grid](values, types), the arguments' C types, None for a tensor map's."""
 
-    values, types = zip(*arguments, strict=True)
-    stream = torch.cuda.current_stream().cuda_stream
-    _done(driver.cuLaunchKernel(function, programs, 1, 1, threads, 1, 1, shared, stream, (values, types), 0))
+    arg_names = ()  # by which nothing is given
+
+    def __init__(self, function: Any, threads: int, shared: int) -> None:
+        self._function, self._threads, self._shared = function, threads, shared
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...], tuple[Any, ...]], Kernel]:
+        from cuda.bindings import driver
+
+        x, y, z = (*grid, 1, 1)[:3]
+
+        def run(values: tuple[Any, ...], types: tuple[Any, ...]) -> Kernel:
+            stream = torch.cuda.current_stream().cuda_stream
+            how = (x, y, z, self._threads, 1, 1, self._shared, stream)
+            _done(driver.cuLaunchKernel(self._function, *how, (values, types), 0))
+            return self
+
+        return run
 
 
 @lru_cache(maxsize=4096)  # some microseconds each, of a call that has the same tensors every time

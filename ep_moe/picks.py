@@ -52,7 +52,9 @@ class Picks:
 
     def at(self, bound: int | None) -> Pick:
         """For calls of at most `bound` tokens per rank: the first pick that holds them, the last one for more."""
-        return self._picks[-1] if bound is None else self._picks[bucket_index(self._bounds, bound)]
+        if bound is None or len(self._picks) == 1:
+            return self._picks[-1]
+        return self._picks[bucket_index(self._bounds, bound)]
 
     def transport_bytes(self, geometry: Callable[[Pick], Geometry]) -> dict[tuple[str, Geometry], int]:
         """Buffers by transport and geometry."""

@@ -16,6 +16,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, NewType, TypeVar
 
 import torch
@@ -133,6 +134,12 @@ class PeerRows:
     def device(self) -> torch.device:
         return self.addresses.device
 
+    @cached_property
+    def place(self) -> tuple[int, ...]:
+        """What tells it from others: addresses on this rank, and how far apart rows are."""
+        cells = (0, 0) if self.cells is None else (self.cells.number.data_ptr(), self.cells.stride)
+        return self.addresses.data_ptr(), self.offset, self.bound, self.rank, *cells
+
     def write(self, y: Tensor) -> None:
         """All rows. y: [N, H] of the blocks' dtype"""
         if self.cells is not None:
@@ -169,10 +176,11 @@ class Received:
 
     def dense(self) -> Received:
         """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""
-        tensors = {name: value for name in _TENSORS if isinstance(value := getattr(self, name), Tensor)}
-        copies: dict[str, Any] = {
-            name: tensor.contiguous() for name, tensor in tensors.items() if not tensor.is_contiguous()
-        }
+        copies: dict[str, Any] = {}
+        for name in _TENSORS:
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                copies[name] = tensor.contiguous()
         return dataclasses.replace(self, **copies) if copies else self
 
 
@@ -203,10 +211,19 @@ Result = TypeVar("Result")
 
 
 class Pending(Generic[Result]):
-    """A result under way. `wait()` gives it, once; every transport overlaps through this one shape."""
+    """A result under way. `wait()` gives it, once; every transport overlaps through this one shape.
 
-    def __init__(self, finish: Callable[[], Result]) -> None:
+    ready: nothing is left to do, and nobody to wait for
+    """
+
+    def __init__(self, finish: Callable[[], Result], *, ready: bool = False) -> None:
         self._finish: Callable[[], Result] | None = finish
+        self.ready = ready
+
+    @classmethod
+    def of(cls, result: Result) -> Pending[Result]:
+        """One that is ready."""
+        return cls(lambda: result, ready=True)
 
     def wait(self) -> Result:
         if self._finish is None:

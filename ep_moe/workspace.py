@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ep_moe.devices import current_stream
+
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNMENT = 256  # of CUDA's own allocations; FlashInfer wants 128
 
@@ -40,11 +42,12 @@ class Workspaces:
     def take(self, size: int) -> Tensor:
         """uint8 [at least size] for work on the current stream, its content undefined."""
         assert size <= self._reserved, "take what was reserved"
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        stream = current_stream(self.device) if self.device.type == "cuda" else 0
         buffers = self._buffers.setdefault(stream, [])
         if not buffers or buffers[-1].numel() < size:
-            # a smaller one stays: a captured graph may hold its address
-            buffers.append(torch.empty(self._reserved, dtype=torch.uint8, device=self.device))
+            with torch.inference_mode(False):  # what is made within it could not be written outside
+                # a smaller one stays: a captured graph may hold its address
+                buffers.append(torch.empty(self._reserved, dtype=torch.uint8, device=self.device))
         return buffers[-1]
 
     def lend(self, stream: torch.cuda.Stream) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe import EPContext, MoEConfig, MoELayer, workspace
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.workspace import ALIGNMENT, Workspaces, aligned, carve, carved_bytes
@@ -68,16 +68,16 @@ def test_streams_have_buffers_of_their_own(monkeypatch):
     spaces = Workspaces(CPU)
     spaces.reserve(64)
     spaces.device = SimpleNamespace(type="cuda")
-    stream = SimpleNamespace(cuda_stream=1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    streams = [1]
+    monkeypatch.setattr(workspace, "current_stream", lambda device: streams[-1])
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, dtype=options["dtype"]))
     one = spaces.take(64)
-    stream.cuda_stream = 2
+    streams.append(2)
     two = spaces.take(64)
     assert one.data_ptr() != two.data_ptr()
     assert spaces.take(64).data_ptr() == two.data_ptr()
-    stream.cuda_stream = 1
+    streams.append(1)
     assert spaces.take(64).data_ptr() == one.data_ptr()
     assert spaces.allocated == 128
 

@@ -11,7 +11,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -85,6 +85,13 @@ class Geometry:
     dtype: torch.dtype
     max_tokens: int | None = None
     wire: Wire = PLAIN_WIRE
+
+    def __hash__(self) -> int:  # counted once: each call of a layer looks its transport up by it
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(dataclasses.astuple(self))
 
     @property
     def num_physical(self) -> int:
@@ -259,7 +266,7 @@ class Dispatcher(ABC):
         to = out if out is not None and out.is_contiguous() else None
         with self.link.ledger.step("combine", self.name):
             pending = self._combine_written(handle, to) if isinstance(y, PeerRows) else self._combine(y, handle, to)
-        if self.capabilities.static and y.device.type == "cuda" and not capturing(y.device):
+        if self.capabilities.static and y.device.type == "cuda":
             self.link.ledger.mark(y.device)
         return self._guarded("combine", pending, partial(_placed, out))
 
@@ -284,6 +291,9 @@ class Dispatcher(ABC):
     def _guarded(
         self, phase: str, pending: Pending[Any], told: Callable[[Any], Any] = lambda found: found
     ) -> Pending[Any]:
+        if pending.ready:
+            return Pending.of(told(pending.wait()))
+
         def finish() -> Any:
             with self.link.ledger.step(f"{phase} wait", self.name):
                 return told(pending.wait())

@@ -98,12 +98,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             weights=arrived.topk_weights,
             out=lane.library.get_combine_input_buffer(self.geometry.dtype),
         )
-        return Pending(lambda: received)
+        return Pending.of(received)
 
     def _combine(self, y: Tensor, handle: Lane, out: Tensor | None) -> Pending[Tensor]:
         sums = handle.library.combine(y.contiguous())
         handle.release(y.device)
-        return Pending(lambda: sums)
+        return Pending.of(sums)
 
     def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back.

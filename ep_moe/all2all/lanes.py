@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ep_moe.devices import current_stream
 from ep_moe.errors import InputError
 from ep_moe.types import capturing
 
@@ -22,16 +23,18 @@ class Lane:
 
     def release(self, device: torch.device) -> None:
         self.busy = False
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if device.type != "cuda":
+            return
+        if self.stream is None or self.stream.cuda_stream != current_stream(device):
+            self.stream = torch.cuda.current_stream(device)
 
     def follow(self, device: torch.device) -> None:
         """Wait on the current stream for a call that ended on another. A capture begins with a synchronised device, and
         inside one whoever waits for its results has waited for this too."""
-        if self.stream is None or capturing(device):
+        if self.stream is None or self.stream.cuda_stream == current_stream(device):
             return
-        stream = torch.cuda.current_stream(device)
-        if stream != self.stream:
-            stream.wait_stream(self.stream)
+        if not capturing(device):
+            torch.cuda.current_stream(device).wait_stream(self.stream)
 
 
 class Lanes:
@@ -44,15 +47,15 @@ class Lanes:
 
     def take(self, device: torch.device) -> Lane:
         """A lane for one call, from dispatch to combine. Collective where one is made."""
-        lane = next((lane for lane in self.made if not lane.busy), None)
-        if lane is None:
-            if capturing(device):
-                raise InputError(
-                    f"{self._name} makes its buffers in the first call: run the layer once before a capture"
-                )
+        for lane in self.made:
+            if not lane.busy:
+                lane.follow(device)
+                return lane
+        if capturing(device):
+            raise InputError(f"{self._name} makes its buffers in the first call: run the layer once before a capture")
+        with torch.inference_mode(False):  # what is made within it could not be written outside
             lane = Lane(self._make(device))
-            self.made.append(lane)
-        lane.follow(device)
+        self.made.append(lane)
         return lane
 
     def destroy(self) -> None:

@@ -43,7 +43,7 @@ class LocalDispatcher(Dispatcher):
             local_ids=LocalIds(routing.ids),
             weights=routing.weights,
         )
-        return Pending(lambda: received)
+        return Pending.of(received)
 
     def _combine(self, y: Tensor, handle: None, out: Tensor | None) -> Pending[Tensor]:
-        return Pending(lambda: y)
+        return Pending.of(y)

@@ -40,7 +40,7 @@ from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.row_formats import ROW_FORMATS
-from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
+from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 from ep_moe.workspace import carved_bytes
 
 BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
@@ -82,6 +82,7 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     def __init__(self, geometry: Geometry, link: Link) -> None:
         super().__init__(geometry, link)
+        self._most_by_cells = self._few(geometry)
         self.lanes = Lanes(self.name, self._connect)
         self._side: SideStream = SideStream()
 
@@ -114,25 +115,13 @@ class NVLinkP2PDispatcher(Dispatcher):
             self.refuse(problem)
         assert max_tokens is not None
         lane.busy = True
-        places = lane.library.places
         if self._by_copies(max_tokens):
             send_copies(lane.library, x, x_scale, routing, max_tokens)
         else:
             how = {"cells": self._by_cells(max_tokens), "alone": not self._side.active}
             send(lane.library, x, x_scale, routing, max_tokens, self._blocks, **how)
-        rows = self.link.size * max_tokens
-        received = Received(
-            x=places["rows"][:rows],
-            x_scale=places["scales"][:rows] if self.geometry.scales else None,
-            layout=RowLayout.RANK_MAJOR,
-            weighting=Weighting.EXPERTS,
-            handle=_Handle(lane, len(x), max_tokens),
-            wire_ids=WireIds(PhysicalIds(places["ids"][:rows]), self.link.rank * self.geometry.cap),
-            weights=places["weights"][:rows],
-            out=places["answers"][:rows],
-            peer_out=lane.library.peer_out(max_tokens, cells=self._by_cells(max_tokens)),
-        )
-        return Pending(lambda: received)
+        there = lane.library.received(max_tokens, cells=self._by_cells(max_tokens))
+        return Pending.of(Received(handle=_Handle(lane, len(x), max_tokens), **there))
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         answers = handle.lane.library.places["answers"]
@@ -140,7 +129,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             answers[: len(y)].copy_(y)
         if not self._by_copies(handle.bound):
             found = self._receive(handle, out, tell=True, giving=True)
-            return Pending(lambda: found)
+            return Pending.of(found)
         give_copies(handle.lane.library, handle.bound)
         tell_given(handle.lane.library)
         return Pending(partial(self._receive, handle, out, tell=False))
@@ -148,7 +137,7 @@ class NVLinkP2PDispatcher(Dispatcher):
     def _combine_written(self, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         if not self._by_copies(handle.bound):
             found = self._receive(handle, out, tell=True)
-            return Pending(lambda: found)
+            return Pending.of(found)
         tell_given(handle.lane.library)
         return Pending(partial(self._receive, handle, out, tell=False))
 
@@ -177,7 +166,7 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     def _by_cells(self, bound: int) -> bool:
         """A call, from end to end: a rank that refuses knows no more of it."""
-        return bound <= self._few(self.geometry)
+        return bound <= self._most_by_cells
 
     @property
     def _blocks(self) -> int:

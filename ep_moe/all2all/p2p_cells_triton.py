@@ -14,6 +14,8 @@ wait for programs of other ranks: `nvlink_p2p` sees to it that they are few.
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +29,8 @@ from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.grids import cdiv, next_power_of_2
-from ep_moe.placement.late import to_place
+from ep_moe.launches import First
+from ep_moe.placement.late import Placing, to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
 
@@ -38,20 +41,29 @@ def send(
 ) -> None:  # fmt: skip
     """alone: as `p2p_kernels.send` has it
     put, take: both halves, which ranks that run one after the other must do one by one"""
+    ids, tables, placing = to_place(routing)
+    x, ids, weights = x.contiguous(), ids.contiguous(), routing.weights.contiguous()
+    changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
+    form = ("send by cells", bound, x.dtype, ids.dtype, x_scale is None, placing, alone, put, take)
+    workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, changing, placing, alone, put, take))
+
+
+def _first_send(
+    workspace: Workspace, bound: int, given: tuple[Any, ...], placing: Placing, alone: bool, put: bool, take: bool
+) -> First:
     g, places = workspace.geometry, workspace.places
     words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
+    x, x_scale, *rest = given
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
-    ids, tables, most = to_place(routing)
     block = _block(words)
     grid = (bound, g.num_ranks, cdiv(words, block))
     # what starts early takes room, and these programs must all run at once: one a multiprocessor does beside it
     leads = alone and math.prod(grid) <= multiprocessors(x.device)
-    _send[grid](
-        x.contiguous() if rounds else x.contiguous().view(torch.int32),
-        x.new_empty(0, dtype=torch.int32) if x_scale is None else x_scale.contiguous().view(torch.int32),
+    changing = (x if rounds else x.view(torch.int32), None if x_scale is None else x_scale.view(torch.int32), *rest)
+    fixed = (
+        placing.seed,
+        placing.experts,
         g.wire.input_scale,
-        ids.contiguous(),
-        routing.weights.contiguous(),
         workspace.memory.addresses,
         workspace.calls,
         workspace.sent,
@@ -61,27 +73,28 @@ def send(
         places["ids"],
         places["weights"],
         workspace.offsets["row_cells"],
-        len(x),
         bound,
         g.num_physical,
         g.cap,
-        *tables,
-        MOST=most,
-        RANK=workspace.rank,
-        TOP_K=g.top_k,
-        WIDTH=next_power_of_2(g.top_k),
-        WORDS=words,
-        BLOCK=block,
-        SCALES=scale_words,
-        SCALE_BLOCK=block // 32 if rounds == "fp8_block" else next_power_of_2(max(scale_words, 1)),
-        ROUNDS=rounds,
-        SMALLEST=SMALLEST,
-        FEW=places["row_cells"].shape[1],
-        CELLS=places["row_cells"].shape[2],
-        PUT=put,
-        TAKE=take,
-        EARLY=leads and starts_early(x.device),
     )
+    constants = {
+        "MOST": placing.most,
+        "RANK": workspace.rank,
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "WORDS": words,
+        "BLOCK": block,
+        "SCALES": scale_words,
+        "SCALE_BLOCK": block // 32 if rounds == "fp8_block" else next_power_of_2(max(scale_words, 1)),
+        "ROUNDS": rounds,
+        "SMALLEST": SMALLEST,
+        "FEW": places["row_cells"].shape[1],
+        "CELLS": places["row_cells"].shape[2],
+        "PUT": put,
+        "TAKE": take,
+        "EARLY": leads and starts_early(x.device),
+    }
+    return First(_send, grid, changing, fixed, constants)
 
 
 def _block(words: int) -> int:
@@ -89,17 +102,18 @@ def _block(words: int) -> int:
     return max(128, min(PIECE, next_power_of_2(words)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _send(
-    x, x_scale, input_scale, ids, weights, peers, calls, sent, cells, rows, scales, got_ids, got_weights, cells_at,
-    tokens, bound, num_physical, cap, replicas, counts, expert_load, slot_load, counting, seed, experts,
+    x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
+    peers, calls, sent, cells, rows, scales, got_ids, got_weights, cells_at, bound, num_physical, cap,
     MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A token's cells: K ids, K weights, the words of its row, and those of its scales. From replicas on: as `to_place`
-    gives them; each program places its token's ids, and one of those that send them to their own rank counts them."""
+    """A token's cells: K ids, K weights, the words of its row, and those of its scales. replicas to counting, seed,
+    experts: as `to_place` gives them; each program places its token's ids, and one of those that send them to their own
+    rank counts them."""
     let_next_start(EARLY)
     token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(calls + 2) + 1
@@ -211,11 +225,16 @@ def _take(
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
+    form = ("receive by cells", bound, put, take)
+    workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, put, take))
+
+
+def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> First:
     g, places = workspace.geometry, workspace.places
     words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
     block = _block(words)
-    _receive[(bound, g.num_ranks, cdiv(words, block))](
-        out if rounds else out.view(torch.int32),
+    changing = (out if rounds else out.view(torch.int32), len(out))
+    fixed = (
         places["answers"] if rounds else places["answers"].view(torch.int32),
         places["ids"],
         workspace.sent,
@@ -223,30 +242,32 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
         workspace.calls,
         places["answer_cells"],
         workspace.offsets["answer_cells"],
-        len(out),
         bound,
         g.cap,
-        RANK=workspace.rank,
-        RANKS=g.num_ranks,
-        TOP_K=g.top_k,
-        WIDTH=next_power_of_2(g.top_k),
-        WORDS=words,
-        BLOCK=block,
-        PART=next_power_of_2(cdiv(block, g.num_ranks)),
-        LANES=next_power_of_2(g.num_ranks),
-        DTYPE=getattr(tl, str(g.dtype).removeprefix("torch.")),
-        ROUNDS=rounds,
-        FEW=places["answer_cells"].shape[1],
-        CELLS=places["answer_cells"].shape[2],
-        PUT=put,
-        TAKE=take,
-        **early(out.device),
     )
+    constants = {
+        "RANK": workspace.rank,
+        "RANKS": g.num_ranks,
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "WORDS": words,
+        "BLOCK": block,
+        "PART": next_power_of_2(cdiv(block, g.num_ranks)),
+        "LANES": next_power_of_2(g.num_ranks),
+        "DTYPE": getattr(tl, str(g.dtype).removeprefix("torch.")),
+        "ROUNDS": rounds,
+        "FEW": places["answer_cells"].shape[1],
+        "CELLS": places["answer_cells"].shape[2],
+        "PUT": put,
+        "TAKE": take,
+        **early(out.device),
+    }
+    return First(_receive, (bound, g.num_ranks, cdiv(words, block)), changing, fixed, constants)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _receive(
-    out, answers, got_ids, sent, peers, calls, cells, cells_at, tokens, bound, cap,
+    out, tokens, answers, got_ids, sent, peers, calls, cells, cells_at, bound, cap,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
     FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, EARLY: tl.constexpr,

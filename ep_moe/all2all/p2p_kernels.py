@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
 from ep_moe.fp8_rows import round_by, round_fp8
-from ep_moe.types import PeerCells, PeerRows, PhysicalRouting
+from ep_moe.launches import Forms
+from ep_moe.types import PeerCells, PeerRows, PhysicalIds, PhysicalRouting, RowLayout, Weighting, WireIds
 from ep_moe.workspace import Shapes, carve
 
 _SENT, _ANSWERED = 0, 1  # rows of flags
@@ -79,6 +80,7 @@ class Workspace:
     places: this rank's tensors by name; peers: those of all ranks; offsets: bytes from the beginning, equal on all
     sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
         which peers lay out by another bound
+    forms: of this memory's launches
     calls: int32 [3], the number of the call under way; blocks of its dispatch that have written; the number of the last
         call. Dispatch makes the first out of the last, and combine the last out of the first, so that no kernel
         changes what its later blocks have yet to read
@@ -93,6 +95,8 @@ class Workspace:
         self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
         self.calls = torch.zeros(3, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
+        self._received: dict[tuple[int, bool], dict[str, Any]] = {}
+        self.forms = Forms()
 
     def peer_out(self, bound: int, *, cells: bool = False) -> PeerRows:
         """Where the peers await this rank's answers. cells: by which they go on GPUs"""
@@ -103,6 +107,29 @@ class Workspace:
             made = PeerRows(blocks, self.memory.addresses, start, self.rank)
             self._peer_out[bound, cells] = self._by_cells(made) if cells and self.calls.is_cuda else made
         return self._peer_out[bound, cells]
+
+    def received(self, bound: int, *, cells: bool = False) -> dict[str, Any]:
+        """Of a call, all of `Received` but its handle: where its rows are. cells: as `peer_out` has it"""
+        if (bound, cells) not in self._received:
+            with torch.inference_mode(False):  # views made within it could not be written outside
+                self._received[bound, cells] = self._rows_received(bound, cells)
+        return self._received[bound, cells]
+
+    def _rows_received(self, bound: int, cells: bool) -> dict[str, Any]:
+        g, rows = self.geometry, slice(0, self.geometry.num_ranks * bound)
+        at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights", "answers")}
+        return {
+            "x": at["rows"],
+            "x_scale": at["scales"] if g.scales else None,
+            "format": g.wire.dispatch,
+            "input_scale": g.wire.input_scale,
+            "layout": RowLayout.RANK_MAJOR,
+            "weighting": Weighting.EXPERTS,
+            "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.cap),
+            "weights": at["weights"],
+            "out": at["answers"],
+            "peer_out": self.peer_out(bound, cells=cells),
+        }
 
     def _by_cells(self, rows: PeerRows) -> PeerRows:
         places = tuple(peer["answer_cells"][self.rank, : rows.bound] for peer in self.peers)
@@ -116,6 +143,7 @@ class Workspace:
 
     def destroy(self) -> None:
         self._peer_out.clear()
+        self._received.clear()
         self.places.clear()
         self.peers.clear()
         self.memory = None

@@ -7,6 +7,9 @@ Numbers are compared by their difference, so that they may overflow.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +21,8 @@ from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.grids import cdiv, next_power_of_2
-from ep_moe.placement.late import to_place
+from ep_moe.launches import First
+from ep_moe.placement.late import Placing, to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
 
@@ -30,17 +34,25 @@ def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
     alone: bool = False,
 ) -> None:  # fmt: skip
+    ids, tables, placing = to_place(routing)
+    x, ids, weights = x.contiguous(), ids.contiguous(), routing.weights.contiguous()
+    changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
+    form = ("send", bound, blocks, x.dtype, ids.dtype, x_scale is None, placing, alone)
+    workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, blocks, changing, placing, alone))
+
+
+def _first_send(
+    workspace: Workspace, bound: int, blocks: int, given: tuple[Any, ...], placing: Placing, alone: bool
+) -> First:
     g, at = workspace.geometry, workspace.offsets
+    x, x_scale, *rest = given
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     elements, scale_words = g.hidden_size if rounds else g.row_bytes // 4, g.scale_bytes // 4
-    ids, tables, most = to_place(routing)
-    # a row takes longer where it is rounded, and more of them at once hide that
-    _send[(min(bound, 4 * blocks if rounds else blocks),)](
-        x.contiguous() if rounds else x.contiguous().view(torch.int32),
-        _words(x_scale, x),
+    changing = (x if rounds else x.view(torch.int32), None if x_scale is None else x_scale.view(torch.int32), *rest)
+    fixed = (
+        placing.seed,
+        placing.experts,
         g.wire.input_scale,
-        ids.contiguous(),
-        routing.weights.contiguous(),
         workspace.memory.addresses,
         workspace.places["flags"],
         workspace.calls,
@@ -50,38 +62,40 @@ def send(
         at["ids"],
         at["weights"],
         at["flags"],
-        len(x),
         bound,
         g.num_physical,
         g.cap,
-        *tables,
-        MOST=most,
-        RANK=workspace.rank,
-        RANKS=g.num_ranks,
-        LANES=next_power_of_2(g.num_ranks),
-        TOP_K=g.top_k,
-        WIDTH=next_power_of_2(g.top_k),
-        ELEMENTS=elements,
-        BLOCK=next_power_of_2(elements),
-        SCALES=scale_words,
-        SCALE_BLOCK=next_power_of_2(max(scale_words, 1)),
-        ROUNDS=rounds,
-        SMALLEST=SMALLEST,
-        EARLY=alone and starts_early(x.device),
-        num_warps=8 if g.row_bytes > 4096 else 4,
     )
+    constants = {
+        "MOST": placing.most,
+        "RANK": workspace.rank,
+        "RANKS": g.num_ranks,
+        "LANES": next_power_of_2(g.num_ranks),
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "ELEMENTS": elements,
+        "BLOCK": next_power_of_2(elements),
+        "SCALES": scale_words,
+        "SCALE_BLOCK": next_power_of_2(max(scale_words, 1)),
+        "ROUNDS": rounds,
+        "SMALLEST": SMALLEST,
+        "EARLY": alone and starts_early(x.device),
+        "num_warps": 8 if g.row_bytes > 4096 else 4,
+    }
+    # a row takes longer where it is rounded, and more of them at once hide that
+    return First(_send, (min(bound, 4 * blocks if rounds else blocks),), changing, fixed, constants)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _send(
-    x, x_scale, input_scale, ids, weights, peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at,
-    tokens, bound, num_physical, cap, replicas, counts, expert_load, slot_load, counting, seed, experts,
+    x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
+    peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at, bound, num_physical, cap,
     MOST: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr, SMALLEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. From replicas
-    on: as `to_place` gives them."""
+    """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. replicas to
+    counting, seed, experts: as `to_place` gives them."""
     let_next_start(EARLY)
     blocks = tl.num_programs(0)
     pick, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
@@ -277,34 +291,40 @@ def _give(
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> None:
-    g, at, tokens, arrived = workspace.geometry, workspace.offsets, len(out), workspace.places["arrived"]
-    _receive[(max(1, min(tokens, _BLOCKS)),)](
-        out,
+    form = ("receive", bound, tell)
+    workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, tell))
+
+
+def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) -> First:
+    g, arrived = workspace.geometry, workspace.places["arrived"]
+    fixed = (
         arrived if answer_dtype(g) == g.dtype else arrived.view(torch.uint8),
         workspace.sent,
         workspace.memory.addresses,
         workspace.places["flags"][1],
         workspace.calls,
-        at["flags"] + 4 * g.num_ranks,
-        tokens,
+        workspace.offsets["flags"] + 4 * g.num_ranks,
         bound,
         g.cap,
-        TELL=tell,
-        RANK=workspace.rank,
-        RANKS=g.num_ranks,
-        LANES=next_power_of_2(g.num_ranks),
-        TOP_K=g.top_k,
-        WIDTH=next_power_of_2(g.top_k),
-        HIDDEN=g.hidden_size,
-        BLOCK=next_power_of_2(g.hidden_size),
-        num_warps=8 if g.hidden_size > 2048 else 4,
-        **early(out.device),
     )
+    constants = {
+        "TELL": tell,
+        "RANK": workspace.rank,
+        "RANKS": g.num_ranks,
+        "LANES": next_power_of_2(g.num_ranks),
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "HIDDEN": g.hidden_size,
+        "BLOCK": next_power_of_2(g.hidden_size),
+        "num_warps": 8 if g.hidden_size > 2048 else 4,
+        **early(out.device),
+    }
+    return First(_receive, (min(bound, _BLOCKS),), (out, len(out)), fixed, constants)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _receive(
-    out, arrived, sent, peers, flags, calls, flags_at, tokens, bound, cap,
+    out, tokens, arrived, sent, peers, flags, calls, flags_at, bound, cap,
     TELL: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

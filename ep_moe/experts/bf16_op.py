@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.operator import operator
+from ep_moe.experts.operator import launching_operator
+from ep_moe.launches import Launch
 from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
@@ -31,8 +32,9 @@ def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:
     return carved_bytes(shapes(picks, hidden, inner, slots))
 
 
-@operator("bf16_moe")
+@launching_operator("bf16_moe")
 def bf16_moe(
+    launch: Launch,
     out: Tensor,
     workspace: Tensor,
     x: Tensor,
@@ -67,14 +69,15 @@ def bf16_moe(
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         _pass(
-            out if to else out[part], to, workspace, x[part], found, w13, w2, Activation(activation), alpha, limit,
-            expected, spare_sms,
+            launch, out if to else out[part], to, workspace, x[part], found, w13, w2, Activation(activation), alpha,
+            limit, expected, spare_sms,
         )  # fmt: skip
 
 
 def _pass(
-    out: Tensor, home: Home | None, workspace: Tensor, x: Tensor, found: tuple[Tensor, Tensor | None, int], w13: Tensor,
-    w2: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
+    launch: Launch, out: Tensor, home: Home | None, workspace: Tensor, x: Tensor,
+    found: tuple[Tensor, Tensor | None, int], w13: Tensor, w2: Tensor, activation: Activation, alpha: float,
+    limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
     """found: ids, weights and base"""
     from ep_moe.experts import few_rows, hopper_gemm, pair_kernels, stream_gemm
@@ -82,24 +85,25 @@ def _pass(
     rows, top_k = found[0].shape
     slots, hidden, inner = w2.shape
     each = rows * expected / slots
-    how: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
+    how: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit, "launch": launch}
     cut = few_rows.Cut.of(rows * top_k, each)
     own = carve(workspace, shapes(rows * top_k, hidden, inner, slots, sort=cut is None))
     act, y = own["act"], own["y"]
     if cut is not None:
         few_rows.first_product(x, *found, w13, act, cut=cut.first, **how)
-        few_rows.second_product(act, *found, w2, y, cut.second)
-        pair_kernels.reduce(y, *found, slots, out, home=home)
+        few_rows.second_product(act, *found, w2, y, cut.second, launch=launch)
+        pair_kernels.reduce(y, *found, slots, out, home=home, launch=launch)
         return
     ring = stream_gemm.ring_for(each, stream_gemm.FEW)
     soon = ring is not None  # weights are fetched while pairs are sorted
-    lists = pair_kernels.list_pairs(own, *found, slots, soon=soon)
+    lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, launch=launch)
     if ring is not None:
         stream_gemm.product(x, w13, lists, act, ring, gather=True, **how)
-        stream_gemm.product(act, w2, lists, y, ring)
+        stream_gemm.product(act, w2, lists, y, ring, launch=launch)
     else:
         first, second = (hopper_gemm.tiles_for(each, w, spare_sms) for w in (w13, w2))
-        pair_kernels.copy_rows(x, lists.slots, y)  # in the room of y, which is written after they are read
+        # in the room of y, which is written after they are read
+        pair_kernels.copy_rows(x, lists.slots, y, launch=launch)
         hopper_gemm.grouped_gemm(y, w13, lists.ends, act, first, spare_sms=spare_sms, **how)
-        hopper_gemm.grouped_gemm(act, w2, lists.ends, y, second, spare_sms=spare_sms)
-    pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon)
+        hopper_gemm.grouped_gemm(act, w2, lists.ends, y, second, spare_sms=spare_sms, launch=launch)
+    pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon, launch=launch)

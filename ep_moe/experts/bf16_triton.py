@@ -15,6 +15,7 @@ from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.experts.operator import home_of
 from ep_moe.experts.triton_experts import TritonExperts
+from ep_moe.launches import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.schemes import PLAIN
 
@@ -55,7 +56,7 @@ class Bf16TritonExperts(TritonExperts):
         inner = config.intermediate_size // self.weights.etp.size
         return bf16_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
 
-    def step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
+    def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
         x, weights, config, wire = received.x, self.weights, self.config, received.wire_ids
         ids = received.local_ids if wire is None else wire.ids
         assert ids is not None
@@ -75,4 +76,5 @@ class Bf16TritonExperts(TritonExperts):
             self.picks,
             self.options.spare_sms,
             *home_of(peers),
+            launch=launch,
         )

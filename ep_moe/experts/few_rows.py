@@ -3,7 +3,7 @@ weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block or fo
 
 `first_product` and `second_product`, and `pair_kernels.reduce`, are a forward pass in which each program finds its
 expert's rows itself. For more rows `pair_kernels.list_pairs` comes first, and the same two products go by its lists.
-Nothing here allocates or waits for the device.
+Nothing here allocates or waits for the device. launch: how kernels are launched.
 
 Letters: N received rows, K picks of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
 """
@@ -19,6 +19,7 @@ from ep_moe.experts.fp8_block_kernels import SMALLEST_AMAX
 from ep_moe.experts.fp8_tensor_kernels import MatrixScales
 from ep_moe.experts.pair_kernels import Lists
 from ep_moe.grids import next_power_of_2
+from ep_moe.launches import Launch, at_once
 from ep_moe.types import Activation
 
 DEPTH = 128  # of a tile
@@ -97,6 +98,7 @@ def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
     cut: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
     x_scale: Tensor | None = None, w13_scale: Tensor | None = None, scales: MatrixScales | None = None,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
 
@@ -112,7 +114,8 @@ def first_product(
     assert scales is None or scales.out is not None
     factor, x_scale, step, w13_scale, to = (None, x_scale, None, w13_scale, None) if scales is None else scales.given()
     by_pick = lists is None and pairs <= experts
-    kernels.first_product[((pairs if by_pick else experts) * (inner // cut.block_n),)](
+    launch(
+        kernels.first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
         w13_scale, out, factor, step, to, base, pairs, experts, hidden, inner, alpha, limit,
         SCALES=_scales(w13_scale, scales), BY_PICK=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
@@ -124,6 +127,7 @@ def first_product(
 def second_product(
     act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, cut: Tile, *,
     lists: Lists | None = None, w2_scale: Tensor | None = None, scales: MatrixScales | None = None,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = w2[e] @ act[p], rows as `first_product` left them. w2: [L, H, I]; out: [at least N * K, H]
     w2_scale: float32 [L, H / 128, I / 128] of weights in E4M3; act is rounded to E4M3 then
@@ -132,7 +136,8 @@ def second_product(
     pairs = ids.numel()
     factor, act_scale, step, w2_scale, _ = (None, None, None, w2_scale, None) if scales is None else scales.given()
     by_pick = lists is None and pairs <= experts
-    kernels.second_product[((pairs if by_pick else experts) * (hidden // cut.block_n),)](
+    launch(
+        kernels.second_product, ((pairs if by_pick else experts) * (hidden // cut.block_n),),
         act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, out, factor, act_scale, step, base,
         pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_PICK=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,

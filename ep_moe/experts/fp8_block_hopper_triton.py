@@ -20,12 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.experts.hopper_parts_triton import activate, next_stage
+from ep_moe.launches import Launch
 
 
-def launch(
+def multiply(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, out_scale: Tensor | None,
     starts: Tensor | None, ends: Tensor, capacity: int, block_m: int, block_n: int, group_m: int, stages: int,
     programs: int, wide: bool, activation: str, up_first: bool, alpha: float, limit: float, smallest: float,
+    launch: Launch,
 ) -> None:  # fmt: skip
     """a: fp8 [M, K]; b: fp8 [L, N, K]; the rest as in `fp8_block_kernels`. block_m x block_n: 64 x 128 (one group of
     multiplying warps, two programs a multiprocessor), 64 x 256, 128 x 128 or 128 x 256 (two groups).
@@ -40,7 +42,8 @@ def launch(
     groups = 1 if block_m == 64 and (block_n == 128 or activation) else 2
     # the first multiplying group has the registers that the others leave; with 216 and 72 nothing is spilled
     registers = 168 if groups == 2 else 128 if block_n == 128 else 144
-    _gemm[(programs,)](
+    launch(
+        _gemm, (programs,),
         left, right, a_scale, b_scale, out, out_scale, starts, ends, experts, a.shape[0], capacity, n, k // 128,
         alpha, limit, BLOCK_M=block_m, BLOCK_N=block_n, GROUP_M=group_m, STAGES=stages, WIDE=wide, GROUPS=groups,
         ACTIVATION=activation, UP_FIRST=up_first, SMALLEST=smallest, REGISTERS=216, COPY_REGISTERS=72, num_warps=4,

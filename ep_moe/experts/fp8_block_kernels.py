@@ -5,7 +5,7 @@ A forward pass is `pair_kernels.group_pairs` (rows by expert), `quantize_pairs`,
 (on Hopper both in one: `grouped_gemm_activate`), `grouped_gemm`, `pair_kernels.reduce_pairs`. Nothing here allocates,
 waits for the device or tunes at run time: whoever calls brings every output, and all of it can be captured in a CUDA
 graph. How many rows there are is known to the device alone; work beyond them is not started. Row counts on the host (M)
-are upper bounds.
+are upper bounds. launch: how kernels are launched.
 
 Letters: L experts, M rows (of all experts), K and N a product's inner and outer size, N also received rows; both
 multiples of 128.
@@ -22,6 +22,7 @@ from torch import Tensor
 from ep_moe.devices import multiprocessors
 from ep_moe.experts import fp8_block_kernels_triton as kernels
 from ep_moe.grids import cdiv, next_power_of_2
+from ep_moe.launches import Launch, at_once
 from ep_moe.types import Activation
 
 BLOCK = 128
@@ -78,7 +79,7 @@ def config_for(m: int, num_experts: int, n: int, k: int, *, hopper: bool = True,
 
 def grouped_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out: Tensor, *,
-    starts: Tensor | None = None, config: GemmConfig | None = None,
+    starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e; sums in float32, and the scales of each block of 128 along K.
 
@@ -90,13 +91,14 @@ def grouped_gemm(
     """
     config = config or config_for(a.numel() // b.shape[2], *b.shape, hopper=has_hopper(b.device))
     if config.hopper:
-        _gluon(a, a_scale, b, b_scale, ends, out, None, starts, config, "")
+        _gluon(a, a_scale, b, b_scale, ends, out, None, starts, config, launch, "")
         return
     experts, n, k = b.shape
     rows = a.numel() // k
     if not rows or not experts:
         return
-    kernels.gemm[(_programs(rows, experts, n, config, b.device),)](
+    launch(
+        kernels.gemm, (_programs(rows, experts, n, config, b.device),),
         a, a_scale, b, b_scale, out, starts, ends, experts, rows, a.shape[1] if a.dim() == 3 else 0, n, k,
         EXPERTS=next_power_of_2(experts), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         GROUP_M=config.group_m, num_stages=config.stages, num_warps=config.warps,
@@ -106,7 +108,7 @@ def grouped_gemm(
 def grouped_gemm_activate(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out: Tensor, out_scale: Tensor,
     activation: Activation = Activation.SWIGLU, *, alpha: float = 1.702, limit: float = 7.0, up_first: bool = False,
-    starts: Tensor | None = None, config: GemmConfig | None = None,
+    starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """`grouped_gemm` and `activate_and_quantize` in one kernel, with no rounding between; where `has_hopper`.
 
@@ -118,31 +120,33 @@ def grouped_gemm_activate(
     config: blocks of 64 x 256 or 128 x 256
     """
     config = config or config_for(a.numel() // b.shape[2], *b.shape, activated=True)
-    _gluon(a, a_scale, b, b_scale, ends, out, out_scale, starts, config, activation.value, up_first, alpha, limit)
+    how = (activation.value, up_first, alpha, limit)
+    _gluon(a, a_scale, b, b_scale, ends, out, out_scale, starts, config, launch, *how)
 
 
 def _gluon(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out: Tensor, out_scale: Tensor | None,
-    starts: Tensor | None, config: GemmConfig, activation: str, up_first: bool = False, alpha: float = 0.0,
-    limit: float = 0.0,
+    starts: Tensor | None, config: GemmConfig, launch: Launch, activation: str, up_first: bool = False,
+    alpha: float = 0.0, limit: float = 0.0,
 ) -> None:  # fmt: skip
-    from ep_moe.experts.fp8_block_hopper_triton import launch
+    from ep_moe.experts.fp8_block_hopper_triton import multiply
 
     experts, n, k = b.shape
     capacity = a.shape[1] if a.dim() == 3 else 0
     a = a.view(-1, k)
     if not a.shape[0] or not experts:
         return
-    launch(
+    multiply(
         a, a_scale, b, b_scale, out, out_scale, starts, ends, capacity, config.block_m, config.block_n, config.group_m,
         config.stages, _programs(a.shape[0], experts, n, config, b.device), config.wide, activation, up_first, alpha,
-        limit, SMALLEST_AMAX,
+        limit, SMALLEST_AMAX, launch,
     )  # fmt: skip
 
 
 def quantize_rows(
-    x: Tensor, out: Tensor, scale: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None
-) -> None:
+    x: Tensor, out: Tensor, scale: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None,
+    launch: Launch = at_once,
+) -> None:  # fmt: skip
     """scale = amax / 448 for each 128 values of a row, out = x / scale rounded to the nearest e4m3. An amax below 1e-10
     counts as 1e-10. Values that are no number stay none.
 
@@ -155,14 +159,15 @@ def quantize_rows(
     if not total:
         return
     columns, tall, programs = _tiling(total, k, x.device)
-    kernels.quantize[(programs,)](
+    launch(
+        kernels.quantize, (programs,),
         x, rows, counts, out, scale, total, total // _groups(counts), k, x.stride(-2),
         SMALLEST=SMALLEST_AMAX, GATHER=rows is not None, COUNTED=counts is not None,
         ONE=_groups(counts) == 1, ROWS=tall, COLUMNS=columns,
     )  # fmt: skip
 
 
-def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor) -> None:
+def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once) -> None:
     """`quantize_rows` of each row of x once, into all rows of the output that `slots` names; the others are left as
     they are. What `quantize_rows` does with `rows`, but each row is read and quantised only once.
 
@@ -173,19 +178,23 @@ def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor) -> None
     if not total:
         return
     columns, tall, programs = _tiling(total, size, x.device)
-    kernels.quantize_pairs[(programs,)](
+    launch(
+        kernels.quantize_pairs, (programs,),
         x, slots, out, scale, total, out.shape[0], size, x.stride(0),
         SMALLEST=SMALLEST_AMAX, TOP_K=slots.shape[1], ROWS=tall, COLUMNS=columns,
     )  # fmt: skip
 
 
-def copy_pairs(x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor) -> None:
+def copy_pairs(
+    x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once
+) -> None:
     """`quantize_pairs` of rows that are quantised already. x: e4m3 [N, H]; x_scale: float32 [N, H / 128]."""
     total, size = x.shape
     if not total:
         return
     columns, tall, programs = _tiling(total, size, x.device)
-    kernels.copy_pairs[(programs,)](
+    launch(
+        kernels.copy_pairs, (programs,),
         x, x_scale, slots, out, scale, total, out.shape[0], size,
         TOP_K=slots.shape[1], ROWS=tall, COLUMNS=columns,
     )  # fmt: skip
@@ -193,7 +202,7 @@ def copy_pairs(x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Te
 
 def activate_and_quantize(
     h: Tensor, out: Tensor, scale: Tensor, activation: Activation = Activation.SWIGLU, *, counts: Tensor | None = None,
-    alpha: float = 1.702, limit: float = 7.0, up_first: bool = False,
+    alpha: float = 1.702, limit: float = 7.0, up_first: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """What stands between the two matrices (`ep_moe.types.Activation`), in float32, then as `quantize_rows`.
 
@@ -205,7 +214,8 @@ def activate_and_quantize(
     if not total:
         return
     columns, tall, programs = _tiling(total, size, h.device)
-    kernels.activate[(programs,)](
+    launch(
+        kernels.activate, (programs,),
         h, counts, out, scale, total, total // _groups(counts), size, h.stride(-2), alpha, limit,
         SMALLEST=SMALLEST_AMAX, ACTIVATION=activation.value, UP_FIRST=up_first, COUNTED=counts is not None,
         ONE=_groups(counts) == 1, ROWS=tall, COLUMNS=columns,

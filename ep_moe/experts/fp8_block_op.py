@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.operator import operator
+from ep_moe.experts.operator import launching_operator
+from ep_moe.launches import Launch
 from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
@@ -42,8 +43,9 @@ def scratch_bytes(pairs: int, rows: int, hidden: int, w13_rows: int, inner: int,
     return carved_bytes(shapes(pairs, rows, hidden, w13_rows, inner, slots, dtype))
 
 
-@operator("fp8_block_moe")
+@launching_operator("fp8_block_moe")
 def fp8_block_moe(
+    launch: Launch,
     out: Tensor,
     workspace: Tensor,
     x: Tensor,
@@ -81,7 +83,7 @@ def fp8_block_moe(
     peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None;
         with ids only
     """
-    step = _Step(workspace, dtype, w13, w13_scale, w2, w2_scale, activation, alpha, limit, spare_sms)
+    step = _Step(launch, workspace, dtype, w13, w13_scale, w2, w2_scale, activation, alpha, limit, spare_sms)
     if ids is None:
         assert starts is not None
         assert ends is not None
@@ -108,6 +110,7 @@ class _Step:
 
     def __init__(
         self,
+        launch: Launch,
         workspace: Tensor,
         dtype: torch.dtype,
         w13: Tensor,
@@ -119,7 +122,7 @@ class _Step:
         limit: float,
         spare_sms: int,
     ) -> None:
-        self.workspace, self.dtype, self.spare_sms = workspace, dtype, spare_sms
+        self.launch, self.workspace, self.dtype, self.spare_sms = launch, workspace, dtype, spare_sms
         self.w13, self.w13_scale, self.w2, self.w2_scale = w13, w13_scale, w2, w2_scale
         self.activation, self.alpha, self.limit = Activation(activation), alpha, limit
 
@@ -144,7 +147,7 @@ class _Step:
         for name, bounds in (("starts", starts), ("ends", ends)):
             own[name].copy_(bounds).sub_(first).clamp_(0, len(x))
         if x_scale is None:
-            kernels.quantize_rows(x, own["rows"], own["row_scale"])
+            kernels.quantize_rows(x, own["rows"], own["row_scale"], launch=self.launch)
         else:
             own |= {"rows": x, "row_scale": x_scale}
         self._matrices(own, own["starts"], None, out, len(x) * expected)
@@ -162,25 +165,25 @@ class _Step:
         from ep_moe.experts import few_rows, pair_kernels
         from ep_moe.experts import fp8_block_kernels as kernels
 
-        pairs, slots = found[0].numel(), len(self.w2)
+        launch, pairs, slots = self.launch, found[0].numel(), len(self.w2)
         own = self._carve(pairs, len(x))
         cut = few_rows.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
         if cut is not None and not cut.sort:
             self._few(own, x, x_scale, found, cut, None)
-            pair_kernels.reduce(own["y"], *found, slots, out, home=home)
+            pair_kernels.reduce(own["y"], *found, slots, out, home=home, launch=launch)
             return
-        lists = pair_kernels.list_pairs(own, *found, slots)
+        lists = pair_kernels.list_pairs(own, *found, slots, launch=launch)
         if cut is not None:
             self._few(own, x, x_scale, found, cut, lists)
-            pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home)
+            pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home, launch=launch)
             return
         counts = own["ends"][-1:]
         if x_scale is None:
-            kernels.quantize_pairs(x, lists.slots, own["rows"], own["row_scale"])
+            kernels.quantize_pairs(x, lists.slots, own["rows"], own["row_scale"], launch=launch)
         else:
-            kernels.copy_pairs(x, x_scale, lists.slots, own["rows"], own["row_scale"])
+            kernels.copy_pairs(x, x_scale, lists.slots, own["rows"], own["row_scale"], launch=launch)
         self._matrices(own, None, counts, own["y"], len(x) * expected)
-        pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home)
+        pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home, launch=launch)
 
     def _few(
         self,
@@ -197,20 +200,22 @@ class _Step:
 
         if x_scale is None:
             x, x_scale, whole = own["rows"][: len(x)], own["row_scale"][: len(x)], x
-            kernels.quantize_rows(whole, x, x_scale)
+            kernels.quantize_rows(whole, x, x_scale, launch=self.launch)
         act = own["h"].view(-1)[: found[0].numel() * self.w2.shape[2]].view(-1, self.w2.shape[2])
         few_rows.first_product(
             x, *found, self.w13, act, self.activation, cut.first, lists=lists, alpha=self.alpha, limit=self.limit,
-            x_scale=x_scale, w13_scale=self.w13_scale,
+            x_scale=x_scale, w13_scale=self.w13_scale, launch=self.launch,
         )  # fmt: skip
-        few_rows.second_product(act, *found, self.w2, own["y"], cut.second, lists=lists, w2_scale=self.w2_scale)
+        few_rows.second_product(
+            act, *found, self.w2, own["y"], cut.second, lists=lists, w2_scale=self.w2_scale, launch=self.launch
+        )
 
     def _matrices(
         self, own: dict[str, Tensor], starts: Tensor | None, counts: Tensor | None, out: Tensor, expected: float
     ) -> None:
         from ep_moe.experts import fp8_block_kernels as kernels
 
-        slots, pairs = len(self.w2), max(1, int(expected))
+        launch, slots, pairs = self.launch, len(self.w2), max(1, int(expected))
         hopper, ends = kernels.has_hopper(out.device), own["ends"]
         fused = hopper and self.w13.shape[2] <= FUSED_HIDDEN
         config = kernels.config_for(pairs, slots, *self.w13.shape[1:], hopper=hopper, activated=fused)
@@ -219,13 +224,15 @@ class _Step:
         result = (own["act"], own["act_scale"], self.activation)
         if fused:
             kernels.grouped_gemm_activate(
-                *first, *result, starts=starts, config=config, alpha=self.alpha, limit=self.limit
+                *first, *result, starts=starts, config=config, alpha=self.alpha, limit=self.limit, launch=launch
             )
         else:
-            kernels.grouped_gemm(*first, own["h"], starts=starts, config=config)
-            kernels.activate_and_quantize(own["h"], *result, counts=counts, alpha=self.alpha, limit=self.limit)
+            kernels.grouped_gemm(*first, own["h"], starts=starts, config=config, launch=launch)
+            kernels.activate_and_quantize(
+                own["h"], *result, counts=counts, alpha=self.alpha, limit=self.limit, launch=launch
+            )
         config = kernels.config_for(pairs, slots, *self.w2.shape[1:], hopper=hopper)
         config = dataclasses.replace(config, spare_sms=self.spare_sms)
         kernels.grouped_gemm(
-            own["act"], own["act_scale"], self.w2, self.w2_scale, ends, out, starts=starts, config=config
+            own["act"], own["act_scale"], self.w2, self.w2_scale, ends, out, starts=starts, config=config, launch=launch
         )

@@ -13,6 +13,7 @@ from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.experts.operator import home_of
 from ep_moe.experts.triton_experts import TritonExperts
+from ep_moe.launches import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 
 
@@ -60,7 +61,7 @@ class Fp8BlockTritonExperts(TritonExperts):
             out[slots:].zero_()  # slots that only wider ranks have; a transport may fill rows up there
         return out
 
-    def step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
+    def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
         x, weights, config = received.x, self.weights, self.config
         starts, ends = self._bounds(received)
         wire = received.wire_ids
@@ -87,6 +88,7 @@ class Fp8BlockTritonExperts(TritonExperts):
             self.picks,
             self.options.spare_sms,
             *home_of(peers),
+            launch=launch,
         )
 
     def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:

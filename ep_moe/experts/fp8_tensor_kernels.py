@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ep_moe.grids import cdiv, next_power_of_2
+from ep_moe.launches import Launch, at_once
 
 BLOCK = 1024  # columns of a program
 
@@ -37,20 +38,23 @@ class MatrixScales:
 NO_SCALES = (None, None, None, None, None)  # what kernels are given for operands in bf16
 
 
-def round_rows(x: Tensor, input_scales: Tensor, out: Tensor, scale: Tensor, slots: Tensor | None = None) -> None:
+def round_rows(
+    x: Tensor, input_scales: Tensor, out: Tensor, scale: Tensor, slots: Tensor | None = None, *,
+    launch: Launch = at_once,
+) -> None:  # fmt: skip
     """Each row of x once, as `fp8_scales.round_rows` rounds it: x / scale to the nearest E4M3, saturating at 448.
 
     x: bf16 [N, H]; input_scales: float32 [L], of which the largest is the scale; scale: float32 [1], where it is left
     slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are left
         as they are. None for row n to row n
-    out: e4m3 [M, H]
+    out: e4m3 [M, H]; launch: how the kernel is launched
     """
-
     from ep_moe.experts import fp8_tensor_kernels_triton as kernels
 
     rows, size = x.shape
     block = min(BLOCK, next_power_of_2(size))
-    kernels.round_rows[(rows, cdiv(size, block))](
+    launch(
+        kernels.round_rows, (rows, cdiv(size, block)),
         x, input_scales, slots, out, scale, len(input_scales), out.shape[0], size,
         SLOTS=next_power_of_2(len(input_scales)), TOP_K=1 if slots is None else slots.shape[1], BLOCK=block,
     )  # fmt: skip

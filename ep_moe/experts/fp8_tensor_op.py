@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.operator import operator
+from ep_moe.experts.operator import launching_operator
+from ep_moe.launches import Launch
 from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
@@ -36,8 +37,9 @@ def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:
     return carved_bytes(shapes(picks, hidden, inner, slots))
 
 
-@operator("fp8_tensor_moe")
+@launching_operator("fp8_tensor_moe")
 def fp8_tensor_moe(
+    launch: Launch,
     out: Tensor,
     workspace: Tensor,
     x: Tensor,
@@ -76,7 +78,7 @@ def fp8_tensor_moe(
     from ep_moe.experts.pair_kernels import Home, passes
 
     matrices = (w13, w13_scale, w13_input_scale, w2, w2_scale, w2_input_scale)
-    step = _Step(workspace, *matrices, Activation(activation), alpha, limit, expected, spare_sms)
+    step = _Step(launch, workspace, *matrices, Activation(activation), alpha, limit, expected, spare_sms)
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
@@ -87,13 +89,14 @@ class _Step:
     """One call's weights and scratch memory."""
 
     def __init__(
-        self, workspace: Tensor, w13: Tensor, w13_scale: Tensor, w13_input_scale: Tensor, w2: Tensor, w2_scale: Tensor,
-        w2_input_scale: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
+        self, launch: Launch, workspace: Tensor, w13: Tensor, w13_scale: Tensor, w13_input_scale: Tensor, w2: Tensor,
+        w2_scale: Tensor, w2_input_scale: Tensor, activation: Activation, alpha: float, limit: float, expected: float,
+        spare_sms: int,
     ) -> None:  # fmt: skip
-        self.workspace, self.w13, self.w2 = workspace, w13, w2
+        self.launch, self.workspace, self.w13, self.w2 = launch, workspace, w13, w2
         self.w13_scale, self.w13_input_scale = w13_scale, w13_input_scale
         self.w2_scale, self.w2_input_scale = w2_scale, w2_input_scale
-        self.how: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
+        self.how: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit, "launch": launch}
         self.expected, self.spare_sms = expected, spare_sms
 
     def __call__(
@@ -104,7 +107,7 @@ class _Step:
         from ep_moe.experts import few_rows, hopper_gemm, pair_kernels, stream_gemm
         from ep_moe.experts.fp8_tensor_kernels import MatrixScales, round_rows
 
-        (rows, top_k), (slots, hidden, inner) = found[0].shape, self.w2.shape
+        launch, (rows, top_k), (slots, hidden, inner) = self.launch, found[0].shape, self.w2.shape
         each = rows * self.expected / slots
         cut = few_rows.Cut.of_matrices(rows * top_k, each)
         own = carve(self.workspace, shapes(rows * top_k, hidden, inner, slots, sort=cut is None))
@@ -115,26 +118,26 @@ class _Step:
         second = MatrixScales(self.w2_input_scale, self.w2_scale)
         ring = stream_gemm.ring_for(each, stream_gemm.FEW_E4M3)
         if input_scale is None and (cut is not None or ring is not None):
-            round_rows(x, self.w13_input_scale, numbers[:rows], own["scale"])
+            round_rows(x, self.w13_input_scale, numbers[:rows], own["scale"], launch=launch)
             x = numbers[:rows]
         if cut is not None:
             few_rows.first_product(x, *found, self.w13, act, cut=cut.first, **first)
-            few_rows.second_product(act, *found, self.w2, y, cut.second, scales=second)
-            pair_kernels.reduce(y, *found, slots, out, home=home)
+            few_rows.second_product(act, *found, self.w2, y, cut.second, scales=second, launch=launch)
+            pair_kernels.reduce(y, *found, slots, out, home=home, launch=launch)
             return
         soon = ring is not None  # weights are fetched while pairs are sorted
-        lists = pair_kernels.list_pairs(own, *found, slots, soon=soon)
+        lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, launch=launch)
         if ring is not None:
             stream_gemm.product(x, self.w13, lists, act, ring, gather=True, **first)
-            stream_gemm.product(act, self.w2, lists, y, ring, scales=second)
+            stream_gemm.product(act, self.w2, lists, y, ring, scales=second, launch=launch)
         else:
             sorted_rows = numbers[: rows * top_k]
             if input_scale is None:
-                round_rows(x, self.w13_input_scale, sorted_rows, own["scale"], lists.slots)
+                round_rows(x, self.w13_input_scale, sorted_rows, own["scale"], lists.slots, launch=launch)
             else:
-                pair_kernels.copy_rows(x, lists.slots, sorted_rows)
+                pair_kernels.copy_rows(x, lists.slots, sorted_rows, launch=launch)
             spare, gemm = self.spare_sms, hopper_gemm.grouped_gemm
             tiles = [hopper_gemm.tiles_for(each, w, spare) for w in (self.w13, self.w2)]
             gemm(sorted_rows, self.w13, lists.ends, act, tiles[0], spare_sms=spare, **first)
-            gemm(act, self.w2, lists.ends, y, tiles[1], spare_sms=spare, scales=second)
-        pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon)
+            gemm(act, self.w2, lists.ends, y, tiles[1], spare_sms=spare, scales=second, launch=launch)
+        pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon, launch=launch)

@@ -15,6 +15,7 @@ from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.experts.operator import home_of
 from ep_moe.experts.triton_experts import TritonExperts
+from ep_moe.launches import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 
 UNIT = 128  # hidden and intermediate sizes are multiples of it
@@ -55,7 +56,7 @@ class Fp8TensorTritonExperts(TritonExperts):
         inner = config.intermediate_size // self.weights.etp.size
         return fp8_tensor_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
 
-    def step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
+    def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
         weights, config, wire = self.weights, self.config, received.wire_ids
         ids = received.local_ids if wire is None else wire.ids
         assert ids is not None
@@ -82,4 +83,5 @@ class Fp8TensorTritonExperts(TritonExperts):
             self.picks,
             self.options.spare_sms,
             *home_of(peers),
+            launch=launch,
         )

@@ -21,6 +21,7 @@ from torch import Tensor
 from ep_moe import nvrtc
 from ep_moe.devices import multiprocessors
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.launches import Launch, at_once
 from ep_moe.types import Activation
 
 LINE, WEIGHTS = 128, 256  # bytes along K at a time; rows of weights in a tile
@@ -63,6 +64,7 @@ def _programs(w: Tensor, spare_sms: int) -> int:
 def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | None = None,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
 
@@ -70,7 +72,7 @@ def grouped_gemm(
     ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
     out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
         `scales.out` is given
-    spare_sms: multiprocessors that are left free
+    spare_sms: multiprocessors that are left free; launch: how it is launched
     """
     (experts, rows, k), itemsize = b.shape, b.element_size()
     gated = activation is not None and activation.gated
@@ -88,7 +90,8 @@ def grouped_gemm(
     ]
     form = options(itemsize, out.element_size(), activation)
     function = nvrtc.kernel(source(itemsize), "hopper_gemm", form, a.device.index)
-    nvrtc.launch(function, _programs(a, spare_sms), 384, shared_bytes(tiles, experts), arguments)
+    kernel = nvrtc.Kernel(function, 384, shared_bytes(tiles, experts))
+    launch(kernel, (_programs(a, spare_sms),), *zip(*arguments, strict=True))
 
 
 def shared_bytes(tiles: Tiles, experts: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
+from ep_moe.launches import Launch, at_once
 from ep_moe.types import PeerRows
 
 Given = ParamSpec("Given")
@@ -33,6 +35,31 @@ def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, Non
             with torch.no_grad():
                 function(*args, **kwargs)
 
+        return call
+
+    return wrap
+
+
+def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`operator` for a function whose first argument is a `Launch`, which compiled graphs know nothing of; who calls it
+    gives it by name, if at all."""
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        def plain(*args: Any) -> None:
+            function(at_once, *args)
+
+        signature = inspect.signature(function, eval_str=True)
+        plain.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+        made = operator(name)(plain)
+
+        def call(*args: Any, launch: Launch = at_once) -> None:
+            if torch.compiler.is_compiling():
+                made(*args)
+                return
+            with torch.no_grad():
+                function(launch, *args)
+
+        call.__doc__ = function.__doc__
         return call
 
     return wrap

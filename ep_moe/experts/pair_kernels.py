@@ -1,6 +1,6 @@
 """Pairs of a received row and a local expert: sorted by expert before the products, summed up by row after them.
 
-Nothing here allocates or waits for the device: whoever calls brings every output.
+Nothing here allocates or waits for the device: whoever calls brings every output. launch: how kernels are launched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from ep_moe.early_triton import early
 from ep_moe.experts import pair_kernels_triton as kernels
 from ep_moe.grids import cdiv, next_power_of_2
+from ep_moe.launches import Launch, at_once
 from ep_moe.workspace import Shapes
 
 # tuned on an H200
@@ -65,7 +66,7 @@ def passes(rows: int, most: int, home: Home | None) -> list[tuple[slice, Home | 
 
 def reduce(
     y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
-    slots: Tensor | None = None, home: Home | None = None, soon: bool = False,
+    slots: Tensor | None = None, home: Home | None = None, soon: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the picks whose
     expert ids[n, k] - base is in 0 .. L - 1; zero where row n has none.
@@ -86,14 +87,15 @@ def reduce(
     to: tuple[Tensor | int | None, ...] = (None, 0, 1, 0, 0, None, 0)
     if home is not None:
         to = (home.addresses, home.offset, home.bound, home.first, home.rank, home.number, home.stride)
-    kernels.reduce[(turns * cdiv(rows, turns), cdiv(size, block))](
+    launch(
+        kernels.reduce, (turns * cdiv(rows, turns), cdiv(size, block)),
         y, ids, weights, slots, out.view(torch.uint8) if out.itemsize == 1 else out, *to, base, num_experts, rows, size,
         TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,
         **early(y.device, soon),
     )  # fmt: skip
 
 
-def copy_rows(x: Tensor, slots: Tensor, out: Tensor) -> None:
+def copy_rows(x: Tensor, slots: Tensor, out: Tensor, *, launch: Launch = at_once) -> None:
     """Each row of x into all rows of the output that `slots` names; the others are left as they are.
 
     x: [N, H]; slots: int32 [N, K], below 0 or at least M for none; out: [M, H]
@@ -102,7 +104,8 @@ def copy_rows(x: Tensor, slots: Tensor, out: Tensor) -> None:
     if not rows:
         return
     block = min(1024, next_power_of_2(size))
-    kernels.copy_rows[(rows, cdiv(size, block))](x, slots, out, out.shape[0], size, TOP_K=slots.shape[1], BLOCK=block)
+    grid = (rows, cdiv(size, block))
+    launch(kernels.copy_rows, grid, x, slots, out, out.shape[0], size, TOP_K=slots.shape[1], BLOCK=block)
 
 
 def group_workspace(num_pairs: int, num_experts: int) -> int:
@@ -125,19 +128,21 @@ def _pairs_per_program(num_pairs: int) -> int:
 
 
 def list_pairs(
-    own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, soon: bool = False
-) -> Lists:
+    own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, soon: bool = False,
+    launch: Launch = at_once,
+) -> Lists:  # fmt: skip
     """`group_pairs` into tensors of `list_shapes`."""
     lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"])
     group_pairs(
-        ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, soon=soon
-    )
+        ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, soon=soon,
+        launch=launch,
+    )  # fmt: skip
     return lists
 
 
 def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
-    base: int = 0, weights: Tensor | None = None, soon: bool = False,
+    base: int = 0, weights: Tensor | None = None, soon: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
 
@@ -156,7 +161,8 @@ def group_pairs(
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     if pairs <= ALONE:
         chunk = 16 if pairs <= 1024 else max(16, min(32, 8192 // lanes))
-        kernels.place_pairs[(cdiv(pairs, chunk),)](
+        launch(
+            kernels.place_pairs, (cdiv(pairs, chunk),),
             ids, weights, base, None, None, source_row, slots, ends, pairs, num_experts, top_k, **given,
             PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), num_warps=8,
             **early(ids.device, soon),
@@ -165,9 +171,11 @@ def group_pairs(
     mine = _pairs_per_program(pairs)
     blocks = cdiv(pairs, mine)
     earlier, totals = workspace[: blocks * num_experts], workspace[blocks * num_experts :]
-    kernels.count_pairs[(blocks,)](ids, weights, base, earlier, pairs, num_experts, **given, PAIRS=mine, CHUNK=CHUNK)
-    kernels.sum_counts[(num_experts,)](earlier, totals, blocks, BLOCKS=next_power_of_2(blocks))
-    kernels.place_pairs[(blocks,)](
+    counted = (ids, weights, base, earlier, pairs, num_experts)
+    launch(kernels.count_pairs, (blocks,), *counted, **given, PAIRS=mine, CHUNK=CHUNK)
+    launch(kernels.sum_counts, (num_experts,), earlier, totals, blocks, BLOCKS=next_power_of_2(blocks))
+    launch(
+        kernels.place_pairs, (blocks,),
         ids, weights, base, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
         PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), ALL=0,
         **early(ids.device, False),

@@ -13,6 +13,7 @@ from torch import Tensor
 from ep_moe.devices import multiprocessors
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.experts.pair_kernels import Lists
+from ep_moe.launches import Launch, at_once
 from ep_moe.types import Activation
 
 
@@ -44,6 +45,7 @@ def ring_for(rows: float, few: int) -> Ring | None:
 def product(
     x: Tensor, w: Tensor, lists: Lists, out: Tensor, ring: Ring, *, gather: bool = False,
     activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0, scales: MatrixScales | None = None,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
 
@@ -53,11 +55,11 @@ def product(
     out: bf16 [M, n], with a gated activation [M, n / 2], of which the first half of w's rows are the gates; E4M3 if
         `scales.out` is given
 
-    Starts before the kernel ahead of it has ended, and reads w then: see `early_triton`.
+    launch: how it is launched. It starts before the kernel ahead of it has ended, and reads w then: see `early_triton`.
     """
-    from ep_moe.experts.stream_gemm_triton import launch
+    from ep_moe.experts.stream_gemm_triton import multiply
 
     name = "" if activation is None else activation.value
     given = NO_SCALES if scales is None else scales.given()
     source, programs = lists.source if gather else None, multiprocessors(x.device)
-    launch(x, source, w, lists.ends, out, ring, programs, name, alpha, limit, given)
+    multiply(x, source, w, lists.ends, out, ring, programs, name, alpha, limit, given, launch)

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.experts.hopper_parts_triton import activate, next_stage
 from ep_moe.grids import next_power_of_2
+from ep_moe.launches import Launch, at_once
 
 if TYPE_CHECKING:
     from ep_moe.experts.stream_gemm import Ring
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
 
 
-def launch(
+def multiply(
     x: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, out: Tensor, ring: Ring, programs: int,
-    activation: str, alpha: float, limit: float, scales: tuple[Any, ...],
+    activation: str, alpha: float, limit: float, scales: tuple[Any, ...], launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """See `stream_gemm.product`. scales: as `MatrixScales.given` has them, five None for bf16"""
     experts, n, k = w.shape
@@ -48,7 +49,8 @@ def launch(
     gated = activation not in ("", "relu2")
     width = n // 2 if gated else n
     columns = width // (64 if gated else 128)
-    _stream[(min(programs, experts * columns),)](
+    launch(
+        _stream, (min(programs, experts * columns),),
         weights, x, source, ends, out, *scales, experts, n, n // 2 if gated else 64, width, columns, k // block_k,
         alpha, limit, ROWS=ring.rows, BLOCK_K=block_k, STAGES=ring.stages,
         EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, num_warps=4, maxnreg=168,

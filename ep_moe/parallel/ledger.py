@@ -14,8 +14,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout
 from ep_moe.parallel.device_mark import DeviceMark
+from ep_moe.types import capturing
 
 
 class Step(NamedTuple):
@@ -42,6 +43,19 @@ class Step(NamedTuple):
         verb = "finished" if self.done else "in"
         place = f" of {self.where}" if self.where else ""
         return f"{verb} {self.phase}{place} (step {self.number})"
+
+
+class _Inside:
+    """A step of a ledger, from its beginning on. A generator in its place takes the host twice as long."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._ledger.leave(error)
 
 
 class Ledger:
@@ -62,6 +76,7 @@ class Ledger:
         abort: Callable[[], None] | None = None,
     ) -> None:
         self.where = ""
+        self._inside = _Inside(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
         self._step = Step(0, "", "start", "", True)
@@ -94,32 +109,38 @@ class Ledger:
         """Take it for the newest: replays and recordings of a call end where the peers' own calls do."""
         self._step = step
 
-    @contextmanager
-    def step(self, phase: str, detail: str = "", *, counted: bool = True) -> Iterator[None]:
-        """Enter a collective step. A communication failure inside leaves as PeerTimeout.
+    def step(self, phase: str, detail: str = "", *, counted: bool = True) -> AbstractContextManager[None]:
+        """Enter a collective step, for a `with`. A communication failure inside leaves as PeerTimeout.
 
         counted: False for a step that not all ranks make, or not equally often: the running number stays
         """
         self.check()
         self._step = Step(self._step.number + counted, self.where, phase, detail, False)
         self._started = time.monotonic()
+        return self._inside
+
+    def leave(self, error: BaseException | None) -> None:
+        """The end of a step. error: what left it"""
         try:
-            yield
-        except (EPMoEError, RuntimeError) as error:
-            if self._failure is not None:  # whatever an aborted collective left behind is no news of its own
-                raise self._failure from error
-            if isinstance(error, EPMoEError) or not _is_communication_error(error):
-                raise
-            raise self._diagnose(str(error).splitlines()[0]) from error
+            if isinstance(error, EPMoEError | RuntimeError):
+                self._explain(error)
         finally:
             step = self._step
             self._step = Step(step.number, step.where, step.phase, step.detail, True)
-        self.check()
+        if error is None:
+            self.check()
+
+    def _explain(self, error: EPMoEError | RuntimeError) -> None:
+        """Raise what it comes from, if that is something else."""
+        if self._failure is not None:  # whatever an aborted collective left behind is no news of its own
+            raise self._failure from error
+        if not isinstance(error, EPMoEError) and _is_communication_error(error):
+            raise self._diagnose(str(error).splitlines()[0]) from error
 
     def mark(self, device: torch.device) -> None:
         """Let the watch see when a GPU has come this far: for steps that the host leaves before the device does. Now
         and then one is enough."""
-        if self._thread is None or time.monotonic() - self._marked < self._period:
+        if self._thread is None or time.monotonic() - self._marked < self._period or capturing(device):
             return
         if self._mark is None:
             self._mark = DeviceMark(device)

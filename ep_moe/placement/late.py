@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -64,13 +64,26 @@ def given_ids(routing: PhysicalRouting) -> Tensor:
     return routing.logical if _late(routing) else routing.ids
 
 
-def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Any, ...], int]:
+class Placing(NamedTuple):
+    """What a kernel that can place is told besides tables. most: of an expert's replicas, 0 where ids are placed
+    already; seed: as `Tables` has it; experts: E"""
+
+    most: int
+    seed: int | None
+    experts: int | None
+
+
+_PLACED = Placing(0, None, None)
+
+
+def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | None, ...], Placing]:
     """For a kernel that can place: the ids that it is given, its arguments `replicas, counts, expert_load, slot_load,
-    counting, seed, experts`, and its MOST, 0 where ids are placed already."""
+    counting`, and the rest."""
     if not _late(routing):
-        return routing.ids, (None,) * 7, 0
-    experts, most = routing.tables.replicas.shape
-    return routing.logical, (*routing.tables, experts), most
+        return routing.ids, (None,) * 5, _PLACED
+    tables = routing.tables
+    experts, most = tables.replicas.shape
+    return routing.logical, tables[:5], Placing(most, tables.seed, experts)
 
 
 def _late(routing: PhysicalRouting) -> TypeGuard[LateRouting]:

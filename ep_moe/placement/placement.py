@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +94,11 @@ class Placement(nn.Module):
 
     @property
     def tables(self) -> Tables:
-        loads = self.expert_load, self.slot_load
-        seed = self._ep_rank * _RANK_FACTOR
-        return Tables(self.logical_to_physical, self.replica_count, *loads, self.counting, seed)
+        own: Any = self._buffers  # a module's attributes are found by a walk, for which each call of a layer would pay
+        return Tables(
+            own["logical_to_physical"], own["replica_count"], own["expert_load"], own["slot_load"], own["counting"],
+            self._ep_rank * _RANK_FACTOR,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _count(self, logical: Tensor, physical: Tensor, valid: Tensor) -> None:

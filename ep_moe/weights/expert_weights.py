@@ -123,6 +123,11 @@ class ExpertWeights(nn.Module):
         found = self._parameters.get(target)
         return super().get_parameter(target) if found is None else found
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Addresses of all that kernels read: other ones once tensors are replaced, the same while they are written."""
+        return tuple([tensor.data_ptr() for tensor in self._parameters.values() if tensor is not None])
+
     def stored(self, name: str) -> Tensor | None:
         """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
         return self._parameters.get(name)

@@ -15,7 +15,7 @@ from ep_moe import EPContext, ExpertMap, InputError, MoELayer, ParallelConfig
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
-from ep_moe.placement.late import LateRouting, given_ids, placed, to_place
+from ep_moe.placement.late import LateRouting, Placing, given_ids, placed, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
@@ -143,11 +143,14 @@ def test_what_is_there_of_a_late_routing():
         assert torch.equal(look(given).ids, expected)
         assert look(given).ids is given.ids
         assert late.looks == looks + 1
-        assert to_place(given) == (given.ids, (None,) * 7, 0), "what is placed and counted is sent as it is"
+        placed_already = (given.ids, (None,) * 5, Placing(0, None, None))
+        assert to_place(given) == placed_already, "what is placed and counted is sent as it is"
     there = PhysicalRouting(PhysicalIds(expected), routing.weights)
     assert placed(there) is there
     assert given_ids(there) is expected
     own = Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
-    ids, tables, most = to_place(LateRouting(routing.ids, routing.weights, own.tables))
-    assert (ids is routing.ids, most, tables[0] is own.logical_to_physical) == (True, 2, True)
-    assert tables[1:] == (own.replica_count, own.expert_load, own.slot_load, own.counting, 3266489917, 6)
+    ids, tables, placing = to_place(LateRouting(routing.ids, routing.weights, own.tables))
+    assert ids is routing.ids
+    assert placing == Placing(2, 3266489917, 6)
+    assert tables[0] is own.logical_to_physical
+    assert tables[1:] == (own.replica_count, own.expert_load, own.slot_load, own.counting)

@@ -1,0 +1,183 @@
+"""Launches that are made again: by the interpreter where kernels run there, and over a driver that writes down what it
+is given."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+
+from ep_moe.launches import First, Forms, Recorded, at_once
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiled = pytest.mark.skipif(INTERPRETED, reason="Triton compiles nothing")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add(x, y, tokens, out, size, by, SIZE: tl.constexpr, TWICE: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, SIZE)
+    total = tl.load(x + at, mask=at < tokens, other=0) + by
+    if y is not None:
+        total += tl.load(y + at, mask=at < tokens, other=0)
+    if TWICE:
+        total *= 2
+    tl.store(out + at, total, mask=at < size)
+
+
+def first(x, y, tokens, out, *, twice=True, warps=1):
+    return First(_add, (1,), (x, y, tokens), (out, len(out), 3), {"SIZE": 8, "TWICE": twice, "num_warps": warps})
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_again_is_the_same_on_what_lies_there_now():
+    x, y, out = torch.arange(8), torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    recorded = Recorded()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert out.tolist() == [2 * (2 * n + 3) for n in range(8)]
+    x.fill_(1)
+    recorded.again()
+    assert out.tolist() == [2 * (1 + n + 3) for n in range(8)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_forms_take_what_changes():
+    forms, out = Forms(), torch.zeros(8, dtype=torch.int64)
+    for tokens, x in ((8, torch.arange(8)), (2, torch.ones(8, dtype=torch.int64))):
+        forms.launch("form", (x, None, tokens), lambda x=x, tokens=tokens: first(x, None, tokens, out, twice=False))
+        assert out.tolist() == [int(x[n]) * (n < tokens) + 3 for n in range(8)]
+
+
+class Driver:
+    """One that compiles for Hopper, and has every launch written down: grid, then arguments, tensors by their address.
+
+    found: those that were launched; looks: how many of them Triton looked at itself
+    """
+
+    def __init__(self):
+        from triton.backends.compiler import GPUTarget
+
+        self.found, self.target = [], GPUTarget("cuda", 90, 32)
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
+            load_binary=lambda *binary: (object(), object(), 32, 0, 1024),
+        )
+        self.get_current_target = lambda: self.target
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 7
+        self.launcher_cls = lambda source, metadata: self.launch
+
+    def launch(self, x, y, z, stream, function, packed, metadata, enter, leave, *given):
+        def plain(value):
+            return value.data_ptr() if hasattr(value, "data_ptr") else value
+
+        self.found.append(((x, y, z), stream, *map(plain, given)))
+
+
+@pytest.fixture
+def driver():
+    from triton.runtime import driver
+
+    made = Driver()
+    _add.device_caches.clear()
+    with mock.patch.object(driver, "_active", made):
+        yield made
+    _add.device_caches.clear()
+
+
+@pytest.fixture
+def looked():
+    """Launches that go through Triton itself."""
+    from triton.runtime.jit import JITFunction
+
+    found, run = [], JITFunction.run
+
+    def counted(self, *args, **options):
+        found.append(self)
+        return run(self, *args, **options)
+
+    with mock.patch.object(JITFunction, "run", counted):
+        yield found
+
+
+def tensors():
+    """Three that begin at multiples of 16 bytes."""
+    whole = torch.zeros(64, dtype=torch.int64)
+    begin = -whole.data_ptr() % 16 // 8
+    return [whole[begin + n * 16 : begin + n * 16 + 8] for n in range(3)]
+
+
+@compiled
+def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
+    x, y, out = tensors()
+    recorded = Recorded()
+    for twice in (False, True):
+        launch = first(x, y, 8, out, twice=twice)
+        recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert len(driver.found) == len(looked) == 2
+    recorded.again()
+    assert len(looked) == 2
+    assert driver.found[2:] == driver.found[:2]
+    assert driver.found[0][2:] == (x.data_ptr(), y.data_ptr(), 8, out.data_ptr(), 8, 3, 8, False)
+
+
+@compiled
+def test_what_changes_is_given_anew(driver, looked):
+    x, y, out = tensors()
+    forms = Forms()
+    for given, tokens in ((x, 8), (y, 1), (x, 5)):
+        forms.launch("form", (given, None, tokens), lambda given=given, tokens=tokens: first(given, None, tokens, out))
+        assert driver.found[-1][2:] == (given.data_ptr(), None, tokens, out.data_ptr(), 8, 3, 8, True)
+    assert len(looked) == 1
+    forms.launch("other", (x, y, 8), lambda: first(x, y, 8, out))
+    assert driver.found[-1][2:4] == (x.data_ptr(), y.data_ptr())
+    assert len(looked) == 2
+
+
+@compiled
+def test_what_begins_elsewhere_is_looked_at_each_time(driver, looked):
+    """A binary for pointers at multiples of 16 bytes reads 16 at once."""
+    x, _, out = tensors()
+    forms = Forms()
+    forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
+    odd = x[1:]
+    for _ in range(2):
+        forms.launch("form", (odd, None, 7), lambda: first(odd, None, 7, out))
+        assert driver.found[-1][2] == odd.data_ptr()
+    assert len(looked) == 3
+    forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
+    assert len(looked) == 3
+
+
+@compiled
+def test_nothing_is_held_but_addresses(driver):
+    import gc
+    import weakref
+
+    x, y, out = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
+    recorded, forms = Recorded(), Forms()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    forms.launch("form", (x, y, 8), lambda launch=launch: launch)
+    held = [weakref.ref(tensor) for tensor in (x, y, out)]
+    del x, y, out, launch
+    driver.found.clear()
+    gc.collect()
+    assert [tensor() for tensor in held] == [None] * 3
+    recorded.again()
+
+
+@compiled
+def test_a_launch_at_once(driver):
+    x, y, out = tensors()
+    launch = first(x, y, 8, out)
+    at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert driver.found[0][:2] == ((1, 1, 1), 7)
