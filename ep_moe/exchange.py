@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, too_many_tokens
+from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.checks import too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import routing_problem
+from ep_moe.all2all.checks import routing_problem
 from ep_moe.types import Routing, dtype_name
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_void_p
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
+from ep_moe.devices import current_stream
 from ep_moe.errors import BackendUnavailable
 
 SHARED = 227 * 1024  # bytes of shared memory that a program can have on Hopper
@@ -60,25 +62,38 @@ def kernel(source: str, name: str, options: tuple[str, ...], device: int) -> Any
 
 class Kernel:
     """A function with the threads and shared bytes of a program, launched as Triton's kernels are, on torch's current
-    stream: kernel[grid](values, types), the arguments' C types, None for a tensor map's."""
+    stream: kernel[grid](arguments)."""
 
     arg_names = ()  # by which nothing is given
 
-    def __init__(self, function: Any, threads: int, shared: int) -> None:
-        self._function, self._threads, self._shared = function, threads, shared
+    def __init__(self, function: Any, device: torch.device, threads: int, shared: int) -> None:
+        self._function, self._device, self._threads, self._shared = function, device, threads, shared
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...], tuple[Any, ...]], Kernel]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[[Arguments], Kernel]:
         from cuda.bindings import driver
 
         x, y, z = (*grid, 1, 1)[:3]
 
-        def run(values: tuple[Any, ...], types: tuple[Any, ...]) -> Kernel:
-            stream = torch.cuda.current_stream().cuda_stream
-            how = (x, y, z, self._threads, 1, 1, self._shared, stream)
-            _done(driver.cuLaunchKernel(self._function, *how, (values, types), 0))
+        def run(arguments: Arguments) -> Kernel:
+            how = (x, y, z, self._threads, 1, 1, self._shared, current_stream(self._device))
+            _done(driver.cuLaunchKernel(self._function, *how, arguments.address, 0))
             return self
 
         return run
+
+
+class Arguments:
+    """Of a kernel, as the driver takes them: where each one is.
+
+    given: value and C type of each, None as the type of a tensor map
+    """
+
+    def __init__(self, given: Sequence[tuple[Any, Any]]) -> None:
+        # the driver reads them at each launch: they are kept
+        self._own = [value if kind is None else kind(value) for value, kind in given]
+        at = [own.getPtr() if kind is None else addressof(own) for own, (_, kind) in zip(self._own, given, strict=True)]
+        self._places = (c_void_p * len(at))(*at)
+        self.address = addressof(self._places)
 
 
 @lru_cache(maxsize=4096)  # some microseconds each, of a call that has the same tensors every time

@@ -65,7 +65,7 @@ class Driver:
     def __init__(self):
         from triton.backends.compiler import GPUTarget
 
-        self.found, self.target = [], GPUTarget("cuda", 90, 32)
+        self.found, self.enter, self.target = [], [], GPUTarget("cuda", 90, 32)
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
             load_binary=lambda *binary: (object(), object(), 32, 0, 1024),
@@ -80,6 +80,9 @@ class Driver:
             return value.data_ptr() if hasattr(value, "data_ptr") else value
 
         self.found.append(((x, y, z), stream, *map(plain, given)))
+        self.enter.append(enter)
+        if enter is not None:
+            enter(metadata)
 
 
 @pytest.fixture
@@ -127,6 +130,34 @@ def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
     assert len(looked) == 2
     assert driver.found[2:] == driver.found[:2]
     assert driver.found[0][2:] == (x.data_ptr(), y.data_ptr(), 8, out.data_ptr(), 8, 3, 8, False)
+
+
+@compiled
+def test_a_profiler_hears_of_every_launch(driver):
+    x, y, out = tensors()
+    recorded, heard = Recorded(), []
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    hooks = triton.knobs.runtime.launch_enter_hook
+    with mock.patch.object(hooks, "calls", [lambda metadata: heard.append(metadata.get()["name"])]):
+        recorded.again()
+    assert heard == ["_add"]
+    assert driver.found[1] == driver.found[0]
+    recorded.again()
+    assert heard == ["_add"]
+
+
+@compiled
+def test_another_triton_is_left_to_itself(driver, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    x, y, out = tensors()
+    recorded = Recorded()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    driver.enter = []
+    recorded.again()
+    assert driver.enter == [triton.knobs.runtime.launch_enter_hook]
+    assert driver.found[1] == driver.found[0]
 
 
 @compiled

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from ep_moe.all2all.checks import routing_problem, too_many_tokens
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
@@ -365,20 +366,6 @@ def _placed(out: Tensor | None, found: Tensor) -> Tensor:
     return found if out is None or out is found else out.copy_(found)
 
 
-def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
-    if max_tokens is None or len(x) <= max_tokens:
-        return None
-    return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
-
-
-def one_host_problem(name: str, layout: RankLayout) -> str | None:
-    """For transports that reach their peers' memory: None, or that the ranks do not fit on this host."""
-    ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
-    if here >= ranks:
-        return None
-    return f"{name} is for one host here: ep * etp is {ranks}, and this host shows {here} GPUs"
-
-
 def _capturable() -> str:
     from ep_moe import registry
 
@@ -388,20 +375,3 @@ def _capturable() -> str:
         if registry.why_not("dispatchers", name) is None and registry.load("dispatchers", name).capabilities.cuda_graph
     ]
     return f"of those available here {', '.join(names)} can (with EPContext(max_tokens=...) where buffers are fixed)"
-
-
-def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str | None:
-    """What is wrong with the shapes, dtypes or devices of a routing for x [T, H]."""
-    expected = [x.shape[0], top_k]
-    for name, tensor in (("ids", ids), ("weights", weights)):
-        if not isinstance(tensor, Tensor):
-            return f"routing.{name} must be a Tensor, got {type(tensor).__name__}"
-        if list(tensor.shape) != expected:
-            return f"routing.{name} must be [T, K] = {expected}, got {list(tensor.shape)}"
-        if tensor.device != x.device:
-            return f"routing.{name} must be on {x.device} as x is, got {tensor.device}"
-    if ids.dtype not in (torch.int32, torch.int64):
-        return f"routing.ids must be int32 or int64, got {dtype_name(ids.dtype)}"
-    if weights.dtype != torch.float32:
-        return f"routing.weights must be float32, got {dtype_name(weights.dtype)}; call .float()"
-    return None

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.checks import one_host_problem
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable

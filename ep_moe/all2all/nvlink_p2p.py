@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.all2all.p2p_kernels import (
     Workspace,

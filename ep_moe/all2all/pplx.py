@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry, one_host_problem
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout

@@ -90,8 +90,8 @@ def grouped_gemm(
     ]
     form = options(itemsize, out.element_size(), activation)
     function = nvrtc.kernel(source(itemsize), "hopper_gemm", form, a.device.index)
-    kernel = nvrtc.Kernel(function, 384, shared_bytes(tiles, experts))
-    launch(kernel, (_programs(a, spare_sms),), *zip(*arguments, strict=True))
+    kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
+    launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
 
 
 def shared_bytes(tiles: Tiles, experts: int) -> int:

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Geometry, routing_problem, too_many_tokens
+from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.checks import routing_problem, too_many_tokens
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.experts.base import ExpertsOptions, KernelCapabilities
