@@ -334,7 +334,7 @@ class EPContext:
     def _release(self) -> None:
         self.ledger.close()
         for layer in self._layers.values():
-            layer.captured.drop()  # graphs hold addresses of what goes now
+            layer.let_go()
         self.recorders.clear()
         for dispatcher in self._pool.values():
             dispatcher.destroy()

@@ -92,6 +92,7 @@ class MoELayer(nn.Module):
         self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
         self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
         self._geometries: dict[Any, Geometry] = {}
+        self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
         fused = self.choice.all2all == INSIDE
         kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
         if device is None:
@@ -215,6 +216,11 @@ class MoELayer(nn.Module):
         kernel.use(tuned)
         self.captured.drop()
 
+    def let_go(self) -> None:
+        """Of what the context gives back."""
+        self.captured.drop()  # graphs hold addresses of it
+        self._dispatchers.clear()
+
     def capture(self, tokens: Sequence[int]) -> None:
         """Record `forward` for each of these numbers of tokens as a CUDA graph. A call without gradients then replays
         the smallest that has room for its tokens, which costs the host a launch and two copies, and gives the bits of
@@ -278,7 +284,11 @@ class MoELayer(nn.Module):
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
         pick = self.pick
-        return self.context.dispatcher(pick.choice.all2all, self._geometry(pick))
+        key = (pick.choice.all2all, pick.room, self.dtype)
+        found = self._dispatchers.get(key)
+        if found is None:
+            found = self._dispatchers[key] = self.context.dispatcher(key[0], self._geometry(pick))
+        return found
 
     @property
     def geometry(self) -> Geometry:
@@ -357,7 +367,7 @@ class MoELayer(nn.Module):
             return f"experts={self.choice.experts} routes inside: call forward, under the map of construction"
         if routing is None:
             return None
-        rows = x.reshape(-1, self.config.hidden_size)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
         return choice_problem(routing, rows, self.config.top_k) or self._id_problem(routing)
 
     @property

@@ -139,19 +139,18 @@ def _send(
     _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
 
 
-def _words(x_scale: Tensor | None, like: Tensor) -> Tensor:
-    """Scales as they are written: whole words, whatever they are (`scale_alignment_bytes`)."""
-    if x_scale is None:
-        return like.new_empty(0, dtype=torch.int32)
-    return x_scale.contiguous().view(torch.int32)
-
-
 def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
+    ids, weights = routing.ids.contiguous(), routing.weights.contiguous()
+    changing = (None if x_scale is None else x_scale.contiguous(), ids, weights, len(ids))
+    form = ("announce", bound, ids.dtype, x_scale is None)
+    workspace.forms.launch(form, changing, partial(_first_announce, workspace, bound, changing))
+
+
+def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) -> First:
     g, at = workspace.geometry, workspace.offsets
-    _announce[(min(cdiv(bound, _TILE), _TILES),)](
-        _words(x_scale, routing.weights),
-        routing.ids.contiguous(),
-        routing.weights.contiguous(),
+    x_scale, *rest = given
+    changing = (None if x_scale is None else x_scale.view(torch.int32), *rest)
+    fixed = (
         workspace.memory.addresses,
         workspace.places["flags"],
         workspace.calls,
@@ -160,24 +159,26 @@ def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRout
         at["ids"],
         at["weights"],
         at["flags"],
-        len(routing.ids),
         bound,
         g.num_physical,
-        RANK=workspace.rank,
-        RANKS=g.num_ranks,
-        LANES=next_power_of_2(g.num_ranks),
-        TOP_K=g.top_k,
-        WIDTH=next_power_of_2(g.top_k),
-        SCALES=g.scale_bytes // 4,
-        SCALE_BLOCK=next_power_of_2(max(g.scale_bytes // 4, 1)),
-        TILE=_TILE,
     )
+    constants = {
+        "RANK": workspace.rank,
+        "RANKS": g.num_ranks,
+        "LANES": next_power_of_2(g.num_ranks),
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "SCALES": g.scale_bytes // 4,
+        "SCALE_BLOCK": next_power_of_2(max(g.scale_bytes // 4, 1)),
+        "TILE": _TILE,
+    }
+    return First(_announce, (min(cdiv(bound, _TILE), _TILES),), changing, fixed, constants)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _announce(
-    x_scale, ids, weights, peers, flags, calls, sent, scales_at, ids_at, weights_at, flags_at,
-    tokens, bound, num_physical,
+    x_scale, ids, weights, tokens, peers, flags, calls, sent, scales_at, ids_at, weights_at, flags_at,
+    bound, num_physical,
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -236,10 +237,13 @@ def _wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 
 def tell_given(workspace: Workspace) -> None:
-    ranks = workspace.geometry.num_ranks
-    place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
-    lanes = next_power_of_2(ranks)
-    _tell_given[(1,)](workspace.memory.addresses, workspace.calls, place, RANKS=ranks, LANES=lanes, num_warps=1)
+    def first() -> First:
+        ranks = workspace.geometry.num_ranks
+        place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
+        constants = {"RANKS": ranks, "LANES": next_power_of_2(ranks), "num_warps": 1}
+        return First(_tell_given, (1,), (), (workspace.memory.addresses, workspace.calls, place), constants)
+
+    workspace.forms.launch("tell given", (), first)
 
 
 @triton.jit
@@ -248,25 +252,32 @@ def _tell_given(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 
 def give(workspace: Workspace, bound: int) -> None:
+    workspace.forms.launch(("give", bound), (), partial(_first_give, workspace, bound))
+
+
+def _first_give(workspace: Workspace, bound: int) -> First:
     g, places = workspace.geometry, workspace.places
     rounds = answer_dtype(g) != g.dtype
     numbers = g.hidden_size if rounds else answer_bytes(g) // 4
-    _give[(g.num_ranks * bound,)](
+    fixed = (
         places["answers"] if rounds else places["answers"].view(torch.int32),
         places["ids"],
         workspace.memory.addresses,
         workspace.offsets["arrived"],
         bound,
         g.cap,
-        RANK=workspace.rank,
-        RANKS=g.num_ranks,
-        TOP_K=g.top_k,
-        WIDTH=next_power_of_2(g.top_k),
-        NUMBERS=numbers,
-        BLOCK=next_power_of_2(numbers),
-        ROUNDS=rounds,
-        num_warps=8 if answer_bytes(g) > 4096 else 4,
     )
+    constants = {
+        "RANK": workspace.rank,
+        "RANKS": g.num_ranks,
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "NUMBERS": numbers,
+        "BLOCK": next_power_of_2(numbers),
+        "ROUNDS": rounds,
+        "num_warps": 8 if answer_bytes(g) > 4096 else 4,
+    }
+    return First(_give, (g.num_ranks * bound,), (), fixed, constants)
 
 
 @triton.jit
