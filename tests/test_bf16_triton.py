@@ -24,7 +24,7 @@ from ep_moe.experts import few_rows
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.stream_gemm import FEW, ring_for
+from ep_moe.experts.stream_gemm import FEW, FEW_E4M3, FEW_LARGE, ring_for
 from ep_moe.fp8_rows import round_blocks
 from ep_moe.fp8_rows_triton import round_by
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
@@ -299,9 +299,14 @@ def test_how_a_call_is_cut():
     assert of(few_rows.FEWEST + 1, few_rows.DENSE) is None
     assert of(few_rows.UNSORTED, 0) is not None
     assert of(few_rows.UNSORTED + 1, 0) is None
-    assert [ring_for(count, FEW).rows for count in (10, 22, 23)] == [16, 32, 64]
-    assert ring_for(FEW, FEW) is not None
-    assert ring_for(FEW + 1, FEW) is None
+    qwen, deepseek = (1, 1536, 2048), (1, 4096, 7168)
+    for shape, dtype, few in (
+        (qwen, BF16, FEW), (qwen, torch.float8_e4m3fn, FEW_E4M3), (deepseek, BF16, FEW_LARGE),
+        (deepseek, torch.float8_e4m3fn, FEW_LARGE),
+    ):  # fmt: skip
+        w13 = torch.empty(shape, dtype=dtype, device="meta")
+        assert [ring_for(count, w13).rows for count in (10, 22, 23, few)] == [16, 32, 64, 64]
+        assert ring_for(few + 1, w13) is None
     light = few_rows.LIGHT
     assert not of_blocks(few_rows.UNSORTED, 1000, 7168, 2 * light).sort
     assert [of_blocks(10000, count, 2048, light).first.block_m for count in (10, 11)] == [16, 64]

@@ -91,7 +91,7 @@ def operands(dtype: torch.dtype):
 def test_streamed_products_fit(activation, rows, dtype):
     x, w13, act, w2, y, *scales = operands(dtype)
     first, second = (NO_SCALES if own is None else own.given() for own in scales)
-    ring, ends = stream_gemm.ring_for(rows, stream_gemm.FEW), torch.zeros(EXPERTS, dtype=torch.int32)
+    ring, ends = stream_gemm.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
     compiled = Compiled(stream_gemm_triton._stream)
     early = {"EARLY": True, "launch_pdl": True}

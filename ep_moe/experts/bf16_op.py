@@ -94,7 +94,7 @@ def _pass(
         few_rows.second_product(act, *found, w2, y, cut.second, launch=launch)
         pair_kernels.reduce(y, *found, slots, out, home=home, launch=launch)
         return
-    ring = stream_gemm.ring_for(each, stream_gemm.FEW)
+    ring = stream_gemm.ring_for(each, w13)
     soon = ring is not None  # weights are fetched while pairs are sorted
     lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, launch=launch)
     if ring is not None:

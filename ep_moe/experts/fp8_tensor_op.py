@@ -116,7 +116,7 @@ class _Step:
         scale = own["scale"] if input_scale is None else input_scale
         first: dict[str, Any] = self.how | {"scales": MatrixScales(scale, self.w13_scale, self.w2_input_scale)}
         second = MatrixScales(self.w2_input_scale, self.w2_scale)
-        ring = stream_gemm.ring_for(each, stream_gemm.FEW_E4M3)
+        ring = stream_gemm.ring_for(each, self.w13)
         if input_scale is None and (cut is not None or ring is not None):
             round_rows(x, self.w13_input_scale, numbers[:rows], own["scale"], launch=launch)
             x = numbers[:rows]

@@ -26,20 +26,25 @@ class Ring:
     stages: int
 
 
-# rows of an expert up to which reading weights takes longer than multiplying, on an H200: in bf16, and in E4M3
-FEW, FEW_E4M3 = 60, 80
+MOST = 64  # rows of an expert at once; of more, its weights are read again
+# rows of an expert on average up to which this is faster than `hopper_gemm` on an H200, in bf16 and in E4M3. Where
+# weights are large, reading those of the few experts with more than MOST twice outweighs all else
+FEW, FEW_E4M3, FEW_LARGE = 60, 68, 50
+LARGE = 16 << 20  # bytes of an expert's w13; measured at 3 to 6 MiB and at 28 to 56
 
 
-def ring_for(rows: float, few: int) -> Ring | None:
+def ring_for(rows: float, w13: Tensor) -> Ring | None:
     """The fastest for `bench.experts`' models on an H200, None where there are too many rows.
 
-    rows: of an expert, as many as are expected on average; few: FEW or FEW_E4M3
+    rows: of an expert, as many as are expected on average; w13: [L, n, k]
     """
+    number = w13.element_size()
+    few = FEW_LARGE if w13.shape[1] * w13.shape[2] * number > LARGE else FEW if number == 2 else FEW_E4M3
     if rows > few:
         return None
     if rows <= 10:
         return Ring(16, 12)
-    return Ring(32, 11) if rows <= 22 else Ring(64, 9)
+    return Ring(32, 11) if rows <= 22 else Ring(MOST, 9)
 
 
 def product(
