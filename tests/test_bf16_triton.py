@@ -324,46 +324,53 @@ def test_a_call_on_other_memory_is_not_taken_for_an_earlier_one(moved):
     experts, _ = build(*SMALL)
     received = rows(*SMALL, 6)
     out = torch.zeros_like(received.x)
+    to: torch.Tensor | PeerRows = home(out[:3], out[3:]) if moved == "peers" else out
     for seed in range(3):  # the first is seen, the second recorded, the third launched again
         ahead = rows(*SMALL, 6, seed)
-        received.x.copy_(ahead.x), received.local_ids.copy_(ahead.local_ids), received.weights.copy_(ahead.weights)
-        assert torch.equal(experts(received, out), build(*SMALL)[0](received)), f"call {seed}"
-    other, given = rows(*SMALL, 6, 7), dataclasses.replace(received)
-    to: torch.Tensor | PeerRows = out
-    if moved == "x":
-        given = dataclasses.replace(received, x=other.x)
-    elif moved == "ids":
-        given = dataclasses.replace(received, local_ids=other.local_ids)
-    elif moved == "weights":
-        given = dataclasses.replace(received, weights=other.weights)
-    elif moved == "weighting":
-        given = dataclasses.replace(received, weighting=Weighting.COMBINE)
-    elif moved == "out":
-        to = torch.zeros_like(out)
-    elif moved == "count":
-        given, to = part_of(received, 4), out[:4]
-    elif moved == "experts":
-        for name, parameter in list(experts.weights.named_parameters()):
-            setattr(experts.weights, name, torch.nn.Parameter(parameter.detach() * 2, requires_grad=False))
-    elif moved == "wire":
-        wire = WireIds(PhysicalIds(received.local_ids), 1)
-        given = dataclasses.replace(received, local_ids=None, wire_ids=wire)
-    elif moved == "scratch":
-        experts.workspaces.reserve(experts.workspace_bytes() + 1)
-        experts.workspace().fill_(255)
-    elif moved == "peers":
-        blocks = (torch.zeros_like(out[:3]), torch.zeros_like(out[:3]))
-        to = PeerRows(blocks, torch.tensor([block.data_ptr() for block in blocks], device=DEVICE), 0, 0)
+        for name in ("x", "local_ids", "weights"):
+            getattr(received, name).copy_(getattr(ahead, name))
+        out.zero_()
+        experts(received, to)
+        assert torch.equal(out, build(*SMALL)[0](received)), f"call {seed}"
     out.zero_()
-    fresh = build(*SMALL)[0] if moved != "experts" else Bf16TritonExperts(
-        experts.config, experts.weights, Workspaces(DEVICE)
-    )  # fmt: skip
-    expected = fresh(given)
-    found = experts(given, to)
-    if isinstance(found, PeerRows):
-        some = (received.local_ids >= 0).any(1, keepdim=True)
-        found, expected = torch.cat(found.blocks), expected.where(some, 0)
-    assert torch.equal(found, expected)
+    other, given, weights, block = rows(*SMALL, 6, 7), received, experts.weights, torch.zeros_like(out[3:])
+    match moved:
+        case "x":
+            given = dataclasses.replace(received, x=other.x)
+        case "ids":
+            given = dataclasses.replace(received, local_ids=other.local_ids)
+        case "weights":
+            given = dataclasses.replace(received, weights=other.weights)
+        case "weighting":
+            given = dataclasses.replace(received, weighting=Weighting.COMBINE)
+        case "out":
+            out = to = torch.zeros_like(out)
+        case "count":
+            given, to = part_of(received, 4), out[:4]
+        case "experts":
+            for name, parameter in list(weights.named_parameters()):
+                setattr(weights, name, torch.nn.Parameter(parameter.detach() * 2, requires_grad=False))
+        case "wire":
+            wire = WireIds(PhysicalIds(received.local_ids), 1)
+            given = dataclasses.replace(received, local_ids=None, wire_ids=wire)
+        case "scratch":
+            experts.workspaces.reserve(experts.workspace_bytes() + 1)
+            experts.workspace().fill_(255)
+        case "peers":
+            to = home(out[:3], block)
+    expected = Bf16TritonExperts(experts.config, weights, Workspaces(DEVICE))(given)
+    experts(given, to)
+    if moved == "peers":
+        assert not out[3:].any(), "of peers that are not this call's"
+        out = torch.cat([out[:3], block])
+    assert torch.equal(out[: len(expected)], expected)
+    assert not out[len(expected) :].any(), "behind the rows of this call"
+    written = bool((experts.workspace()[:1024] != 255).any())
+    assert moved != "scratch" or written, "scratch memory of before"
+
+
+def home(*blocks: torch.Tensor) -> PeerRows:
+    return PeerRows(blocks, torch.tensor([block.data_ptr() for block in blocks], device=DEVICE), 0, 0)
 
 
 def part_of(received: Received, count: int) -> Received:

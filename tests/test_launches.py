@@ -4,6 +4,7 @@ is given."""
 from __future__ import annotations
 
 import os
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -65,7 +66,7 @@ class Driver:
     def __init__(self):
         from triton.backends.compiler import GPUTarget
 
-        self.found, self.enter, self.target = [], [], GPUTarget("cuda", 90, 32)
+        self.found, self.enter, self.functions, self.target = [], [], [], GPUTarget("cuda", 90, 32)
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
             load_binary=lambda *binary: (object(), object(), 32, 0, 1024),
@@ -80,6 +81,7 @@ class Driver:
             return value.data_ptr() if hasattr(value, "data_ptr") else value
 
         self.found.append(((x, y, z), stream, *map(plain, given)))
+        self.functions.append(function)
         self.enter.append(enter)
         if enter is not None:
             enter(metadata)
@@ -212,3 +214,63 @@ def test_a_launch_at_once(driver):
     launch = first(x, y, 8, out)
     at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert driver.found[0][:2] == ((1, 1, 1), 7)
+
+
+def transport_calls(workspace):
+    """Of every kernel of `nvlink_p2p`, with all that its launch depends on: [(name, call of a workspace)]."""
+    from ep_moe import ExpertMap
+    from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
+    from ep_moe.placement.late import LateRouting
+    from ep_moe.placement.placement import Placement
+    from ep_moe.types import PhysicalRouting
+
+    g, found = workspace.geometry, []
+    maps = [ExpertMap.linear(g.num_physical, g.num_ranks), ExpertMap.redundant(g.num_physical - 2, g.num_ranks, g.cap)]
+    tables = [Placement(made, ep_rank=rank).tables for made in maps for rank in (0, 1)]
+    for tokens, bound in ((1, 1), (1, 2), (2, 2)):
+        plain = torch.zeros(tokens, g.hidden_size, dtype=g.dtype)
+        travelling = torch.zeros(tokens, g.columns, dtype=g.row_dtype)
+        scale = torch.zeros(tokens, g.scales, dtype=torch.float32) if g.scales else None
+        ids = [torch.zeros(tokens, g.top_k, dtype=dtype) for dtype in (torch.int32, torch.int64)]
+        weights = torch.ones(tokens, g.top_k)
+        placed = [PhysicalRouting(own, weights) for own in ids]
+        for routing in (*placed, *(LateRouting(own, weights, table) for own in ids for table in tables)):
+            for rows in {plain.dtype: (plain, None), travelling.dtype: (travelling, scale)}.values():
+                for alone in (False, True):
+                    given = (workspace, *rows, routing, bound)
+                    found.append(partial(p2p_cells_triton.send, *given, alone=alone))
+                    found += [partial(p2p_kernels_triton.send, *given, blocks, alone=alone) for blocks in (1, 2)]
+        found += [partial(p2p_kernels_triton.announce, workspace, scale, routing, bound) for routing in placed]
+        for how in (False, True):
+            found.append(partial(p2p_cells_triton.receive, workspace, plain, bound, put=how))
+            found.append(partial(p2p_kernels_triton.receive, workspace, plain, bound, tell=how))
+        found.append(partial(p2p_kernels_triton.give, workspace, bound))
+        found.append(partial(p2p_kernels_triton.tell_given, workspace))
+    return found
+
+
+@compiled
+@pytest.mark.parametrize("wire", ["plain", "fp8_block"])
+def test_a_form_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypatch):
+    """A transport's launches by their forms, after all the others, and as if each came first."""
+    from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
+    from ep_moe.config import Wire
+    from tests.test_waiting_loops import workspace
+
+    for module in (p2p_cells_triton, p2p_kernels_triton):
+        monkeypatch.setattr(module, "starts_early", lambda device: True)
+    monkeypatch.setattr("ep_moe.launches._FORMS", 1000)
+    made = workspace(256, 2, Wire(dispatch=wire))
+    calls, shared, first = transport_calls(made), made.forms, []
+    for call in calls:
+        made.forms = Forms()
+        call()
+        first.append((driver.functions[-1], driver.found[-1]))
+    made.forms = shared
+    for call in calls:
+        call()
+    seen = len(looked)
+    for call, expected in zip(calls, first, strict=True):
+        call()
+        assert (driver.functions[-1], driver.found[-1]) == expected, call
+    assert len(looked) == seen

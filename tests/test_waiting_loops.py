@@ -111,7 +111,8 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
         p2p_cells_triton.receive(made, out, TOKENS, put=put)
     p2p_kernels_triton.send(made, x, None, routing, TOKENS, 132)
     p2p_kernels_triton.receive(made, out, TOKENS, tell=True)
-    p2p_kernels_triton.announce(made, None, routing, TOKENS)
+    scales = made.geometry.scales
+    p2p_kernels_triton.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
     assert len(compiled) == 6
     for number, ptx in enumerate(compiled):
         loops = list(waiting_loops(ptx))

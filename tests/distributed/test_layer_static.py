@@ -129,6 +129,20 @@ def test_one_rank_is_its_own_peer(way, world_size):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_first_call_in_inference_mode_is_one_like_any_other(way, world_size):
+    """What a transport makes then is written by calls outside of it too."""
+    kind = WAYS[way][0]
+    on_the_cpu(*WAYS[way])
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all=kind.name))
+        with torch.inference_mode():
+            layer.forward_routed(integer_rows(9, CONFIG.hidden_size, 0), integer_routing(9, CONFIG, 0))
+        check_call(layer, context, tokens=9)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
+@distributed(2)
 @pytest.mark.parametrize("way", list(WAYS)[:4])
 @pytest.mark.parametrize("fault", ["tokens", "dtype"])
 @pytest.mark.parametrize(
