@@ -11,7 +11,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -86,13 +86,6 @@ class Geometry:
     dtype: torch.dtype
     max_tokens: int | None = None
     wire: Wire = PLAIN_WIRE
-
-    def __hash__(self) -> int:  # counted once: each call of a layer looks its transport up by it
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(dataclasses.astuple(self))
 
     @property
     def num_physical(self) -> int:
