@@ -369,6 +369,18 @@ def test_a_call_on_other_memory_is_not_taken_for_an_earlier_one(moved):
     assert moved != "scratch" or written, "scratch memory of before"
 
 
+def test_scales_on_other_memory_are_not_taken_for_earlier_ones():
+    experts, _ = build(*SMALL, Fp8BlockTritonExperts)
+    received = rows(*SMALL, 6)
+    data, scale = round_blocks(received.x)
+    given = dataclasses.replace(received, x=data, x_scale=scale, format="fp8_block")
+    out = torch.zeros_like(received.x)
+    for _ in range(3):
+        experts(given, out)
+    experts(dataclasses.replace(given, x_scale=2 * scale), out)
+    assert torch.equal(out, build(*SMALL, Fp8BlockTritonExperts)[0](dataclasses.replace(given, x_scale=2 * scale)))
+
+
 def home(*blocks: torch.Tensor) -> PeerRows:
     return PeerRows(blocks, torch.tensor([block.data_ptr() for block in blocks], device=DEVICE), 0, 0)
 
