@@ -55,14 +55,18 @@ def built(context: EPContext, kind: str, turn: int) -> MoELayer:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_the_bits_of_kernels_that_wait(kind, tokens, world_size):
-    """Two layers behind each other, several times in a graph, so that each kernel's memory was another's just now."""
-    rank, device = dist.get_rank(), rank_device()
-    with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=tokens) as context:
-        layers = [built(context, kind, turn) for turn in range(2)]
+    """Two layers behind each other, several times in a graph, so that each kernel's memory was another's just now. Layers
+    that wait are others: what was launched once is launched again as it was."""
+    rank, device, parallel = dist.get_rank(), rank_device(), ParallelConfig(dp=world_size)
+    with (
+        EPContext.from_groups(parallel, device=device, max_tokens=tokens) as context,
+        EPContext.from_groups(parallel, device=device, max_tokens=tokens) as other,
+    ):
+        early, late = ([built(each, kind, turn) for turn in range(2)] for each in (context, other))
         x = torch.zeros(tokens, CONFIG.hidden_size, dtype=torch.bfloat16, device=device)
         routing = moved(integer_routing(tokens, CONFIG, 0), device)
 
-        def chain() -> Tensor:
+        def chain(layers: list[MoELayer]) -> Tensor:
             y = x
             for _ in range(3):
                 for layer in layers:
@@ -70,19 +74,19 @@ def test_the_bits_of_kernels_that_wait(kind, tokens, world_size):
                     y = y / y.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-6).to(y.dtype)
             return y
 
-        chain()
+        chain(early)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = chain()
+            result = chain(early)
         for seed in range(20):
             draw(x, routing, 100 * seed + rank)
             with waiting():
-                expected = chain()
+                expected = chain(late)
             torch.cuda.synchronize()
             graph.replay()
             assert torch.equal(result, expected), seed
-            assert torch.equal(chain(), expected), seed
+            assert torch.equal(chain(early), expected), seed
             assert expected.isfinite().all()
             assert (expected != 0).any()
 
