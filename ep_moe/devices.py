@@ -13,7 +13,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def current_stream(device: torch.device) -> int:
-    """The handle of the stream that is current on a GPU, without an object for it."""
+    """The handle of the stream that is current on a GPU, without an object for it; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     handle: int = torch._C._cuda_getCurrentRawStream(index)
     return handle

@@ -50,6 +50,33 @@ class _Copies(NamedTuple):
     constant_words: list[Tensor]
 
 
+class Form(NamedTuple):
+    """What a layer's arguments are like. hidden, top_k: H and K; dtype: of x"""
+
+    hidden: int
+    top_k: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def has(self, x: Tensor, routing: Routing | None, tokens: int) -> bool:
+        """Whether these are; wrong ones are not. x: [..., H] of so many tokens"""
+        if x.shape[-1:] != (self.hidden,) or x.dtype != self.dtype or x.device != self.device:
+            return False
+        if routing is None:
+            return True
+        if type(routing) is not Routing:
+            return False
+        ids, weights = routing.ids, routing.weights
+        return (
+            type(ids) is Tensor
+            and type(weights) is Tensor
+            and ids.shape == weights.shape == (tokens, self.top_k)
+            and (ids.dtype == torch.int64 or ids.dtype == torch.int32)
+            and weights.dtype == torch.float32
+            and ids.device == weights.device == self.device
+        )
+
+
 class Inputs:
     """Of one recorded call of `most` tokens, which serves calls of `least` to `most`.
 
@@ -61,7 +88,8 @@ class Inputs:
         self, memory: InputMemory, hidden: int, top_k: int, dtype: torch.dtype, device: torch.device,
         *, least: int, most: int, routed: bool,
     ) -> None:  # fmt: skip
-        self.least, self.most, self.top_k = least, most, top_k
+        self.least, self.most = least, most
+        self.form = Form(hidden, top_k, dtype, device)
         self._copies: dict[int, _Copies] = {}
         self.x = memory.take(
             ("x", hidden, dtype), most, lambda rows: torch.zeros(rows, hidden, dtype=dtype, device=device)
@@ -95,25 +123,6 @@ class Inputs:
         assert self.tokens is not None
         row = torch.arange(self.most, device=self.x.device).unsqueeze(1)
         return Routing(LogicalIds(routing.ids.masked_fill(row >= self.tokens, -1)), routing.weights)
-
-    def takes(self, x: Tensor, routing: Routing | None, tokens: int) -> bool:
-        """Whether they are of the form that was recorded; wrong ones are not."""
-        own = self.x
-        if x.shape[-1:] != own.shape[1:] or x.dtype != own.dtype or x.device != own.device:
-            return False
-        if routing is None:
-            return True
-        if type(routing) is not Routing:
-            return False
-        ids, weights = routing.ids, routing.weights
-        return (
-            type(ids) is Tensor
-            and type(weights) is Tensor
-            and ids.shape == weights.shape == (tokens, self.top_k)
-            and (ids.dtype == torch.int64 or ids.dtype == torch.int32)
-            and weights.dtype == torch.float32
-            and ids.device == weights.device == own.device
-        )
 
     def bring(self, x: Tensor, routing: Routing | None, tokens: int) -> None:
         """What was given to where a replay reads it; one launch for all, if each is in one piece."""

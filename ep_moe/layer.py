@@ -31,6 +31,7 @@ from ep_moe.picks import Pick
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats, layer_stats
+from ep_moe.repeated import RepeatedCalls
 from ep_moe.router import Router
 from ep_moe.tuned import Tuned
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
@@ -126,6 +127,7 @@ class MoELayer(nn.Module):
             for name in self.picks.kernels[1:]
         }
         self.captured = CapturedCalls(context, config)
+        self.repeated = RepeatedCalls(context, config, self.kernels)
         context.register(self)
 
     # --- the story ---------------------------------------------------------------------------------------------
@@ -141,10 +143,14 @@ class MoELayer(nn.Module):
     def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
         if (replayed := self.captured.replay(x, routing)) is not None:
             return replayed
+        if (repeated := self.repeated.run(self, x, routing)) is not None:
+            return repeated
         problem = self._problem(x, routing)
         if problem is not None:
             self._refuse(problem)
-        return self.run(x, routing)
+        out = self.run(x, routing)
+        self.repeated.note(self, routing)
+        return out
 
     def run(self, x: Tensor, routing: Routing | None) -> Tensor:
         """A call with arguments that were checked."""
@@ -215,10 +221,12 @@ class MoELayer(nn.Module):
         """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
         kernel.use(tuned)
         self.captured.drop()
+        self.repeated.drop()
 
     def let_go(self) -> None:
         """Of what the context gives back."""
         self.captured.drop()  # graphs hold addresses of it
+        self.repeated.drop()
         self._dispatchers.clear()
 
     def capture(self, tokens: Sequence[int]) -> None:

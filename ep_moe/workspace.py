@@ -42,7 +42,7 @@ class Workspaces:
     def take(self, size: int) -> Tensor:
         """uint8 [at least size] for work on the current stream, its content undefined."""
         assert size <= self._reserved, "take what was reserved"
-        stream = current_stream(self.device) if self.device.type == "cuda" else 0
+        stream = current_stream(self.device)
         buffers = self._buffers.setdefault(stream, [])
         if not buffers or buffers[-1].numel() < size:
             with torch.inference_mode(False):  # what is made within it could not be written outside

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.checks import routing_problem, too_many_tokens
+from ep_moe.all2all.lanes import Again
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
-from ep_moe.placement.late import given_ids
+from ep_moe.placement.late import Placing, given_ids
 from ep_moe.row_formats import ROW_FORMATS, RowFormat
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
@@ -209,6 +210,12 @@ class Dispatcher(ABC):
         `Received.peer_out` if that is where they were written, by all ranks alike. out: [T, H] of the layer's dtype,
         where to write the sum; what is returned then"""
         return self._begin_combine(y, handle, out).wait()
+
+    def again(self, x: torch.dtype, ids: torch.dtype, placing: Placing, bound: int) -> Again | None:
+        """What launches once more all that a call with rows and ids like these did, where experts write to the peers;
+        None where launches are not all of it, or it was not called like this before. placing: of `LateRouting`'s
+        tables; bound: as `max_tokens`"""
+        return None
 
     def dispatch_start(
         self,

@@ -10,7 +10,8 @@ import torch
 
 from ep_moe.devices import current_stream
 from ep_moe.errors import InputError
-from ep_moe.types import capturing
+from ep_moe.placement.late import Placing
+from ep_moe.types import PeerRows, Received, capturing
 
 
 @dataclass(eq=False)
@@ -28,13 +29,33 @@ class Lane:
         if self.stream is None or self.stream.cuda_stream != current_stream(device):
             self.stream = torch.cuda.current_stream(device)
 
+    def on(self, stream: int) -> bool:
+        """Whether no call ended on another stream than the one with this handle."""
+        return self.stream is None or self.stream.cuda_stream == stream
+
     def follow(self, device: torch.device) -> None:
         """Wait on the current stream for a call that ended on another. A capture begins with a synchronised device, and
         inside one whoever waits for its results has waited for this too."""
-        if self.stream is None or self.stream.cuda_stream == current_stream(device):
-            return
-        if not capturing(device):
+        if self.stream is not None and not self.on(current_stream(device)) and not capturing(device):
             torch.cuda.current_stream(device).wait_stream(self.stream)
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """What a transport launches for a call in a lane, to be launched again while nothing but these change: the call's
+    rows, ids and weights, which begin at multiples of 16 bytes, and how many they are.
+
+    received, peer_out: what arrives, always there, and where experts write; placing: what `to_place` says of the ids
+    send: takes the addresses of x [T, H], None, those of ids and weights [T, K] and of the tables of `to_place`, and T
+    receive: takes the address of the sum [T, H], and T
+    """
+
+    lane: Lane
+    received: Received
+    peer_out: PeerRows
+    placing: Placing
+    send: Callable[..., None]
+    receive: Callable[..., None]
 
 
 class Lanes:

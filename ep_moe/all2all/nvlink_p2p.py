@@ -25,10 +25,11 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
 from ep_moe.all2all.checks import one_host_problem
-from ep_moe.all2all.lanes import Lane, Lanes
+from ep_moe.all2all.lanes import Again, Lane, Lanes
 from ep_moe.all2all.p2p_kernels import (
     Workspace,
     give_copies,
+    launched,
     pieces,
     place_shapes,
     receive,
@@ -40,6 +41,7 @@ from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
+from ep_moe.placement.late import Placing
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 from ep_moe.workspace import carved_bytes
@@ -141,6 +143,17 @@ class NVLinkP2PDispatcher(Dispatcher):
             return Pending.of(found)
         tell_given(handle.lane.library)
         return Pending(partial(self._receive, handle, out, tell=False))
+
+    def again(self, x: torch.dtype, ids: torch.dtype, placing: Placing, bound: int) -> Again | None:
+        lanes = self.lanes.made
+        if not lanes:
+            return None
+        workspace, cells = lanes[0].library, self._by_cells(bound)
+        made = launched(workspace, bound, BLOCKS, x, ids, placing, cells=cells)
+        if made is None:
+            return None
+        received = Received(handle=None, **workspace.received(bound, cells=cells))
+        return Again(lanes[0], received, workspace.peer_out(bound, cells=cells), placing, *made)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
         lane, bound = handle.lane, handle.bound

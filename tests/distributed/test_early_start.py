@@ -55,8 +55,8 @@ def built(context: EPContext, kind: str, turn: int) -> MoELayer:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_the_bits_of_kernels_that_wait(kind, tokens, world_size):
-    """Two layers behind each other, several times in a graph, so that each kernel's memory was another's just now. Layers
-    that wait are others: what was launched once is launched again as it was."""
+    """Two layers behind each other, several times in a graph, so that each kernel's memory was another's just now. The
+    ones that wait are other layers: what was launched once is launched again as it was."""
     rank, device, parallel = dist.get_rank(), rank_device(), ParallelConfig(dp=world_size)
     with (
         EPContext.from_groups(parallel, device=device, max_tokens=tokens) as context,
