@@ -24,14 +24,7 @@ from ep_moe.placement.late import Placing
 from ep_moe.types import PeerCells, PeerRows, PhysicalIds, PhysicalRouting, RowLayout, Weighting, WireIds
 from ep_moe.workspace import Shapes, carve
 
-
-def whole(x: Tensor) -> Tensor:
-    """In one piece that begins at a word: rows of 2-byte numbers may be views that begin between two."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 4 else x
-
-
-Launched = tuple[Callable[..., None], Callable[..., None]]
+Launched = tuple[Callable[..., None], Callable[..., None]]  # send and receive
 _SENT, _ANSWERED = 0, 1  # rows of flags
 _CELL_PLACES = ("row_cells", "answer_cells")
 PIECE = 512  # words of a row that one program by cells has
@@ -183,6 +176,12 @@ def send(
         wanted = ((routing.ids >= 0) & (routing.ids // workspace.geometry.cap == rank)).any(1).nonzero().flatten()
         peer["rows"][workspace.rank * bound + wanted] = x[wanted]
     _announce(workspace, x_scale, routing, bound, cells=cells)
+
+
+def whole(x: Tensor) -> Tensor:
+    """In one piece that begins at a word: rows of 2-byte numbers may be views that begin between two."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 4 else x
 
 
 def launched(
