@@ -17,7 +17,12 @@ Grid = tuple[int, ...]
 Launch = Callable[..., None]  # kernel, grid, arguments, and by name constants and options
 
 _FORMS = 64  # that are kept at once
-_ALIGNED = 16  # bytes: what Triton's binaries are compiled for
+_ALIGNED = 16  # bytes: what Triton's binaries are compiled for, and what libraries' kernels read at once
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy where it begins between two multiples of 16 bytes, which some kernels cannot read."""
+    return x.clone() if x.data_ptr() % _ALIGNED else x
 
 
 def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:

@@ -23,6 +23,7 @@ from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
 from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
+from ep_moe.launches import aligned
 from ep_moe.layer_checks import choice_problem, id_problem, rows_problem
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
@@ -156,7 +157,8 @@ class MoELayer(nn.Module):
         """A call with arguments that were checked."""
         flow, shape = self.context.tokens, x.shape
         with self.context.entered(self.name):
-            rows = flow.shared_gradients(x.reshape(-1, self.config.hidden_size))
+            rows = x.reshape(-1, self.config.hidden_size)
+            rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             call = flow.enter(len(rows), None, rows.device)
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):

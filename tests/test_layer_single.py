@@ -1,5 +1,7 @@
 """MoELayer and EPContext in one process."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -200,6 +202,30 @@ def test_input_need_not_be_contiguous(context):
     x = torch.randn(3, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
     with torch.no_grad():
         assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_input_may_begin_anywhere(context):
+    """Some kernels read 16 bytes at once: rows that begin between two multiples are copied, and have their gradient."""
+    layer = MoELayer(full(), context)
+    x = torch.randn(3, 2, HIDDEN, generator=torch.Generator().manual_seed(0))
+    room = torch.empty(x.numel() + 4)
+    start = -room.data_ptr() % 16 // 4 + 1
+    odd = room[start : start + x.numel()].view(x.shape).copy_(x).requires_grad_()
+    assert odd.data_ptr() % 16 == 4
+    seen, start_of = [], type(layer.dispatcher)._begin_dispatch
+
+    def noted(self, x, *rest):
+        seen.append(x.data_ptr() % 16)
+        return start_of(self, x, *rest)
+
+    with mock.patch.object(type(layer.dispatcher), "_begin_dispatch", noted):
+        y = layer(odd)
+    assert seen == [0]
+    x.requires_grad_()
+    assert torch.equal(y, layer(x))
+    y.sum().backward()
+    layer(x).sum().backward()
+    assert torch.equal(odd.grad, x.grad)
 
 
 def test_routing_of_int32_ids(context):

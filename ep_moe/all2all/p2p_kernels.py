@@ -178,12 +178,6 @@ def send(
     _announce(workspace, x_scale, routing, bound, cells=cells)
 
 
-def whole(x: Tensor) -> Tensor:
-    """In one piece that begins at a word: rows of 2-byte numbers may be views that begin between two."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 4 else x
-
-
 def launched(
     workspace: Workspace, bound: int, blocks: int, x: torch.dtype, ids: torch.dtype, placing: Placing, *, cells: bool
 ) -> Launched | None:

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.all2all.p2p_kernels import Launched, Workspace, answer_bytes, answer_dtype, whole
+from ep_moe.all2all.p2p_kernels import Launched, Workspace, answer_bytes, answer_dtype
 from ep_moe.devices import starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.grids import cdiv, next_power_of_2
-from ep_moe.launches import First
+from ep_moe.launches import First, aligned
 from ep_moe.placement.late import Placing, to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
@@ -35,7 +35,7 @@ def send(
     alone: bool = False,
 ) -> None:  # fmt: skip
     ids, tables, placing = to_place(routing)
-    x, ids, weights = whole(x), ids.contiguous(), routing.weights.contiguous()
+    x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
     form = _send_form(bound, blocks, x.dtype, ids.dtype, x_scale is not None, placing, alone)
     workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, blocks, changing, placing, alone))
