@@ -409,6 +409,15 @@ def test_the_cap_holds_for_the_alpha_of_gpt_oss(limit):
     assert build(shape(Activation.GEGLU), SCHEMES["fp8_dynamic"])[0]._activation_cap() == 0
 
 
+def test_the_cap_reaches_the_kernel(emulated):  # noqa: F811
+    """Where rows are long their bound is above it, and fp8 is spread over no more than activations reach."""
+    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=0.01)
+    experts, _ = build(config, SCHEMES["fp8_dynamic"])
+    experts(rows(config))
+    quant2 = emulated[-1]["quant_scales"][1]
+    torch.testing.assert_close(quant2, torch.full_like(quant2, 448 / experts._activation_cap()))
+
+
 # --- chunks, memory of the caller, layouts, weighting ---------------------------------------------------------------
 
 

@@ -32,6 +32,20 @@ RUN_MOE = (
     "enable_pdl", "base_activation_type", "workspace_buffer",
 )  # fmt: skip
 
+ALONE: Mapping[str, Any] = {  # of a rank's own experts: dispatch has been
+    "clamped_relu2_limit": None,
+    "situ_beta": None,
+    "situ_linear_beta": None,
+    "swizzled_input_sf": False,  # of input_sf, where there is one
+    "ep_size": 1,
+    "ep_rank": 0,
+    "cluster_size": 1,
+    "cluster_rank": 0,
+    "enable_alltoall": False,
+    "min_latency_mode": False,
+    "enable_pdl": True,
+}
+
 PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel takes rows that are fp8 already
 DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, from the rows
 BLOCK_SCALED = ("nvfp4", "mxfp4_mxfp8", "mxfp8")  # it takes rows that are rounded already, with their block scales
@@ -181,68 +195,81 @@ def cutlass_moe(
     runner = runner_of(out.dtype, w13.dtype, scheme, fused_finalize)
     shapes = own_shapes(runner, min(rows, chunk), hidden, inner, slots, ids.shape[1], weights is not None)
     own = carve(workspace, shapes)
-    stored = dict(zip(scale_names(scheme), scales, strict=True))
-    inputs = None
     if scheme in DYNAMIC:
         _measure(x, ids, base, own, slots, chunk)
-        inputs = Inputs(own["extremes"], stored["w13_bound"], dynamic=True, cap=activation_cap)
-    elif scheme == "fp8_static":
-        inputs = Inputs(stored["w13_input_scale"], stored["w2_input_scale"], dynamic=False)
-    if scheme == "int4_fp8":
-        assert inputs is not None
-        column_scales(inputs, own["act1"], own["act2"], own["alpha1"], own["alpha2"])
-    if scheme in BLOCK_SCALED:
-        _fill_scales(scheme, stored, own, input_scale)
-    call_scales = quant_scales(scheme, stored, own)
-    if scheme == "fp8_static" and input_scale is not None:
-        weight_scales, second = (stored["w13_scale"], stored["w2_scale"]), stored["w2_input_scale"]
-        fill_scales(input_scale, *weight_scales, second, TensorScales(*call_scales))
+    handed = _Rows(scheme, dict(zip(scale_names(scheme), scales, strict=True)), own, activation_cap, input_scale)
+    fixed: dict[str, Any] = {
+        **ALONE,
+        "fc1_expert_weights": w13.view(runner.weight),
+        "fc1_expert_biases": w13_bias,
+        "fc2_expert_weights": w2.view(runner.weight),
+        "fc2_expert_biases": w2_bias,
+        "quant_scales": handed.scales or None,
+        **dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), clamp or (None, None, None), strict=True)),
+        "tp_size": etp_rank + 1,  # its only use: w2_bias is added where tp_rank is 0
+        "tp_rank": etp_rank,
+        "base_activation_type": activation,
+        "workspace_buffer": own["rest"],
+    }
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
         part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
         clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids, part_weights)
-        row_input, row_scale = x[part], None if x_scale is None else x_scale[part]
-        if scheme in BLOCK_SCALED and row_scale is None:
-            row_input, row_scale = own["rows"][:count], own["row_scale"][:count]
-            _round_blocks(scheme, x[part], own, row_input, row_scale)
-        elif scheme in PRE_ROUNDED and input_scale is None:
-            assert inputs is not None
-            row_input = own["rows"][:count]
-            filled = TensorScales(*call_scales)
-            round_rows(x[part], stored["w13_scale"], stored["w2_scale"], inputs, row_input, filled)
+        row_input, row_scale = handed.as_read(x[part], None if x_scale is None else x_scale[part])
         run_moe(
             runner,
             output=out[part],
             input=row_input,
             token_selected_experts=part_ids,
             token_final_scales=part_weights,
-            fc1_expert_weights=w13.view(runner.weight),
-            fc1_expert_biases=w13_bias,
-            fc2_expert_weights=w2.view(runner.weight),
-            fc2_expert_biases=w2_bias,
-            quant_scales=call_scales or None,
             input_sf=None if row_scale is None else row_scale.view(torch.uint8),
-            swiglu_alpha=clamp[0] if clamp else None,
-            swiglu_beta=clamp[1] if clamp else None,
-            swiglu_limit=clamp[2] if clamp else None,
-            clamped_relu2_limit=None,
-            situ_beta=None,
-            situ_linear_beta=None,
-            swizzled_input_sf=False,  # of input_sf, where there is one
-            tp_size=etp_rank + 1,  # its only use: w2_bias is added where tp_rank is 0
-            tp_rank=etp_rank,
-            ep_size=1,
-            ep_rank=0,
-            cluster_size=1,
-            cluster_rank=0,
-            enable_alltoall=False,
-            min_latency_mode=False,
             profile_ids=tactic_for(tactics, count),
-            enable_pdl=True,
-            base_activation_type=activation,
-            workspace_buffer=own["rest"],
+            **fixed,
         )
+
+
+class _Rows:
+    """How one call's rows are handed to FlashInfer. scales: its `quant_scales`, filled here or with the rows"""
+
+    def __init__(
+        self, scheme: str, stored: dict[str, Tensor], own: dict[str, Tensor], cap: float, input_scale: float | None
+    ) -> None:
+        """stored: the scheme's tensors by name; cap: what no activation exceeds; input_scale: of rows that come
+        rounded, if there is one"""
+        self._scheme, self._stored, self._own, self._inputs = scheme, stored, own, _inputs(scheme, stored, own, cap)
+        self._come_rounded = input_scale is not None
+        if scheme == "int4_fp8":
+            assert self._inputs is not None
+            column_scales(self._inputs, own["act1"], own["act2"], own["alpha1"], own["alpha2"])
+        if scheme in BLOCK_SCALED:
+            _fill_scales(scheme, stored, own, input_scale)
+        self.scales = quant_scales(scheme, stored, own)
+        if scheme == "fp8_static" and input_scale is not None:
+            each = stored["w13_scale"], stored["w2_scale"], stored["w2_input_scale"]
+            fill_scales(input_scale, *each, TensorScales(*self.scales))
+
+    def as_read(self, x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Some of the rows, with their block scales, as the kernel reads them."""
+        if self._scheme in BLOCK_SCALED and x_scale is None:
+            rows, scale = self._own["rows"][: len(x)], self._own["row_scale"][: len(x)]
+            _round_blocks(self._scheme, x, self._own, rows, scale)
+            return rows, scale
+        if self._scheme in PRE_ROUNDED and not self._come_rounded:
+            assert self._inputs is not None
+            rows, each = self._own["rows"][: len(x)], (self._stored["w13_scale"], self._stored["w2_scale"])
+            round_rows(x, *each, self._inputs, rows, TensorScales(*self.scales))
+            return rows, x_scale
+        return x, x_scale
+
+
+def _inputs(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], cap: float) -> Inputs | None:
+    """Where the scales of rows come from, for schemes that have one for all."""
+    if scheme in DYNAMIC:
+        return Inputs(own["extremes"], stored["w13_bound"], dynamic=True, cap=cap)
+    if scheme == "fp8_static":
+        return Inputs(stored["w13_input_scale"], stored["w2_input_scale"], dynamic=False)
+    return None
 
 
 def run_moe(runner: Runner, **arguments: Any) -> None:
