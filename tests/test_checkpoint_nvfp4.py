@@ -208,7 +208,7 @@ def test_other_checkpoints_have_no_input_scales(tmp_path):
 def test_a_model_in_memory_has_no_input_scales():
     pytest.importorskip("transformers", reason="transformers is not installed")
     from ep_moe.integrations.transformers import expert_parallel
-    from tests.test_checkpoint import tiny_model
+    from tests.checkpoint_files import tiny_model
 
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp: quantization nvfp4 needs calibrated input scales"):
         expert_parallel(tiny_model("qwen3_moe", hidden_size=64), EPContext.local(CPU), quantization="nvfp4")
@@ -267,8 +267,8 @@ def test_load_pretrained(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from ep_moe.integrations.transformers import load_pretrained, moe_layers
-    from tests.test_checkpoint import quiet, tiny_model
-    from tests.test_checkpoint import save as save_model
+    from tests.checkpoint_files import quiet, tiny_model
+    from tests.checkpoint_files import save as save_model
 
     quiet()
     model = tiny_model(family, hidden_size=64)

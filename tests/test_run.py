@@ -18,7 +18,7 @@ from ep_moe.cli import app
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_ranks import run_local_ranks
 from ep_moe.run import DEMO, RunOptions, run
-from tests.test_checkpoint import tiny_model
+from tests.checkpoint_files import tiny_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")

@@ -16,7 +16,7 @@ from ep_moe.integrations.transformers import ExpertParallelBlock, expert_paralle
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX
 from ep_moe.weights.schemes import SCHEMES
-from tests.test_checkpoint import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
+from tests.checkpoint_files import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
 
 
 @pytest.fixture(scope="session")
