@@ -21,8 +21,9 @@ _ALIGNED = 16  # bytes: what Triton's binaries are compiled for, and what librar
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where it begins between two multiples of 16 bytes, which some kernels cannot read."""
-    return x.clone() if x.data_ptr() % _ALIGNED else x
+    """x, or a copy where it begins between two multiples of 16 bytes, which some kernels cannot read. Nothing has no
+    address that says so, and still cannot be seen as words then."""
+    return x.clone() if x.data_ptr() % _ALIGNED or not x.numel() else x
 
 
 def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:

@@ -4,6 +4,8 @@ that they launch what the layer launches, what they leave behind, and what ends 
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer, Wire, repeated
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, Wire, repeated
 from ep_moe.all2all import nvlink_p2p
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.config import RoutingConfig
@@ -138,19 +140,45 @@ def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, conte
         x, routing = given(tokens, tokens, ids)
         for rows in (x, x.view(tokens, 1, CONFIG.hidden_size)):
             assert repeats(layer, rows, routing)
-            made = []
-            for call in (layer.run, layer.forward_routed):
-                driver.found.clear(), driver.functions.clear()
-                before = context.ledger.number
-                with torch.no_grad():
-                    out = call(rows, routing)
-                assert out.shape == rows.shape
-                assert context.ledger.number == before + 2
-                last = driver.found[-1]
-                assert last[2] == out.data_ptr()
-                made.append((driver.functions[:], driver.found[:-1], last[:2], last[3:], context.ledger.newest[1:]))
-            assert made[0] == made[1]
-            assert len(made[0][0]) == 5
+            made = launches(driver, layer, layer.forward_routed, rows, routing)
+            assert made == launches(driver, layer, layer.run, rows, routing)
+            assert len(made[0]) == 5
+
+
+@torch.no_grad()
+def launches(driver: Driver, layer: MoELayer, call: Callable[..., Tensor], x: Tensor, routing: Routing) -> tuple:
+    """All that a call launches, but for where the sums go, which is where they are returned; and what the ledger has
+    then."""
+    driver.found.clear(), driver.functions.clear()
+    before = layer.context.ledger.number
+    out = call(x, routing)
+    assert out.shape == x.shape
+    assert layer.context.ledger.number == before + 2
+    last = driver.found[-1]
+    assert last[2] == out.data_ptr()
+    return driver.functions[:], driver.found[:-1], last[:2], last[3:], layer.context.ledger.newest[1:]
+
+
+def test_layers_in_turns_under_bounds_and_maps_that_change(driver, context):
+    """Two that share the transport's memory, and one with its own: each call launches what its layer would."""
+    draw, made = random.Random(0), []
+    layers = [built(context), built(context), built(context, **KINDS["fp8 in blocks"])]
+    for step in range(300):
+        layer, bound = draw.choice(layers), draw.randint(1, MOST)
+        x, routing = given(draw.randint(0, bound), step, draw.choice((torch.int32, torch.int64)))
+        x = x if draw.random() < 0.8 else shifted(x)
+        if draw.random() < 0.1:
+            layer.placement.update(draw.choice((layer.placement.expert_map, ExpertMap.linear(CONFIG.num_experts, 1))))
+        if draw.random() < 0.05:
+            layer.expert_weights.w2.data = layer.expert_weights.w2.data.clone()
+        with context.at_most(bound):
+            made.append(repeats(layer, x, routing))
+            found, expected = (launches(driver, layer, call, x, routing) for call in (layer.forward_routed, layer.run))
+        if x.data_ptr() % 16:  # copies lie where there is room
+            assert not made[-1], step
+        else:
+            assert found == expected, step
+    assert 100 < sum(made) < 250
 
 
 def test_a_router_of_ours_chooses_before(layer, driver):
