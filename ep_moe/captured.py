@@ -175,7 +175,7 @@ class CapturedCalls:
             return None
         tokens = x.numel() // self._hidden
         call = calls.serving(tokens)
-        if call is None or not call.inputs.form.has(x, routing, tokens) or not self._may_replay(call, x):
+        if call is None or not call.inputs.form.fits(x, routing, tokens) or not self._may_replay(call, x):
             return None
         ledger, stream = context.ledger, call.recorder.stream
         ledger.check()

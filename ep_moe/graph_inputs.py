@@ -1,5 +1,5 @@
-"""What captured calls read. A call may have fewer tokens than were recorded: the rows behind them are then picked by no
-expert."""
+"""What a layer's arguments are like, and what captured calls read. Such may have fewer tokens than were recorded:
+the rows behind them are then picked by no expert."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Form(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def has(self, x: Tensor, routing: Routing | None, tokens: int) -> bool:
-        """Whether these are; wrong ones are not. x: [..., H] of so many tokens"""
+    def fits(self, x: Tensor, routing: Routing | None, tokens: int) -> bool:
+        """Whether these are of it; wrong ones are not. x: [..., H] of so many tokens"""
         if x.shape[-1:] != (self.hidden,) or x.dtype != self.dtype or x.device != self.device:
             return False
         if routing is None:

@@ -92,7 +92,7 @@ class RepeatedCalls:
             return None
         form, again, lane = call.form, call.again, call.again.lane
         tokens = x.numel() // form.hidden
-        if tokens > bound or not form.has(x, routing, tokens) or not x.is_contiguous():
+        if tokens > bound or not form.fits(x, routing, tokens) or not x.is_contiguous():
             return None
         if layer.expert_weights.place != call.weights:
             self.drop()
