@@ -13,7 +13,7 @@ from ep_moe.placement.late import LateRouting
 from ep_moe.placement.placement import Placement
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
 from tests.test_fp8_block_kernels import DEVICE
-from tests.test_p2p_kernels import workspaces
+from tests.test_p2p_kernels import others_told, workspaces
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -69,6 +69,7 @@ class Placing:
 
 def send_all(sender: str, made: list[Workspace], calls: list[tuple[torch.Tensor, PhysicalRouting]]) -> None:
     for workspace, (x, routing) in zip(made, calls, strict=True):
+        others_told(made, workspace.rank, 0)
         if sender == "by kernel":
             p2p_kernels_triton.send(workspace, x, None, routing, MOST, 3)
         elif sender == "announced":
@@ -116,7 +117,6 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
                     placement.counting.zero_()
         for workspace in (*found, *wanted):
             workspace.sent.fill_(99)
-            workspace.places["flags"].fill_(1000)
         send_all(sender, wanted, [(placing.x_here, placing.placed_before()) for placing in ranks])
         send_all(sender, found, [(placing.x_here, placing.routing()) for placing in ranks])
         for ours, theirs in zip(found, wanted, strict=True):

@@ -51,7 +51,7 @@ def place_shapes(geometry: Geometry, few: int) -> Shapes:
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
     row_cells, answer_cells [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
-    flags [2, R]: how many dispatches and combines of each peer have got so far
+    flags [2, R]: the number of the call whose dispatch, and whose combine, each peer told of last
     """
     g = geometry
     assert g.max_tokens is not None
@@ -305,7 +305,7 @@ def _tell(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
 def _wait(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
     places = workspace.places
     told = places[_CELL_PLACES[phase]][:, 0, 0] if cells else places["flags"][phase]
-    while (told - workspace.calls[0] < 0).any():
+    while (told != workspace.calls[0]).any():  # nobody is a call ahead, since all wait for all twice a call
         time.sleep(2e-5)
 
 

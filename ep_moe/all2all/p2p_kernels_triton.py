@@ -2,7 +2,7 @@
 
 Order in memory (PTX's model): a block's stores to peers, a barrier of the block, its release of the count; the last
 block to count has acquired all of them and releases its number to each peer; whoever acquires the number sees the rows.
-Numbers are compared by their difference, so that they may overflow.
+Numbers may overflow.
 """
 
 from __future__ import annotations
@@ -244,11 +244,13 @@ def _tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """For exactly this number: nobody is a call ahead, and a larger one may be as old as the numbers' last round, since
+    calls by cells count and do not tell."""
     lane = tl.arange(0, LANES)
     missing = 1
     while missing > 0:
         seen = tl.atomic_add(flags + lane, 0, mask=lane < RANKS, sem="acquire", scope="sys")
-        missing = tl.sum(((seen - number < 0) & (lane < RANKS)).to(tl.int32), axis=0)
+        missing = tl.sum(((seen != number) & (lane < RANKS)).to(tl.int32), axis=0)
 
 
 def tell_given(workspace: Workspace) -> None:
