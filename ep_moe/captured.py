@@ -16,7 +16,6 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
-from ep_moe.devices import current_stream
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.shared import SharedExperts
@@ -24,9 +23,9 @@ from ep_moe.fused.base import FusedExperts
 from ep_moe.graph_inputs import InputMemory, Inputs
 from ep_moe.parallel.ledger import Step
 from ep_moe.placement.placement import Placement
+from ep_moe.recorder import Recorder
 from ep_moe.router import Router
 from ep_moe.types import Routing, capturing, dtype_name
-from ep_moe.workspace import Workspaces
 
 
 class Layer(Protocol):
@@ -50,47 +49,6 @@ class Layer(Protocol):
     def dtype(self) -> torch.dtype: ...
     def modules(self) -> Iterator[nn.Module]: ...
     def run(self, x: Tensor, routing: Routing | None) -> Tensor: ...
-
-
-class Recorder:
-    """Records calls as CUDA graphs in one memory pool, and has them replayed on the stream that was current when it was
-    made, and on no other: what graphs share is kept apart by that stream's order alone.
-
-    memory: what the calls read
-    """
-
-    def __init__(self, device: torch.device, workspaces: Workspaces) -> None:
-        self.stream: Any = torch.cuda.current_stream(device)
-        self._device, self._current = device, self.stream.cuda_stream
-        self._beside = torch.cuda.Stream(device)  # the default stream cannot be captured
-        workspaces.lend(self._beside)  # what is recorded there runs here
-        self._pool = torch.cuda.graph_pool_handle()
-        self.memory = InputMemory()
-
-    @classmethod
-    def why_not(cls, device: torch.device) -> str | None:
-        """None, or why calls there cannot be recorded."""
-        return None if device.type == "cuda" else f"the layer is on {device}, and CUDA graphs need a GPU"
-
-    @property
-    def here(self) -> bool:
-        """Whether a replay may begin: the stream is current, and not being captured itself."""
-        return current_stream(self._device) == self._current and not torch.cuda.is_current_stream_capturing()
-
-    def warm(self, call: Callable[[], Tensor]) -> None:
-        """Run it where it will be recorded: what the first call on a stream makes is not to be made in a graph."""
-        self._beside.wait_stream(self.stream)
-        with torch.cuda.stream(self._beside):
-            call()
-        self.stream.wait_stream(self._beside)
-
-    def record(self, call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """What replays it, and the tensor that each replay writes."""
-        graph = torch.cuda.CUDAGraph()
-        # the outer one leaves the stream again where a capture fails
-        with torch.cuda.stream(self._beside), torch.cuda.graph(graph, self._pool, self._beside):
-            out = call()
-        return graph.replay, out
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,10 +171,7 @@ class CapturedCalls:
         problem = _problem(layer, tokens)
         facts = {"tokens": tokens, "max_tokens": bound, "dtype": dtype_name(layer.dtype)}
         context.agreement.same(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
-        recorder = next((made for made in context.recorders if made.here), None)
-        if recorder is None:
-            recorder = Recorder(layer.device, context.workspaces)
-            context.recorders.append(recorder)
+        recorder = Recorder.among(context.recorders, layer.device, context.workspaces)
         # tensors of inference mode could not be written outside of it
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
             inputs = _inputs(layer, sorted(set(tokens)), routed, recorder.memory)

@@ -62,11 +62,6 @@ class Forms:
     def __init__(self) -> None:
         self._made: dict[Any, Callable[..., None]] = {}
 
-    def made(self, form: Any) -> Callable[..., None] | None:
-        """What launches this form again, given `changing`, with the addresses of tensors that begin at multiples of 16
-        bytes; None if it was not launched yet."""
-        return self._made.get(form)
-
     def launch(self, form: Any, changing: tuple[Any, ...], first: Callable[[], First]) -> None:
         """form: all that the rest depends on, and of `changing` dtypes and where there is None
         changing: contiguous tensors, None, and numbers that the kernel does not specialise on

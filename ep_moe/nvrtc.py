@@ -25,7 +25,7 @@ def missing() -> str | None:
     try:
         from cuda.bindings import nvrtc
 
-        _done(nvrtc.nvrtcVersion())
+        done(nvrtc.nvrtcVersion())
     except (ImportError, RuntimeError) as error:
         return f"cuda-bindings or NVRTC is not installed ({error}); use a CUDA build of torch, which brings both"
     return None
@@ -35,16 +35,16 @@ def compile_kernels(source: str, options: Sequence[str] = ()) -> tuple[bytes, st
     """A binary for compute capability 9.0 and what the compiler has to say about it. Needs no GPU."""
     from cuda.bindings import nvrtc
 
-    program = _done(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+    program = done(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
     given = [option.encode() for option in ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device", *options)]
     status = nvrtc.nvrtcCompileProgram(program, len(given), given)
-    log = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program))
-    _done(nvrtc.nvrtcGetProgramLog(program, log))
+    log = b" " * done(nvrtc.nvrtcGetProgramLogSize(program))
+    done(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode(errors="replace").strip("\0 \n")
     if int(status[0]):
         raise RuntimeError(f"NVRTC does not compile a kernel of this project: {text}")
-    binary = b" " * _done(nvrtc.nvrtcGetCUBINSize(program))
-    _done(nvrtc.nvrtcGetCUBIN(program, binary))
+    binary = b" " * done(nvrtc.nvrtcGetCUBINSize(program))
+    done(nvrtc.nvrtcGetCUBIN(program, binary))
     return binary, text
 
 
@@ -53,10 +53,10 @@ def kernel(source: str, name: str, options: tuple[str, ...], device: int) -> Any
     """A function of the driver, which may have all shared memory. device: index of the current one"""
     from cuda.bindings import driver
 
-    module = _done(driver.cuModuleLoadData(_kept(source, options)))
-    function = _done(driver.cuModuleGetFunction(module, name.encode()))
+    module = done(driver.cuModuleLoadData(_kept(source, options)))
+    function = done(driver.cuModuleGetFunction(module, name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _done(driver.cuFuncSetAttribute(function, attribute, SHARED))
+    done(driver.cuFuncSetAttribute(function, attribute, SHARED))
     return function
 
 
@@ -76,7 +76,7 @@ class Kernel:
 
         def run(arguments: Arguments) -> Kernel:
             how = (x, y, z, self._threads, 1, 1, self._shared, current_stream(self._device))
-            _done(driver.cuLaunchKernel(self._function, *how, arguments.address, 0))
+            done(driver.cuLaunchKernel(self._function, *how, arguments.address, 0))
             return self
 
         return run
@@ -108,7 +108,7 @@ def tensor_map(
 
     kinds = driver.CUtensorMapDataType
     kind = {1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[itemsize]
-    return _done(
+    return done(
         driver.cuTensorMapEncodeTiled(
             kind,
             len(shape),
@@ -130,7 +130,7 @@ def _kept(source: str, options: tuple[str, ...]) -> bytes:
     from cuda.bindings import nvrtc
     from triton.runtime.cache import get_cache_manager
 
-    version = _done(nvrtc.nvrtcVersion())
+    version = done(nvrtc.nvrtcVersion())
     files = get_cache_manager(hashlib.sha256(repr((source, options, version)).encode()).hexdigest())
     path = files.get_file("kernels.cubin")
     if path is None:
@@ -139,7 +139,7 @@ def _kept(source: str, options: tuple[str, ...]) -> bytes:
         return file.read()
 
 
-def _done(answer: tuple[Any, ...]) -> Any:
+def done(answer: tuple[Any, ...]) -> Any:
     """What a call gives besides its status."""
     status, *rest = answer
     if int(status):

@@ -1,14 +1,15 @@
 """Eager calls that launch again what one like them launched before. To the host such a call is a look at its arguments
-and those launches: nothing is made, chosen or placed anew.
+and one launch: nothing is made, chosen or placed anew.
 
-A layer's call can be repeated where it is no more than the launches of a transport and of experts (`Dispatcher.again`,
-`Experts.again`): rows in one part over fixed buffers, each rank's tokens its own, no shared experts, no gradients. Of
-every other call `MoELayer.run` is the whole story, and so of the first ones.
+A layer's call can be repeated where it is no more than the launches of a transport (`Dispatcher.again`) and of experts,
+which are then one graph (`CallGraph`): rows in one part over fixed buffers, each rank's tokens its own, no shared
+experts, no gradients. Of every other call `MoELayer.run` is the whole story, and so of the first ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,21 +17,24 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher
-from ep_moe.all2all.lanes import Again
+from ep_moe.all2all.lanes import Again, Lane
+from ep_moe.call_graph import CallGraph
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.devices import current_stream
+from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.base import Experts
 from ep_moe.graph_inputs import Form
 from ep_moe.parallel.ledger import Step
-from ep_moe.placement.late import to_place
+from ep_moe.placement.late import LateRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
+from ep_moe.recorder import Recorder
 from ep_moe.router import Router
-from ep_moe.types import PhysicalRouting, Routing
+from ep_moe.types import LogicalIds, PhysicalRouting, Routing, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _STEPS = 2  # of the ledger: dispatch and combine
-_CALLS = 32  # that are kept at once
+_CALLS = 64  # that are kept at once
 
 
 class Layer(Protocol):
@@ -54,11 +58,13 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """form: of its arguments; weights: where they are; left: of the ledger, what its last step leaves"""
+    """form: of its arguments; placing: what `to_place` says of its ids; weights: where they are
+    left: of the ledger, what its last step leaves"""
 
     form: Form
-    again: Again
-    experts: Callable[[], None]
+    graph: CallGraph
+    lane: Lane
+    placing: Placing
     weights: tuple[int, ...]
     left: tuple[str, str, str, bool]
 
@@ -68,12 +74,12 @@ class RepeatedCalls:
 
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
         self._context, self._config = context, config
-        to_peers = any(isinstance(kernel, Experts) and kernel.capabilities.peer_out for kernel in kernels)
-        self._able = to_peers and context.tokens.whole and not config.routing.weight_on_input
-        self._calls: dict[Any, _Call] = {}
+        recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
+        self._able = recordable and context.tokens.whole and not config.routing.weight_on_input
+        self._calls: dict[Any, _Call | None] = {}  # None: of what was seen once
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return sum(call is not None for call in self._calls.values())
 
     def drop(self) -> None:
         """From now on calls run the layer, until they are noted again."""
@@ -90,7 +96,7 @@ class RepeatedCalls:
         call = self._calls.get((bound, _ids_dtype(routing), stream))
         if call is None or bound is None:
             return None
-        form, again, lane = call.form, call.again, call.again.lane
+        form, lane = call.form, call.lane
         tokens = x.numel() // form.hidden
         if tokens > bound or not form.fits(x, routing, tokens) or not x.is_contiguous():
             return None
@@ -104,45 +110,77 @@ class RepeatedCalls:
             or context.stage_times is not None
             or layer.shared_experts is not None
             or torch.autograd._profiler_enabled()
+            or capturing(device)
         ):
             return None
         if routing is None:
             if type(layer.router) is not Router:
                 return None
             routing = layer.router(x if x.dim() == 2 else x.view(tokens, form.hidden))
-        given = _addresses(x, layer.placement(routing), again)
-        if given is None:
+        first = _first(x, layer.placement(routing), tokens, call.placing)
+        if first is None:
             return None
         ledger = context.ledger
         ledger.check()
-        number = ledger.number
-        again.send(*given, tokens)
-        call.experts()
-        out = torch.empty_like(x)
-        again.receive(out.data_ptr(), tokens)
+        number, out = ledger.number, torch.empty_like(x)
+        call.graph(first, (out.data_ptr(), tokens), stream)
         # as `MoELayer.run` leaves it, which peers may be in
         ledger.leave_at(Step(number + _STEPS, *call.left))
         ledger.mark(device)
         return out
 
     def note(self, layer: Layer, routing: Routing | None) -> None:
-        """After a call of `MoELayer.run`: whether one like it can be repeated from now on."""
-        bound = self._context.step_tokens
+        """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are repeated."""
+        bound, device = self._context.step_tokens, layer.device
         if torch.compiler.is_compiling() or not self._able or bound is None:
             return
-        dispatcher, dtype, device, ids = layer.dispatcher, layer.dtype, layer.device, _ids_dtype(routing)
-        again = dispatcher.again(dtype, ids, layer.placement.tables.placing, bound)
-        if again is None:
+        if Recorder.why_not(device) is not None or capturing(device):
             return
-        experts = layer.kernel.again(again.received, again.peer_out)
-        if experts is None:
+        key = (bound, _ids_dtype(routing), current_stream(device))
+        call, placing = self._calls.get(key), layer.placement.tables.placing
+        if call is not None and call.placing == placing:
+            return  # this one alone was not like it
+        if key in self._calls:
+            self._calls[key] = self._recorded(layer, key[1], bound, placing)
             return
         if len(self._calls) == _CALLS:
             self._calls.clear()
-        form = Form(self._config.hidden_size, self._config.top_k, dtype, device)
-        left = (layer.name, "combine", dispatcher.name, True)
-        key = (bound, ids, current_stream(device))
-        self._calls[key] = _Call(form, again, experts, layer.expert_weights.place, left)
+        self._calls[key] = None
+
+    def _recorded(self, layer: Layer, ids: torch.dtype, bound: int, placing: Placing) -> _Call | None:
+        context, c = self._context, self._config
+        again = layer.dispatcher.again(bound)
+        if again is None:
+            return None
+        form = Form(c.hidden_size, c.top_k, layer.dtype, layer.device)
+        recorder = Recorder.among(context.recorders, form.device, context.workspaces)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                graph = _graph(layer, again, form, ids, recorder)
+        except (BackendUnavailable, RuntimeError, ImportError) as error:
+            self._able = False
+            text = f"calls of {layer.name} take the host longer than they could, since they cannot be recorded: {error}"
+            warnings.warn(text, stacklevel=2)
+            return None
+        left = (layer.name, "combine", layer.dispatcher.name, True)
+        return _Call(form, graph, again.lane, placing, layer.expert_weights.place, left)
+
+
+def _graph(layer: Layer, again: Again, form: Form, ids: torch.dtype, recorder: Recorder) -> CallGraph:
+    """Of a call's launches. Nothing is computed, whatever the rows."""
+    x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
+    chosen = torch.empty(1, form.top_k, dtype=ids, device=form.device)
+    routing = LateRouting(LogicalIds(chosen), torch.empty(chosen.shape, device=form.device), layer.placement.tables)
+    out, kernel, received = torch.empty_like(x), layer.kernel, again.received
+    to_peers = kernel.capabilities.peer_out and received.peer_out is not None
+
+    def launch() -> None:
+        again.send(x, routing)
+        again.receive(kernel(received, received.peer_out if to_peers else received.out), out)
+
+    first = _first(x, routing, 1, routing.tables.placing)
+    assert first is not None, "what is made begins at multiples of 16 bytes"
+    return recorder.graph_of(launch, first, (out.data_ptr(), 1))
 
 
 def _ids_dtype(routing: Routing | None) -> Any:
@@ -150,13 +188,13 @@ def _ids_dtype(routing: Routing | None) -> Any:
     return torch.int64 if routing is None else getattr(getattr(routing, "ids", None), "dtype", None)
 
 
-def _addresses(x: Tensor, routing: PhysicalRouting, again: Again) -> list[int | None] | None:
-    """What `Again.send` takes but the number of tokens; None where its kernel was compiled for another kind."""
-    ids, tables, placing = to_place(routing)
+def _first(x: Tensor, routing: PhysicalRouting, tokens: int, placing: Placing) -> list[int] | None:
+    """What a call's first kernel begins with; None where it was compiled for another kind."""
+    ids, tables, found = to_place(routing)
     weights = routing.weights
-    if placing != again.placing or not (ids.is_contiguous() and weights.is_contiguous()):
+    if found != placing or not (ids.is_contiguous() and weights.is_contiguous()):
         return None
     given, bits = [tensor.data_ptr() for tensor in (x, ids, weights, *tables)], 0  # type: ignore[union-attr]
     for address in given:
         bits |= address
-    return None if bits % 16 else [given[0], None, *given[1:]]
+    return None if bits % 16 else [*given, tokens]

@@ -1,17 +1,20 @@
-"""Repeated calls without a GPU: over a driver that writes down what its binaries are given. Which calls are repeated,
-that they launch what the layer launches, what they leave behind, and what ends it."""
+"""Repeated calls without a GPU: over a driver that writes down what its binaries are given, and a stand-in for graphs.
+Which calls are repeated, that they launch what the layer launches, what they leave behind, and what ends it."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -19,6 +22,7 @@ from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoE
 from ep_moe.all2all import nvlink_p2p
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.config import RoutingConfig
+from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
@@ -38,6 +42,7 @@ MOST = 3  # tokens
 KINDS = {
     "bf16": {},
     "answers in fp8": {"wire": Wire(combine="fp8")},
+    "answers given": {},
     "fp8 in blocks": {
         "experts": "fp8_block_triton", "quantization": "fp8_block", "wire": Wire(dispatch="fp8_block"),
     },
@@ -54,6 +59,63 @@ def make_memory(link, device, size: int) -> SimpleNamespace:
     return SimpleNamespace(local=local, peers=[local], addresses=torch.tensor([local.data_ptr()]))
 
 
+class Allocations(TorchDispatchMode):
+    """Whether any operation gives what lies nowhere among what it was given."""
+
+    seen = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        found = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
+        self.seen = self.seen or not found <= given
+        return out
+
+
+class Recording:
+    """In the place of a `Recorder`, and of its graphs. recorded: how many there were"""
+
+    here, recorded = True, 0
+    why_not = staticmethod(lambda device: None)
+
+    def __init__(self, made: Driver) -> None:
+        self.driver = made
+
+    def among(self, made, device, workspaces) -> Recording:
+        return self
+
+    def graph_of(self, launch, first, last) -> Callable[..., None]:
+        driver, self.recorded = self.driver, self.recorded + 1
+        before = driver.found, driver.functions
+        driver.found, driver.functions = [], []
+        with Allocations() as allocations:
+            launch()
+        if allocations.seen:
+            raise BackendUnavailable("it allocates")
+        made = list(zip(driver.found, driver.functions, strict=True))
+        driver.found, driver.functions = before
+        assert changed(made[0][0], first) == made[0][0], "what was recorded is what was given"
+        assert changed(made[-1][0], last) == made[-1][0]
+
+        def launch_again(first, last, stream) -> None:
+            for number, (found, function) in enumerate(made):
+                found = changed(found, first) if number == 0 else found
+                found = changed(found, last) if number == len(made) - 1 else found
+                driver.found.append(found)
+                driver.functions.append(function)
+
+        return launch_again
+
+
+def changed(found: tuple, given: list[int] | tuple[int, ...]) -> tuple:
+    """A launch with other first arguments; what is None is none of a binary's."""
+    places = [place for place, value in enumerate(found[2:], 2) if value is not None][: len(given)]
+    other = list(found)
+    for place, value in zip(places, given, strict=True):
+        other[place] = value
+    return tuple(other)
+
+
 @pytest.fixture
 def driver(monkeypatch):
     """What a GPU and its driver would be asked, with everything on the CPU: nothing is computed."""
@@ -66,6 +128,7 @@ def driver(monkeypatch):
             return tables(self, expert_map)
 
     monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr(repeated, "Recorder", Recording(made))
     monkeypatch.setattr(Placement, "_tables", unpinned)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(nvlink_p2p, "make_memory", make_memory)
@@ -133,6 +196,9 @@ def repeats(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
 def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, context, monkeypatch):
     """In the same order, the same binaries with the same arguments, but for where the sums go."""
     monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)
+    if experts == "answers given":
+        able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
+        monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
     layer = built(context, **KINDS[experts])
     for _ in range(2):
         forward(layer, *given(MOST, dtype=ids))
@@ -142,7 +208,7 @@ def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, conte
             assert repeats(layer, rows, routing)
             made = launches(driver, layer, layer.forward_routed, rows, routing)
             assert made == launches(driver, layer, layer.run, rows, routing)
-            assert len(made[0]) == 5
+            assert len(made[0]) == 5 + (experts == "answers given" and few_bytes == 0)
 
 
 @torch.no_grad()
@@ -236,12 +302,27 @@ def test_the_map_in_force(layer, driver):
 
 def test_from_the_third_on(driver, context):
     layer = built(context)
-    assert layer.dispatcher.again(torch.bfloat16, torch.int64, layer.placement.tables.placing, MOST) is None
+    assert layer.dispatcher.again(MOST) is None
     assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
-    assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, True, True]
+    assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, False, True]
     with context.at_most(2):
         assert [repeats(layer, *given(2, seed)) for seed in range(4)] == [False, False, True, True]
     assert repeats(layer, *given(3))
+
+
+def test_calls_unlike_others_have_nothing_recorded_again(layer):
+    x, routing = given(2)
+    for _ in range(5):
+        assert not repeats(layer, shifted(x), routing)
+        assert repeats(layer, x, routing)
+    assert repeated.Recorder.recorded == 1
+
+
+def test_nothing_is_recorded_in_a_capture_of_somebody_elses(driver, context):
+    layer = built(context)
+    with mock.patch.object(repeated, "capturing", return_value=True):
+        assert [repeats(layer, *given(1)) for _ in range(4)] == [False] * 4
+    assert repeated.Recorder.recorded == 0
 
 
 def test_few_are_kept(driver, context, monkeypatch):
@@ -341,12 +422,17 @@ def after_another_stream(layer):
     return mock.patch.object(layer.dispatcher.lanes.made[0], "stream", SimpleNamespace(cuda_stream=5))
 
 
+def captured(layer):
+    return mock.patch.object(repeated, "capturing", return_value=True)
+
+
 def compiled(layer):
     return mock.patch.object(torch.compiler, "is_compiling", return_value=True)
 
 
 @pytest.mark.parametrize(
-    "state", [with_gradients, profiled, timed, with_shared_experts, on_another_stream, after_another_stream, compiled]
+    "state",
+    [with_gradients, profiled, timed, with_shared_experts, on_another_stream, after_another_stream, captured, compiled],
 )
 def test_states_in_which_the_layer_runs(state, layer):
     x, routing = given(1)
@@ -404,7 +490,7 @@ def test_other_weights_are_noted_anew(layer, driver):
 def test_what_is_tuned_is_noted_anew(layer):
     layer.use(layer.experts, [])
     assert len(layer.repeated) == 0
-    assert [repeats(layer, *given(1)) for _ in range(2)] == [False, True]
+    assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
 
 
 def test_nothing_is_kept_of_a_context_that_ended(driver):
@@ -429,7 +515,7 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     elif why == "weight on input":
         config = dataclasses.replace(CONFIG, top_k=1, routing=RoutingConfig(weight_on_input=True))
     elif why == "another kernel":
-        able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
+        able = dataclasses.replace(Bf16TritonExperts.capabilities, cuda_graph=False)
         monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
     elif why == "rounded before":
         asked["wire"] = Wire(dispatch="mxfp8")
@@ -447,6 +533,8 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     routing = Routing(
         LogicalIds(routing.ids[:, : config.top_k].contiguous()), routing.weights[:, : config.top_k].clone()
     )
-    for _ in range(4):
-        assert not repeats(layer, x, routing)
+    with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
+        for _ in range(4):
+            assert not repeats(layer, x, routing)
     assert len(layer.repeated) == 0
+    assert repeated.Recorder.recorded <= 1, "what cannot be recorded is asked no more"

@@ -24,7 +24,7 @@ from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
-from ep_moe.placement.late import Placing, given_ids
+from ep_moe.placement.late import given_ids
 from ep_moe.row_formats import ROW_FORMATS, RowFormat
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
@@ -211,10 +211,8 @@ class Dispatcher(ABC):
         where to write the sum; what is returned then"""
         return self._begin_combine(y, handle, out).wait()
 
-    def again(self, x: torch.dtype, ids: torch.dtype, placing: Placing, bound: int) -> Again | None:
-        """What launches once more all that a call with rows and ids like these did, where experts write to the peers;
-        None where launches are not all of it, or it was not called like this before. placing: of `LateRouting`'s
-        tables; bound: as `max_tokens`"""
+    def again(self, bound: int) -> Again | None:
+        """What calls launch, once there was one; None where launches are not all of it. bound: as `max_tokens`"""
         return None
 
     def dispatch_start(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ep_moe.devices import current_stream
 from ep_moe.errors import InputError
-from ep_moe.placement.late import Placing
-from ep_moe.types import PeerRows, Received, capturing
+from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
 
 
 @dataclass(eq=False)
@@ -42,20 +42,19 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """What a transport launches for a call in a lane, to be launched again while nothing but these change: the call's
-    rows, ids and weights, which begin at multiples of 16 bytes, and how many they are.
+    """What a transport launches for a call in a lane, whatever the call brings: to be recorded.
 
-    received, peer_out: what arrives, always there, and where experts write; placing: what `to_place` says of the ids
-    send: takes the addresses of x [T, H], None, those of ids and weights [T, K] and of the tables of `to_place`, and T
-    receive: takes the address of the sum [T, H], and T
+    received: what arrives, always there
+    send: of x [T, H] and its routing. What is launched first begins with the addresses of x, ids, weights and the
+        tables of `to_place`, multiples of 16, and T; nothing else depends on them
+    receive: of what experts return, in `received.out` or `received.peer_out`, and the sum [T, H]. What is launched last
+        begins with the sum's address and T
     """
 
     lane: Lane
     received: Received
-    peer_out: PeerRows
-    placing: Placing
-    send: Callable[..., None]
-    receive: Callable[..., None]
+    send: Callable[[Tensor, PhysicalRouting], None]
+    receive: Callable[[Tensor | PeerRows, Tensor], None]
 
 
 class Lanes:

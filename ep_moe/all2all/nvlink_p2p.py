@@ -29,7 +29,6 @@ from ep_moe.all2all.lanes import Again, Lane, Lanes
 from ep_moe.all2all.p2p_kernels import (
     Workspace,
     give_copies,
-    launched,
     pieces,
     place_shapes,
     receive,
@@ -41,9 +40,8 @@ from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
-from ep_moe.placement.late import Placing
 from ep_moe.row_formats import ROW_FORMATS
-from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
+from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 from ep_moe.workspace import carved_bytes
 
 BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
@@ -144,16 +142,22 @@ class NVLinkP2PDispatcher(Dispatcher):
         tell_given(handle.lane.library)
         return Pending(partial(self._receive, handle, out, tell=False))
 
-    def again(self, x: torch.dtype, ids: torch.dtype, placing: Placing, bound: int) -> Again | None:
-        lanes = self.lanes.made
-        if not lanes:
+    def again(self, bound: int) -> Again | None:
+        g, lanes = self.geometry, self.lanes.made
+        rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
+        if not lanes or not rounded_here or g.max_tokens is None or bound > g.max_tokens:
             return None
         workspace, cells = lanes[0].library, self._by_cells(bound)
-        made = launched(workspace, bound, BLOCKS, x, ids, placing, cells=cells)
-        if made is None:
-            return None
+
+        def there(x: Tensor, routing: PhysicalRouting) -> None:
+            send(workspace, x, None, routing, bound, BLOCKS, cells=cells, alone=True)
+
+        def back(y: Tensor | PeerRows, out: Tensor) -> None:
+            giving = isinstance(y, Tensor)  # which lies where it is given from
+            receive(workspace, len(out), bound, tell=True, giving=giving, cells=cells, out=out)
+
         received = Received(handle=None, **workspace.received(bound, cells=cells))
-        return Again(lanes[0], received, workspace.peer_out(bound, cells=cells), placing, *made)
+        return Again(lanes[0], received, there, back)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
         lane, bound = handle.lane, handle.bound

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.all2all.p2p_kernels import PIECE, Launched, Workspace, answer_bytes, answer_dtype
+from ep_moe.all2all.p2p_kernels import PIECE, Workspace, answer_bytes, answer_dtype
 from ep_moe.cells_triton import any_of, late_cells, put_cells, still_missing
 from ep_moe.devices import multiprocessors, starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
@@ -44,22 +44,8 @@ def send(
     ids, tables, placing = to_place(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
-    form = _send_form(bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
+    form = ("send by cells", bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
     workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, changing, placing, alone, put, take))
-
-
-def _send_form(
-    bound: int, x: torch.dtype, ids: torch.dtype, scaled: bool, placing: Placing, alone: bool, put: bool, take: bool
-) -> Any:
-    return "send by cells", bound, x, ids, scaled, placing, alone, put, take
-
-
-def launched(workspace: Workspace, bound: int, x: torch.dtype, ids: torch.dtype, placing: Placing) -> Launched | None:
-    """As `p2p_kernels.launched`."""
-    made = workspace.forms.made
-    there = made(_send_form(bound, x, ids, False, placing, True, True, True))
-    back = made(_receive_form(bound, False, True))
-    return None if there is None or back is None else (there, back)
 
 
 def _first_send(
@@ -239,12 +225,8 @@ def _take(
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
-    form = _receive_form(bound, put, take)
+    form = ("receive by cells", bound, put, take)
     workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, put, take))
-
-
-def _receive_form(bound: int, put: bool, take: bool) -> Any:
-    return "receive by cells", bound, put, take
 
 
 def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> First:

@@ -10,7 +10,6 @@ and may be written by the experts' own last kernel. Few rows, and their answers,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +19,9 @@ from torch import Tensor
 from ep_moe.all2all.base import Geometry
 from ep_moe.fp8_rows import round_by, round_fp8
 from ep_moe.launches import Forms
-from ep_moe.placement.late import Placing
 from ep_moe.types import PeerCells, PeerRows, PhysicalIds, PhysicalRouting, RowLayout, Weighting, WireIds
 from ep_moe.workspace import Shapes, carve
 
-Launched = tuple[Callable[..., None], Callable[..., None]]  # send and receive
 _SENT, _ANSWERED = 0, 1  # rows of flags
 _CELL_PLACES = ("row_cells", "answer_cells")
 PIECE = 512  # words of a row that one program by cells has
@@ -176,18 +173,6 @@ def send(
         wanted = ((routing.ids >= 0) & (routing.ids // workspace.geometry.cap == rank)).any(1).nonzero().flatten()
         peer["rows"][workspace.rank * bound + wanted] = x[wanted]
     _announce(workspace, x_scale, routing, bound, cells=cells)
-
-
-def launched(
-    workspace: Workspace, bound: int, blocks: int, x: torch.dtype, ids: torch.dtype, placing: Placing, *, cells: bool
-) -> Launched | None:
-    """What launched `send`, alone and of rows without scales, and `receive` of answers that experts wrote, and launches
-    them again; None if they were not launched yet. x, ids: dtypes; placing: what `to_place` says of the ids"""
-    if not workspace.calls.is_cuda:
-        return None
-    if cells:
-        return _cells_triton().launched(workspace, bound, x, ids, placing)  # type: ignore[no-any-return]
-    return _triton().launched(workspace, bound, blocks, x, ids, placing)  # type: ignore[no-any-return]
 
 
 def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:

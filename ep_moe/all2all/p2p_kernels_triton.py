@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.all2all.p2p_kernels import Launched, Workspace, answer_bytes, answer_dtype
+from ep_moe.all2all.p2p_kernels import Workspace, answer_bytes, answer_dtype
 from ep_moe.devices import starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.fp8_rows import SMALLEST
@@ -37,23 +37,8 @@ def send(
     ids, tables, placing = to_place(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
-    form = _send_form(bound, blocks, x.dtype, ids.dtype, x_scale is not None, placing, alone)
+    form = ("send", bound, blocks, x.dtype, ids.dtype, x_scale is not None, placing, alone)
     workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, blocks, changing, placing, alone))
-
-
-def _send_form(
-    bound: int, blocks: int, x: torch.dtype, ids: torch.dtype, scaled: bool, placing: Placing, alone: bool
-) -> Any:
-    return "send", bound, blocks, x, ids, scaled, placing, alone
-
-
-def launched(
-    workspace: Workspace, bound: int, blocks: int, x: torch.dtype, ids: torch.dtype, placing: Placing
-) -> Launched | None:
-    """As `p2p_kernels.launched`."""
-    made = workspace.forms.made
-    there, back = made(_send_form(bound, blocks, x, ids, False, placing, True)), made(_receive_form(bound, True))
-    return None if there is None or back is None else (there, back)
 
 
 def _first_send(
@@ -320,11 +305,7 @@ def _give(
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> None:
     launch = partial(_first_receive, workspace, out, bound, tell)
-    workspace.forms.launch(_receive_form(bound, tell), (out, len(out)), launch)
-
-
-def _receive_form(bound: int, tell: bool) -> Any:
-    return "receive", bound, tell
+    workspace.forms.launch(("receive", bound, tell), (out, len(out)), launch)
 
 
 def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) -> First:

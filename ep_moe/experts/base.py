@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, overload
@@ -217,11 +217,6 @@ class Experts(ABC):
         flat = None if out is None else out.flatten(0, -2)
         y = self.compute(as_rank_major(received, self.weights.num_slots), flat)
         return y.view(*received.x.shape[:-1], y.shape[-1])
-
-    def again(self, received: Received, out: PeerRows) -> Callable[[], None] | None:
-        """What launches once more all that `__call__` with these did, while the weights' `place` and the stream are the
-        same; None where launches are not all of it, or it was not called like this before."""
-        return None
 
     @abstractmethod
     def compute(self, received: Received, out: Tensor | None) -> Tensor:

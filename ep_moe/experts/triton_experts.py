@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,10 +48,6 @@ class TritonExperts(Experts):
             self._step(received, out.blocks[out.rank], out)
         else:
             out.write_nothing()
-
-    def again(self, received: Received, out: PeerRows) -> Callable[[], None] | None:
-        recorded = self._recorded.get(self._place(received, out.blocks[out.rank], out))
-        return None if recorded is None else recorded.again
 
     def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
         # rows that are grouped already take operations of torch's, which nobody records

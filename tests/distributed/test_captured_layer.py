@@ -33,6 +33,9 @@ PAIRS = {
         "wire": Wire(dispatch="fp8_block"),
     },
     "in parts": {"all2all": "nvlink_p2p", "experts": "bf16_triton", "pipeline": 12},
+    "answers given": {
+        "all2all": "nvlink_p2p", "experts": "flashinfer_cutlass", "options": ExpertsOptions(deterministic=True),
+    },
     "flashinfer": {
         "all2all": "flashinfer_nvlink", "experts": "flashinfer_cutlass", "options": ExpertsOptions(deterministic=True),
     },
@@ -46,7 +49,8 @@ def built(context: EPContext, pair: str = "bf16", config: MoEConfig = WIDE) -> M
     asked = PAIRS[pair]
     if (missing := registry.why_not("experts", asked["experts"])) is not None:
         pytest.skip(missing)  # on all ranks alike
-    placed = ExpertMap.redundant(10, context.layout.ep, 2)  # equally many slots on all ranks
+    ranks = context.layout.ep
+    placed = ExpertMap.redundant(10, ranks, 2 if ranks > 1 else 0)  # equally many slots on all ranks
     layer = MoELayer(config, context, expert_map=placed, **asked, dtype=torch.bfloat16)
     written(layer)
     return layer

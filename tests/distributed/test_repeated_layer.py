@@ -36,8 +36,8 @@ def check(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
 
 
 @on_gpus
-@distributed(2, 4)
-@pytest.mark.parametrize("pair", ["bf16", "fp8"])
+@distributed(1, 2, 4)
+@pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
 @pytest.mark.parametrize("bound", [40, 200], ids=["by cells", "by flags"])
 @torch.no_grad()
 def test_the_same_bits_with_other_rows_routes_tokens_and_maps(bound, pair, world_size):
@@ -65,7 +65,7 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(bound, pair, world
 
 
 @on_gpus
-@distributed(2, 4)
+@distributed(1, 2, 4)
 @torch.no_grad()
 def test_other_streams_and_a_capture_around_it(world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=40) as context:
@@ -94,16 +94,17 @@ def test_other_streams_and_a_capture_around_it(world_size):
 
 
 @on_gpus
-@distributed(2, 4)
+@distributed(1, 2, 4)
+@pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
 @torch.no_grad()
-def test_the_host_of_a_repeated_call(world_size):
+def test_the_host_of_a_repeated_call(pair, world_size):
     """At one token, where the host is what takes time: less than two thirds of the layer's own."""
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
-        layer = built(context)
+        layer = built(context, pair)
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
         own = host(lambda: layer.run(x, routing), before=dist.barrier)
         repeated = host(lambda: layer.forward_routed(x, routing), before=dist.barrier)
         times = everywhere((round(own), round(repeated)))
         if dist.get_rank() == 0:
-            print(f"host, us: {times}")  # noqa: T201
+            print(f"{pair}, host, us: {times}")  # noqa: T201
         assert all(again < 2 / 3 * own for own, again in times), times

@@ -1,0 +1,176 @@
+"""Call graphs over a stand-in for the driver, which finds what kernels are given as the driver does, by addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from ep_moe.call_graph import CallGraph
+from ep_moe.errors import BackendUnavailable
+
+STREAM = SimpleNamespace(cuda_stream=5, device=torch.device("cpu"))
+FIRST, LAST = [4096, 2**40 + 16, 7], [2**62, 0]
+INVALID = 1
+
+
+class Node:
+    """sizes: bytes of the kernel's arguments"""
+
+    def __init__(self, sizes: list[int], values: list[int]) -> None:
+        self.own = [ctypes.create_string_buffer(v.to_bytes(s, "little"), s) for s, v in zip(sizes, values, strict=True)]
+        self.places = (ctypes.c_void_p * len(sizes))(*map(ctypes.addressof, self.own))
+        self.how = SimpleNamespace(func=sizes, kernelParams=ctypes.addressof(self.places))
+
+    def __int__(self) -> int:
+        return id(self)
+
+
+def given(how: SimpleNamespace) -> list[int]:
+    places = (ctypes.c_void_p * len(how.func)).from_address(how.kernelParams)
+    return [int.from_bytes(ctypes.string_at(at, size), "little") for at, size in zip(places, how.func, strict=True)]
+
+
+class Driver(ModuleType):
+    """launched: stream, and of each kernel the arguments; destroyed: by what"""
+
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL="this thread's")
+
+    def __init__(self) -> None:
+        self.nodes, self.edges, self.launched, self.destroyed, self.allocated = None, [], [], [], 0
+        self.cuGraphDestroy = self.cuGraphExecDestroy = self._destroy
+        self.failing = ""
+
+    def _destroy(self, made):
+        self.destroyed.append(made)
+        return (0,)
+
+    def launch(self, sizes: list[int], values: list[int], *, after: int = 1) -> None:
+        self.nodes.append(Node(sizes, values))
+        if len(self.nodes) > after:
+            self.edges.append((self.nodes[-1 - after], self.nodes[-1]))
+
+    def cuStreamBeginCapture(self, stream, mode):  # noqa: N802
+        assert (stream, mode) == (5, "this thread's")
+        self.nodes, self.edges = [], []
+        return (0,)
+
+    def cuStreamEndCapture(self, stream):  # noqa: N802
+        return 0, "graph"
+
+    def cuGraphGetNodes(self, graph, count=0):  # noqa: N802
+        return 0, (self.nodes[:count] if count else []), len(self.nodes)
+
+    def cuGraphGetEdges(self, graph, count=0):  # noqa: N802
+        before, after = zip(*self.edges, strict=True) if count else ((), ())
+        return 0, list(before), list(after), [object()] * count, len(self.edges)
+
+    def cuGraphKernelNodeGetParams(self, node):  # noqa: N802
+        return 0, node.how
+
+    def cuFuncGetParamInfo(self, function, number):  # noqa: N802
+        return (0, 8 * number, function[number]) if number < len(function) else (INVALID, 0, 0)
+
+    def cuGraphInstantiate(self, graph, flags):  # noqa: N802
+        return 0, {node: given(node.how) for node in self.nodes}
+
+    def cuGraphExecKernelNodeSetParams(self, made, node, how):  # noqa: N802
+        made[node] = given(how)
+        return (INVALID if self.failing == "set" else 0,)
+
+    def cuGraphLaunch(self, made, stream):  # noqa: N802
+        self.launched.append((stream, *(made[node] for node in self.nodes)))
+        return (INVALID if self.failing == "launch" else 0,)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = made
+    for name, module in {"cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cuda.bindings.driver": made}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def stats(device):
+        return {"allocation": {"all": {"allocated": made.allocated}}}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    return made
+
+
+def recorded(driver: Driver, first: list[int] = FIRST, last: list[int] = LAST, **how: int) -> CallGraph:
+    def launch() -> None:
+        driver.launch([8, 8, 4, 8, 1], [*FIRST, 99, 3], **how)
+        driver.launch([128, 4], [2**1000 + 1, 12], **how)
+        driver.launch([8, 4, 8], [*LAST, 77], **how)
+
+    return CallGraph.record(launch, first, last, STREAM)
+
+
+def test_the_first_and_the_last_are_given_what_a_call_brings(driver):
+    graph = recorded(driver)
+    for call in range(3):
+        graph([call, 2**63 + call, call], (16 * call, 2**31 - 1 - call), 9)
+    middle = [2**1000 + 1, 12]
+    assert driver.launched == [
+        (9, [call, 2**63 + call, call, 99, 3], middle, [16 * call, 2**31 - 1 - call, 77]) for call in range(3)
+    ]
+
+
+def test_one_kernel_is_both(driver):
+    graph = CallGraph.record(lambda: driver.launch([8, 4], [16, 2]), [16, 2], [16, 2], STREAM)
+    graph([32, 3], [32, 3], 9)
+    assert driver.launched == [(9, [32, 3])]
+
+
+def test_what_was_recorded_must_be_what_was_given(driver):
+    for first, last in (([4096, 16, 7], LAST), ([4096, 2**40 + 16], LAST), (FIRST, [*LAST, 77]), ([*FIRST, 99], LAST)):
+        with pytest.raises(BackendUnavailable, match="begins not with"):
+            recorded(driver, first, last)
+
+
+def test_several_ends(driver):
+    with pytest.raises(BackendUnavailable, match="begin with 2 kernels and end with 2"):
+        recorded(driver, after=2)
+
+
+def test_memory_that_another_call_could_have(driver):
+    def launch() -> None:
+        driver.launch([8, 4], [16, 2])
+        driver.allocated += 1
+
+    with pytest.raises(BackendUnavailable, match="allocate memory"):
+        CallGraph.record(launch, [16, 2], [16, 2], STREAM)
+    assert driver.destroyed == ["graph"]
+
+
+def test_what_fails_while_it_is_recorded_leaves_the_stream(driver, monkeypatch):
+    ended = []
+    monkeypatch.setattr(Driver, "cuStreamEndCapture", lambda self, stream: ended.append(stream) or (INVALID, None))
+    with pytest.raises(ZeroDivisionError):
+        CallGraph.record(lambda: 1 / 0, FIRST, LAST, STREAM)
+    assert ended == [5]
+
+
+@pytest.mark.parametrize("what", ["set", "launch"])
+def test_a_driver_that_refuses_is_heard(what, driver):
+    graph = recorded(driver)
+    driver.failing = what
+    with pytest.raises(BackendUnavailable, match="the CUDA driver"):
+        graph(FIRST, LAST, 9)
+
+
+def test_it_gives_back_what_it_has(driver):
+    graph = recorded(driver)
+    made = graph._made
+    del graph
+    gc.collect()
+    assert len(driver.destroyed) == 2
+    assert "graph" in driver.destroyed
+    assert made in driver.destroyed
