@@ -2,8 +2,9 @@
 and one launch: nothing is made, chosen or placed anew.
 
 A layer's call can be repeated where it is no more than the launches of a transport (`Dispatcher.again`) and of experts,
-which are then one graph (`CallGraph`): rows in one part over fixed buffers, each rank's tokens its own, no shared
-experts, no gradients. Of every other call `MoELayer.run` is the whole story, and so of the first ones.
+which are then one graph (`CallGraph`): rows in one part over fixed buffers, each rank's tokens its own, no gradients.
+Shared experts are called behind it where few rows travel; where many do, they are computed beside them, which is the
+layer's own. Of every other call `MoELayer.run` is the whole story, and so of the first ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ep_moe.context import EPContext
 from ep_moe.devices import current_stream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.base import Experts
+from ep_moe.experts.shared import SharedExperts
 from ep_moe.graph_inputs import Form
 from ep_moe.parallel.ledger import Step
 from ep_moe.placement.late import LateRouting, Placing, to_place
@@ -58,12 +60,13 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """form: of its arguments; placing: what `to_place` says of its ids; weights: where they are
+    """form: of its arguments; few: as `Again` has it; placing: what `to_place` says of its ids; weights: where they are
     left: of the ledger, what its last step leaves"""
 
     form: Form
     graph: CallGraph
     lane: Lane
+    few: bool
     placing: Placing
     weights: tuple[int, ...]
     left: tuple[str, str, str, bool]
@@ -96,7 +99,7 @@ class RepeatedCalls:
         call = self._calls.get((bound, _ids_dtype(routing), stream))
         if call is None or bound is None:
             return None
-        form, lane = call.form, call.lane
+        form, lane, shared = call.form, call.lane, layer.shared_experts
         tokens = x.numel() // form.hidden
         if tokens > bound or not form.fits(x, routing, tokens) or not x.is_contiguous():
             return None
@@ -108,7 +111,7 @@ class RepeatedCalls:
             or not lane.on(stream)
             or not context.idle
             or context.stage_times is not None
-            or layer.shared_experts is not None
+            or not (shared is None or _behind(shared, call.few))
             or torch.autograd._profiler_enabled()
             or capturing(device)
         ):
@@ -116,7 +119,7 @@ class RepeatedCalls:
         if routing is None:
             if type(layer.router) is not Router:
                 return None
-            routing = layer.router(x if x.dim() == 2 else x.view(tokens, form.hidden))
+            routing = layer.router(x.view(tokens, form.hidden))
         first = _first(x, layer.placement(routing), tokens, call.placing)
         if first is None:
             return None
@@ -127,12 +130,14 @@ class RepeatedCalls:
         # as `MoELayer.run` leaves it, which peers may be in
         ledger.leave_at(Step(number + _STEPS, *call.left))
         ledger.mark(device)
-        return out
+        return out if shared is None else out + shared(x.view(tokens, form.hidden)).view(x.shape)
 
     def note(self, layer: Layer, routing: Routing | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are repeated."""
         bound, device = self._context.step_tokens, layer.device
         if torch.compiler.is_compiling() or not self._able or bound is None:
+            return
+        if routing is None and type(layer.router) is not Router:
             return
         if Recorder.why_not(device) is not None or capturing(device):
             return
@@ -143,14 +148,17 @@ class RepeatedCalls:
         if key in self._calls:
             self._calls[key] = self._recorded(layer, key[1], bound, placing)
             return
-        if len(self._calls) == _CALLS:
-            self._calls.clear()
+        if len(self._calls) == _CALLS:  # bounds that come once are to leave what was recorded alone
+            for once in [key for key, call in self._calls.items() if call is None]:
+                del self._calls[once]
+            if len(self._calls) == _CALLS:
+                self._calls.clear()
         self._calls[key] = None
 
     def _recorded(self, layer: Layer, ids: torch.dtype, bound: int, placing: Placing) -> _Call | None:
         context, c = self._context, self._config
-        again = layer.dispatcher.again(bound)
-        if again is None:
+        again, shared = layer.dispatcher.again(bound), layer.shared_experts
+        if again is None or not (shared is None or _behind(shared, again.few)):
             return None
         form = Form(c.hidden_size, c.top_k, layer.dtype, layer.device)
         recorder = Recorder.among(context.recorders, form.device, context.workspaces)
@@ -163,7 +171,12 @@ class RepeatedCalls:
             warnings.warn(text, stacklevel=2)
             return None
         left = (layer.name, "combine", layer.dispatcher.name, True)
-        return _Call(form, graph, again.lane, placing, layer.expert_weights.place, left)
+        return _Call(form, graph, again.lane, again.few, placing, layer.expert_weights.place, left)
+
+
+def _behind(shared: Any, few: bool) -> bool:
+    """Whether shared experts may be called behind a call. Others than ours may talk to other ranks, in their order."""
+    return few and type(shared) is SharedExperts
 
 
 def _graph(layer: Layer, again: Again, form: Form, ids: torch.dtype, recorder: Recorder) -> CallGraph:

@@ -212,16 +212,18 @@ def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, conte
 
 
 @torch.no_grad()
-def launches(driver: Driver, layer: MoELayer, call: Callable[..., Tensor], x: Tensor, routing: Routing) -> tuple:
+def launches(
+    driver: Driver, layer: MoELayer, call: Callable[..., Tensor], x: Tensor, routing: Routing, *, sums: bool = True
+) -> tuple:
     """All that a call launches, but for where the sums go, which is where they are returned; and what the ledger has
-    then."""
+    then. sums: whether they are all that is returned"""
     driver.found.clear(), driver.functions.clear()
     before = layer.context.ledger.number
     out = call(x, routing)
     assert out.shape == x.shape
     assert layer.context.ledger.number == before + 2
     last = driver.found[-1]
-    assert last[2] == out.data_ptr()
+    assert not sums or last[2] == out.data_ptr()
     return driver.functions[:], driver.found[:-1], last[:2], last[3:], layer.context.ledger.newest[1:]
 
 
@@ -267,6 +269,28 @@ def test_a_router_of_ours_chooses_before(layer, driver):
 
     layer.router = Other(CONFIG, dtype=torch.bfloat16)
     assert not repeats(layer, x, None)
+    layer.repeated.drop()
+    assert [repeats(layer, x, None) for _ in range(3)] == [False] * 3
+    assert len(layer.repeated) == 0
+
+
+@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by cells"])
+def test_shared_experts_are_called_behind_few_rows(few_bytes, driver, context, monkeypatch):
+    """Many travel beside them. Nothing is computed here but what is shared."""
+    monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)
+    monkeypatch.setattr(repeated.torch, "empty_like", torch.zeros_like)
+    config = dataclasses.replace(CONFIG, shared_intermediate_size=64)
+    layer = built(context, config)
+    x, routing = given(2)
+    for _ in range(2):
+        forward(layer, x, routing)
+    for rows in (x, x.view(2, 1, -1)):
+        assert repeats(layer, rows, routing) == (few_bytes > 0) == (len(layer.repeated) > 0)
+        if few_bytes:
+            with torch.no_grad():
+                assert torch.equal(forward(layer, rows, routing), layer.shared_experts(x).view(rows.shape))
+                found = launches(driver, layer, layer.forward_routed, rows, routing, sums=False)
+                assert found == launches(driver, layer, layer.run, rows, routing, sums=False)
 
 
 def test_whoever_looks_at_the_placement_goes_on_looking(layer, driver):
@@ -332,6 +356,11 @@ def test_few_are_kept(driver, context, monkeypatch):
         with context.at_most(bound):
             assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
     assert len(layer.repeated) == 1
+    for bound in (1, 2, 1, 2):  # each forgets the other, which was seen once, and not what was recorded
+        with context.at_most(bound):
+            assert not repeats(layer, *given(1))
+    with context.at_most(3):
+        assert repeats(layer, *given(1))
 
 
 def test_compiled_graphs_note_nothing(driver, context):

@@ -49,12 +49,14 @@ class Again:
         tables of `to_place`, multiples of 16, and T; nothing else depends on them
     receive: of what experts return, in `received.out` or `received.peer_out`, and the sum [T, H]. What is launched last
         begins with the sum's address and T
+    few: rows travel so shortly that nothing is gained by what runs beside them
     """
 
     lane: Lane
     received: Received
     send: Callable[[Tensor, PhysicalRouting], None]
     receive: Callable[[Tensor | PeerRows, Tensor], None]
+    few: bool
 
 
 class Lanes:

@@ -157,7 +157,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             receive(workspace, len(out), bound, tell=True, giving=giving, cells=cells, out=out)
 
         received = Received(handle=None, **workspace.received(bound, cells=cells))
-        return Again(lanes[0], received, there, back)
+        return Again(lanes[0], received, there, back, few=cells)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
         lane, bound = handle.lane, handle.bound

@@ -15,7 +15,7 @@ from ep_moe.bench.timing import host
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
 from tests.distributed.cases import everywhere
-from tests.distributed.test_captured_layer import built, on_gpus, routes, rows, written
+from tests.distributed.test_captured_layer import SHARED, built, on_gpus, routes, rows, written
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def check(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
     expected = layer.run(x, routing)
     assert torch.equal(y, expected), (y.float() - expected.float()).abs().max()
     assert y.isfinite().all()
-    assert (y != 0).any() == (len(x) > 0), "experts that give nothing would hide all"
+    assert (y != 0).any() == (y.numel() > 0), "experts that give nothing would hide all"
     return not run.called
 
 
@@ -62,6 +62,25 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(bound, pair, world
         written(layers[0])
         assert check(layers[0], rows(layers[0], 32, rank), routes(layers[0], 32, rank))
         assert len(set(everywhere(context.ledger.number))) == 1
+
+
+@on_gpus
+@distributed(1, 2, 4)
+@torch.no_grad()
+def test_shared_experts(world_size):
+    """Behind few rows, and beside many."""
+    rank = dist.get_rank()
+    with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=800) as context:
+        layer = built(context, config=SHARED)
+        torch.manual_seed(3)
+        for parameter in layer.shared_experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape).div(16))
+        for bound, few in ((40, True), (800, False)):
+            with context.at_most(bound):
+                for step in range(8):
+                    x, routing = rows(layer, (bound, 1, 7)[(step + rank) % 3], step), None
+                    routing = None if step % 3 == 0 else routes(layer, len(x), step)
+                    assert check(layer, x.view(1, *x.shape), routing) == (few and step > 1), step
 
 
 @on_gpus
