@@ -1,0 +1,80 @@
+"""`nvlink_p2p` between ranks that share one GPU, which serves them in turns: what they do to each other's memory, where
+there is no second GPU. A wait for a peer takes a turn of some milliseconds, and no link is used: times mean nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from ep_moe.all2all import nvlink_p2p
+from ep_moe.parallel.link import Link
+from ep_moe.parallel.local_ranks import run_local_ranks
+from ep_moe.testing import rank_device
+
+DEADLINE_S = 100.0  # within pytest's own
+GPU = torch.device("cuda", 0)
+
+
+class SharedMemory:
+    """A `PeerMemory`."""
+
+    def __init__(self, link: Link, device: torch.device, size: int) -> None:
+        self.local = torch.zeros(size, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+        handles = [None] * link.size
+        dist.all_gather_object(handles, reduce_tensor(self.local), group=link.group)
+        opened = [self.local if rank == link.rank else make(*given) for rank, (make, given) in enumerate(handles)]
+        self.peers = opened
+        self.addresses = torch.tensor([peer.data_ptr() for peer in opened], device=device)
+        dist.barrier(link.group)
+
+
+def rank(body: str, given: dict) -> None:
+    """On each rank: a test's body, whose ranks all have this GPU."""
+    folder, name = body.split(":")
+    test = getattr(importlib.import_module(folder), name)
+    torch.cuda.set_device(GPU)
+    nvlink_p2p.make_memory = SharedMemory
+    nvlink_p2p.NVLinkP2PDispatcher.platform_problem = classmethod(lambda cls, layout: None)
+    for module in list(sys.modules.values()):
+        if getattr(module, "rank_device", None) is rank_device and module.__name__ != __name__:
+            module.rank_device = lambda: GPU
+    test.body(**given)
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def run(world: int, body: str, **given: object) -> None:
+    run_local_ranks(f"{__name__}:rank", world, {"body": body, "given": given}, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
+@pytest.mark.parametrize("bound", [40, 200], ids=["by cells", "by flags"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_repeated_calls(world, bound, pair):
+    body = "tests.distributed.test_repeated_layer:test_the_same_bits_with_other_rows_routes_tokens_and_maps"
+    run(world, body, bound=bound, pair=pair, world_size=world)
+
+
+def test_repeated_calls_with_shared_experts():
+    run(2, "tests.distributed.test_repeated_layer:test_shared_experts", world_size=2)
+
+
+def test_repeated_calls_beside_other_streams_and_captures():
+    run(2, "tests.distributed.test_repeated_layer:test_other_streams_and_a_capture_around_it", world_size=2)
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 150], ids=["one", "by cells", "by flags"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_kernels_that_start_early(kind, tokens):
+    body = "tests.distributed.test_early_start:test_the_bits_of_kernels_that_wait"
+    run(2, body, kind=kind, tokens=tokens, world_size=2)
