@@ -4,6 +4,7 @@ The checks are functions of a device: `tests/gpu/test_fp8_block_kernels_gpu.py` 
 """
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -246,8 +247,9 @@ def check_reduce(rows, top_k, size, device=DEVICE, dtype=torch.bfloat16, weighte
     assert bool((out[~valid.any(1)] == 0).all())
 
 
-def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int32, only=None, base=0):
-    """base: ids as they travelled, among those of other ranks, and a sixth of the picks with weight 0."""
+def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int32, only=None, base=0, told=None):
+    """base: ids as they travelled, among those of other ranks, and a sixth of the picks with weight 0; told: as
+    `group_pairs` has it"""
     ids = torch.randint(0, experts, (rows, top_k), device=device, dtype=dtype)
     if only is not None:
         ids.fill_(only)
@@ -264,7 +266,7 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
         others = torch.where(torch.rand(rows, top_k, device=device) < 0.5, base - 1, base + experts)
         sent = torch.where(ids < 0, others, ids + base)
         ids = torch.where(weights == 0, -1, ids)
-    pair_kernels.group_pairs(sent, experts, source, slots, ends, space, base=base, weights=weights)
+    pair_kernels.group_pairs(sent, experts, source, slots, ends, space, base=base, weights=weights, told=told)
     flat = torch.where(ids < 0, experts, ids).flatten().long()
     order = flat.argsort(stable=True)
     total = int((flat < experts).sum())
@@ -338,6 +340,29 @@ def test_group(rows, top_k, experts, dtype):
     """The last one is counted first."""
     check_group(rows, top_k, experts, dtype=dtype)
     check_group(rows, top_k, experts, dtype=dtype, base=64)
+
+
+@pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (300, 5, 6), (700, 3, 40), (4097, 3, 37)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_group_beside_rows_that_still_come(ranks, rows, top_k, experts):
+    """All ranks have told of their ids."""
+    last = torch.tensor([-(2**31) - 1 + 2**32], device=DEVICE).int()
+    told = torch.full((ranks,), -(2**31), dtype=torch.int32, device=DEVICE)
+    check_group(rows, top_k, experts, told=(told, last))
+    check_group(rows, top_k, experts, told=(told, last), base=64, dtype=torch.int64)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
+@pytest.mark.parametrize("rows", [20, 2048])
+def test_ids_are_awaited(rows):
+    told, last = torch.tensor([8, 7, 8], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
+    waiting = threading.Thread(target=check_group, args=(rows, 2, 5), kwargs={"told": (told, last)}, daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    told[1] = 8
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_group_in_few_programs(monkeypatch):

@@ -24,6 +24,7 @@ from ep_moe import Wire
 from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
 from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.p2p_kernels import Workspace, place_shapes
+from ep_moe.experts import pair_kernels
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes
 from tests.test_triton_compiles import Hopper
@@ -118,6 +119,28 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
         loops = list(waiting_loops(ptx))
         assert loops, f"kernel {number} waits for nobody"
         assert not any(map(parts_warps, loops)), f"kernel {number}"
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_warps_that_sort_leave_together(ranks, rows, compiled):
+    """While rows still come."""
+    ids, found = torch.zeros(rows, TOP_K, dtype=torch.int32), torch.zeros(rows * TOP_K, dtype=torch.int32)
+    told = torch.zeros(ranks, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    pair_kernels.group_pairs(
+        ids,
+        32,
+        found,
+        found.view(ids.shape),
+        found[:32],
+        found[:0],
+        weights=torch.ones(ids.shape),
+        soon=True,
+        told=told,
+    )
+    (ptx,) = compiled
+    (loop,) = waiting_loops(ptx)
+    assert not parts_warps(loop)
 
 
 @pytest.mark.parametrize(

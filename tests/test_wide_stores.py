@@ -32,7 +32,18 @@ CELLS = {
     "EARLY": True,
 }
 TABLES = dict.fromkeys(("replicas", "counts", "expert_load", "slot_load", "counting", "seed", "experts"))
-FLAGS = {"RANK": 1, "RANKS": 4, "LANES": 4, "TOP_K": 8, "WIDTH": 8, "MOST": 0, "EARLY": True, **TABLES}
+FLAGS = {
+    "RANK": 1,
+    "RANKS": 4,
+    "LANES": 4,
+    "TOP_K": 8,
+    "WIDTH": 8,
+    "MOST": 0,
+    "EARLY": True,
+    "CHOOSERS": 4,
+    "TILE": 32,
+    **TABLES,
+}
 PLAIN = {"SCALES": 0, "SCALE_BLOCK": 1, "ROUNDS": "", "SMALLEST": 1e-10}
 GIVE = {"RANK": 1, "RANKS": 4, "TOP_K": 8, "WIDTH": 8}
 ANSWERS = {**CELLS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}

@@ -22,7 +22,7 @@ from ep_moe.launches import Forms
 from ep_moe.types import PeerCells, PeerRows, PhysicalIds, PhysicalRouting, RowLayout, Weighting, WireIds
 from ep_moe.workspace import Shapes, carve
 
-_SENT, _ANSWERED = 0, 1  # rows of flags
+_SENT, _ANSWERED, _CHOSEN = 0, 1, 2  # rows of flags
 _CELL_PLACES = ("row_cells", "answer_cells")
 PIECE = 512  # words of a row that one program by cells has
 
@@ -48,7 +48,7 @@ def place_shapes(geometry: Geometry, few: int) -> Shapes:
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
     row_cells, answer_cells [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
-    flags [2, R]: the number of the call whose dispatch, and whose combine, each peer told of last
+    flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer told of last
     """
     g = geometry
     assert g.max_tokens is not None
@@ -65,7 +65,7 @@ def place_shapes(geometry: Geometry, few: int) -> Shapes:
         "rounded": ((0 if answer_dtype(g) == g.dtype else places, g.hidden_size), answer_dtype(g)),
         "row_cells": ((g.num_ranks, few, _even(row)), torch.int64),
         "answer_cells": ((g.num_ranks, few, _even(answer)), torch.int64),
-        "flags": ((2, g.num_ranks), torch.int32),
+        "flags": ((3, g.num_ranks), torch.int32),
     }
 
 
@@ -81,9 +81,9 @@ class Workspace:
     sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
         which peers lay out by another bound
     forms: of this memory's launches
-    calls: int32 [3], the number of the call under way; blocks of its dispatch that have written; the number of the last
-        call. Dispatch makes the first out of the last, and combine the last out of the first, so that no kernel
-        changes what its later blocks have yet to read
+    calls: int32 [4], the number of the call under way; blocks of its dispatch that have written; the number of the last
+        call; blocks that have written ids. Dispatch makes the first out of the last, and combine the last out of the
+        first, so that no kernel changes what its later blocks have yet to read
     """
 
     def __init__(self, geometry: Geometry, rank: int, shapes: Shapes, memory: Any) -> None:
@@ -93,7 +93,7 @@ class Workspace:
         start = memory.local.data_ptr()
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
         self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
-        self.calls = torch.zeros(3, dtype=torch.int32, device=memory.local.device)
+        self.calls = torch.zeros(4, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
         self._received: dict[tuple[int, bool], dict[str, Any]] = {}
         self.forms = Forms()
@@ -125,11 +125,15 @@ class Workspace:
             "input_scale": g.wire.input_scale,
             "layout": RowLayout.RANK_MAJOR,
             "weighting": Weighting.EXPERTS,
-            "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.cap),
+            "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.cap, *(() if cells else self._told())),
             "weights": at["weights"],
             "out": at["answers"],
             "peer_out": self.peer_out(bound, cells=cells),
         }
+
+    def _told(self) -> tuple[Tensor, ...]:
+        """`WireIds.told` and `last`, of what runs on GPUs."""
+        return (self.places["flags"][_CHOSEN], self.calls[2:3]) if self.calls.is_cuda else ()
 
     def _by_cells(self, rows: PeerRows) -> PeerRows:
         places = tuple(peer["answer_cells"][self.rank, : rows.bound] for peer in self.peers)
@@ -206,6 +210,8 @@ def _announce(
         if x_scale is not None:
             peer["scales"][first : first + tokens] = x_scale
     workspace.calls[0] = workspace.calls[2] + 1
+    if not cells:
+        _tell(workspace, _CHOSEN)
     _tell(workspace, _SENT, cells=cells)
     _wait(workspace, _SENT, cells=cells)
 

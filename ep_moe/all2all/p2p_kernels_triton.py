@@ -1,9 +1,4 @@
-"""The Triton forms of `p2p_kernels`.
-
-Order in memory (PTX's model): a block's stores to peers, a barrier of the block, its release of the count; the last
-block to count has acquired all of them and releases its number to each peer; whoever acquires the number sees the rows.
-Numbers may overflow.
-"""
+"""The Triton forms of `p2p_kernels`."""
 
 from __future__ import annotations
 
@@ -18,6 +13,7 @@ from torch import Tensor
 from ep_moe.all2all.p2p_kernels import Workspace, answer_bytes, answer_dtype
 from ep_moe.devices import starts_early
 from ep_moe.early_triton import await_previous, early, let_next_start
+from ep_moe.flags_triton import last_to_count, tell, wait
 from ep_moe.fp8_rows import SMALLEST
 from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.grids import cdiv, next_power_of_2
@@ -27,6 +23,7 @@ from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
 
 _TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows
+_CHOOSERS = 16  # blocks that send ids, at most, beside those that send rows
 _BLOCKS = 1056  # that sum answers, at most
 
 
@@ -66,8 +63,11 @@ def _first_send(
         g.num_physical,
         g.cap,
     )
+    choosers = min(cdiv(bound, _TILE), _CHOOSERS)
     constants = {
         "MOST": placing.most,
+        "CHOOSERS": choosers,
+        "TILE": _TILE,
         "RANK": workspace.rank,
         "RANKS": g.num_ranks,
         "LANES": next_power_of_2(g.num_ranks),
@@ -83,60 +83,107 @@ def _first_send(
         "num_warps": 8 if g.row_bytes > 4096 else 4,
     }
     # a row takes longer where it is rounded, and more of them at once hide that
-    return First(_send, (min(bound, 4 * blocks if rounds else blocks),), changing, fixed, constants)
+    programs = choosers + min(bound, 4 * blocks if rounds else blocks)
+    return First(_send, (programs,), changing, fixed, constants)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
     peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at, bound, num_physical, cap,
-    MOST: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr, SMALLEST: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, CHOOSERS: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. replicas to
-    counting, seed, experts: as `to_place` gives them."""
+    counting, seed, experts: as `to_place` gives them.
+
+    The first CHOOSERS programs send ids and weights, and tell of them; the others place ids too, and send rows."""
     let_next_start(EARLY)
-    blocks = tl.num_programs(0)
-    pick, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
-    for token in range(tl.program_id(0), bound, blocks):
-        at = tl.cast(token, tl.int64)
-        given = (pick < TOP_K) & (token < tokens)
-        id = tl.load(ids + at * TOP_K + pick, mask=given, other=-1)  # noqa: A001
-        weight = tl.load(weights + at * TOP_K + pick, mask=given, other=0.0)
+    program, blocks = tl.program_id(0), tl.num_programs(0)
+    if program < CHOOSERS:
+        _send_ids(
+            ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, calls, sent,
+            ids_at, weights_at, flags_at, bound, num_physical, CHOOSERS, MOST, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
+        )  # fmt: skip
+    else:
+        _send_rows(
+            x, x_scale, ids, replicas, counts, tokens, seed, experts, input_scale, peers, rows_at, scales_at, bound,
+            num_physical, cap, program - CHOOSERS, blocks - CHOOSERS, MOST, RANK, RANKS, TOP_K, WIDTH, ELEMENTS, BLOCK,
+            SCALES, SCALE_BLOCK, ROUNDS, SMALLEST,
+        )  # fmt: skip
+    _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
+
+
+@triton.jit
+def _send_ids(
+    ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, calls, sent, ids_at,
+    weights_at, flags_at, bound, num_physical, programs,
+    MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """To all peers; the last program to come here tells them."""
+    pick = tl.arange(0, WIDTH)[None]
+    for first in range(tl.program_id(0) * TILE, bound, programs * TILE):
+        token = (first + tl.arange(0, TILE)).to(tl.int64)[:, None]
+        place = RANK * tl.cast(bound, tl.int64) + token
+        inside, present = (pick < TOP_K) & (token < bound), token < tokens
+        id = tl.load(ids + token * TOP_K + pick, mask=inside & present, other=-1)  # noqa: A001
+        weight = tl.load(weights + token * TOP_K + pick, mask=inside & present, other=0.0)
         if MOST:
             logical, counted = id, tl.load(counting) != 0
-            id, known = place_ids(logical, at, replicas, counts, experts, seed, MOST)  # noqa: A001
+            id, known = place_ids(logical, token, replicas, counts, experts, seed, MOST)  # noqa: A001
             id = tl.where(known, id, -1)  # noqa: A001
         valid = (id >= 0) & (id < num_physical)
-        owner = tl.where(valid, (id // cap).to(tl.int32), RANKS)
-        tl.store(sent + at * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=pick < TOP_K)
-        here = (element < ELEMENTS) & (token < tokens)
-        row = tl.load(x + at * ELEMENTS + element, mask=here)
+        tl.store(sent + token * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
+        for turn in tl.static_range(RANKS):
+            base = tl.multiple_of(tl.load(peers + (RANK + turn) % RANKS), 16)
+            their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
+            their_weights = (base + weights_at).to(tl.pointer_type(tl.float32))
+            tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
+            tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=inside)
+        if MOST:
+            count_ids(logical, id, known & counted, expert_load, slot_load)
+    if last_to_count(calls + 3, programs):
+        tell(peers, flags_at + 4 * (2 * RANKS + RANK), tl.load(calls + 2) + 1, RANKS, LANES)
+
+
+@triton.jit
+def _send_rows(
+    x, x_scale, ids, replicas, counts, tokens, seed, experts, input_scale, peers, rows_at, scales_at, bound,
+    num_physical, cap, program, programs,
+    MOST: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """To the peers that have an expert of theirs."""
+    pick, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
+    for token in range(program, tokens, programs):
+        at = tl.cast(token, tl.int64)
+        id = tl.load(ids + at * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+        if MOST:
+            id, known = place_ids(id, at, replicas, counts, experts, seed, MOST)  # noqa: A001
+            id = tl.where(known, id, -1)  # noqa: A001
+        owner = tl.where((id >= 0) & (id < num_physical), (id // cap).to(tl.int32), RANKS)
+        row = tl.load(x + at * ELEMENTS + element, mask=element < ELEMENTS)
         if ROUNDS == "fp8_block":
             row, scale = e4m3_blocks(tl.reshape(row.to(tl.float32), [SCALE_BLOCK, 128]), SMALLEST)
             row, scale = tl.reshape(row, [BLOCK]).to(tl.uint8, bitcast=True), scale.to(tl.int32, bitcast=True)
         elif ROUNDS == "fp8_tensor":
             row = e4m3_by(row.to(tl.float32), input_scale)
         elif SCALES:
-            scale = tl.load(x_scale + at * SCALES + step, mask=(step < SCALES) & (token < tokens))
+            scale = tl.load(x_scale + at * SCALES + step, mask=step < SCALES)
         place = RANK * tl.cast(bound, tl.int64) + token
         for turn in tl.static_range(RANKS):
             peer = (RANK + token + turn) % RANKS  # not all to one at once: rows of all ranks meet at its links
-            base = tl.multiple_of(tl.load(peers + peer), 16)
-            their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
-            their_weights = (base + weights_at).to(tl.pointer_type(tl.float32))
-            tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=pick < TOP_K)
-            tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=pick < TOP_K)
             if tl.max((owner == peer).to(tl.int32), axis=0) > 0:
+                base = tl.multiple_of(tl.load(peers + peer), 16)
                 their_rows = tl.multiple_of((base + rows_at).to(tl.pointer_type(row.dtype)), 16)
-                tl.store(their_rows + place * ELEMENTS + element, row, mask=here)
+                tl.store(their_rows + place * ELEMENTS + element, row, mask=element < ELEMENTS)
                 if SCALES:
                     their_scales = (base + scales_at).to(tl.pointer_type(tl.int32))
                     tl.store(their_scales + place * SCALES + step, scale, mask=step < SCALES)
-        if MOST:
-            count_ids(logical, id, known & counted, expert_load, slot_load)
-    _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
 
 
 def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
@@ -183,25 +230,19 @@ def _announce(
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.num_programs(0)
-    pick, step = tl.arange(0, WIDTH)[None], tl.arange(0, SCALE_BLOCK)[None]
-    for first in range(tl.program_id(0) * TILE, bound, blocks * TILE):
-        token = (first + tl.arange(0, TILE)).to(tl.int64)[:, None]
-        place = RANK * tl.cast(bound, tl.int64) + token
-        inside, present = (pick < TOP_K) & (token < bound), token < tokens
-        id = tl.load(ids + token * TOP_K + pick, mask=inside & present, other=-1)  # noqa: A001
-        weight = tl.load(weights + token * TOP_K + pick, mask=inside & present, other=0.0)
-        valid = (id >= 0) & (id < num_physical)
-        tl.store(sent + token * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
-        given = (step < SCALES) & present
-        if SCALES:
+    _send_ids(
+        ids, weights, None, None, None, None, None, tokens, None, None, peers, calls, sent, ids_at, weights_at,
+        flags_at, bound, num_physical, blocks, 0, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
+    )  # fmt: skip
+    if SCALES:
+        step = tl.arange(0, SCALE_BLOCK)[None]
+        for first in range(tl.program_id(0) * TILE, tokens, blocks * TILE):
+            token = (first + tl.arange(0, TILE)).to(tl.int64)[:, None]
+            place = RANK * tl.cast(bound, tl.int64) + token
+            given = (step < SCALES) & (token < tokens)
             scale = tl.load(x_scale + token * SCALES + step, mask=given)
-        for peer in tl.static_range(RANKS):
-            base = tl.multiple_of(tl.load(peers + peer), 16)
-            their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
-            their_weights = (base + weights_at).to(tl.pointer_type(tl.float32))
-            tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
-            tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=inside)
-            if SCALES:
+            for peer in tl.static_range(RANKS):
+                base = tl.multiple_of(tl.load(peers + peer), 16)
                 their_scales = (base + scales_at).to(tl.pointer_type(tl.int32))
                 tl.store(their_scales + place * SCALES + step, scale, mask=given)
     _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
@@ -210,32 +251,11 @@ def _announce(
 @triton.jit
 def _meet(peers, flags, calls, place, blocks, RANKS: tl.constexpr, LANES: tl.constexpr):
     """The last block to come here tells the peers that all have written, and waits for theirs."""
-    tl.debug_barrier()
-    before = tl.atomic_add(calls + 1, 1, sem="acq_rel", scope="sys")
-    if before == blocks - 1:
-        tl.store(calls + 1, 0)
+    if last_to_count(calls + 1, blocks):
         number = tl.load(calls + 2) + 1
         tl.store(calls, number)
-        _tell(peers, place, number, RANKS, LANES)
-        _wait(flags, number, RANKS, LANES)
-
-
-@triton.jit
-def _tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
-    lane = tl.arange(0, LANES)
-    theirs = (tl.load(peers + lane, mask=lane < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + number, mask=lane < RANKS, sem="release", scope="sys")
-
-
-@triton.jit
-def _wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """For exactly this number: nobody is a call ahead, and a larger one may be as old as the numbers' last round, since
-    calls by cells count and do not tell."""
-    lane = tl.arange(0, LANES)
-    missing = 1
-    while missing > 0:
-        seen = tl.atomic_add(flags + lane, 0, mask=lane < RANKS, sem="acquire", scope="sys")
-        missing = tl.sum(((seen != number) & (lane < RANKS)).to(tl.int32), axis=0)
+        tell(peers, place, number, RANKS, LANES)
+        wait(flags, number, RANKS, LANES)
 
 
 def tell_given(workspace: Workspace) -> None:
@@ -250,7 +270,7 @@ def tell_given(workspace: Workspace) -> None:
 
 @triton.jit
 def _tell_given(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
-    _tell(peers, place, tl.load(calls), RANKS, LANES)
+    tell(peers, place, tl.load(calls), RANKS, LANES)
 
 
 def give(workspace: Workspace, bound: int) -> None:
@@ -346,8 +366,8 @@ def _receive(
     if tl.program_id(0) == 0:
         tl.store(calls + 2, number)
         if TELL:
-            _tell(peers, flags_at + 4 * RANK, number, RANKS, LANES)
-    _wait(flags, number, RANKS, LANES)
+            tell(peers, flags_at + 4 * RANK, number, RANKS, LANES)
+    wait(flags, number, RANKS, LANES)
     pick, column = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)

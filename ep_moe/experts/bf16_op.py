@@ -13,7 +13,7 @@ from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
 if TYPE_CHECKING:
-    from ep_moe.experts.pair_kernels import Home
+    from ep_moe.experts.pair_kernels import Home, Told
 
 BF16 = torch.bfloat16
 
@@ -40,6 +40,8 @@ def bf16_moe(
     x: Tensor,
     ids: Tensor,
     base: int,
+    told: Tensor | None,
+    last: Tensor | None,
     weights: Tensor | None,
     w13: Tensor,
     w2: Tensor,
@@ -61,25 +63,28 @@ def bf16_moe(
 
     expected: pairs per row that tiles are chosen for; chunk: picks of one pass
     spare_sms: multiprocessors that the large products leave free
+    told, last: of `types.WireIds`
     peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
     """
     from ep_moe.experts.pair_kernels import Home, passes
 
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
+    coming = None if told is None or last is None else (told, last)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         _pass(
-            launch, out if to else out[part], to, workspace, x[part], found, w13, w2, Activation(activation), alpha,
-            limit, expected, spare_sms,
+            launch, out if to else out[part], to, workspace, x[part], found, coming, w13, w2, Activation(activation),
+            alpha, limit, expected, spare_sms,
         )  # fmt: skip
+        coming = None  # what comes later is here by then
 
 
 def _pass(
     launch: Launch, out: Tensor, home: Home | None, workspace: Tensor, x: Tensor,
-    found: tuple[Tensor, Tensor | None, int], w13: Tensor, w2: Tensor, activation: Activation, alpha: float,
-    limit: float, expected: float, spare_sms: int,
+    found: tuple[Tensor, Tensor | None, int], coming: Told | None, w13: Tensor, w2: Tensor, activation: Activation,
+    alpha: float, limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
-    """found: ids, weights and base"""
+    """found: ids, weights and base; coming: `told` of `group_pairs`"""
     from ep_moe.experts import few_rows, hopper_gemm, pair_kernels, stream_gemm
 
     rows, top_k = found[0].shape
@@ -96,7 +101,7 @@ def _pass(
         return
     ring = stream_gemm.ring_for(each, w13)
     soon = ring is not None  # weights are fetched while pairs are sorted
-    lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, launch=launch)
+    lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, told=coming, launch=launch)
     if ring is not None:
         stream_gemm.product(x, w13, lists, act, ring, gather=True, **how)
         stream_gemm.product(act, w2, lists, y, ring, launch=launch)

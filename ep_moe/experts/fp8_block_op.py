@@ -14,7 +14,7 @@ from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
 if TYPE_CHECKING:
-    from ep_moe.experts.pair_kernels import Home
+    from ep_moe.experts.pair_kernels import Home, Told
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
@@ -53,6 +53,8 @@ def fp8_block_moe(
     dtype: torch.dtype,
     ids: Tensor | None,
     base: int,
+    told: Tensor | None,
+    last: Tensor | None,
     weights: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
@@ -80,6 +82,7 @@ def fp8_block_moe(
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     spare_sms: multiprocessors that the products leave free
+    told, last: of `types.WireIds`
     peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None;
         with ids only
     """
@@ -96,9 +99,11 @@ def fp8_block_moe(
     from ep_moe.experts.pair_kernels import Home, passes
 
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
+    coming = None if told is None or last is None else (told, last)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], _part(weights, part), base)
-        step.rank_major(x[part], _part(x_scale, part), found, out if to else out[part], to, expected)
+        step.rank_major(x[part], _part(x_scale, part), found, coming, out if to else out[part], to, expected)
+        coming = None  # what comes later is here by then
 
 
 def _part(tensor: Tensor | None, part: slice) -> Tensor | None:
@@ -157,11 +162,12 @@ class _Step:
         x: Tensor,
         x_scale: Tensor | None,
         found: tuple[Tensor, Tensor | None, int],
+        coming: Told | None,
         out: Tensor,
         home: Home | None,
         expected: float,
     ) -> None:
-        """found: ids, weights and base"""
+        """found: ids, weights and base; coming: `told` of `group_pairs`"""
         from ep_moe.experts import few_rows, pair_kernels
         from ep_moe.experts import fp8_block_kernels as kernels
 
@@ -172,7 +178,7 @@ class _Step:
             self._few(own, x, x_scale, found, cut, None)
             pair_kernels.reduce(own["y"], *found, slots, out, home=home, launch=launch)
             return
-        lists = pair_kernels.list_pairs(own, *found, slots, launch=launch)
+        lists = pair_kernels.list_pairs(own, *found, slots, told=coming, launch=launch)
         if cut is not None:
             self._few(own, x, x_scale, found, cut, lists)
             pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home, launch=launch)

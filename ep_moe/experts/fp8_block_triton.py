@@ -11,7 +11,7 @@ from torch import Tensor
 from ep_moe.experts import fp8_block_op
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
-from ep_moe.experts.operator import home_of
+from ep_moe.experts.operator import home_of, told_of
 from ep_moe.experts.triton_experts import TritonExperts
 from ep_moe.launches import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
@@ -74,6 +74,7 @@ class Fp8BlockTritonExperts(TritonExperts):
             weights.dtype,
             ids,
             0 if wire is None else wire.base,
+            *told_of(wire),
             self._weights(received),
             starts,
             ends,

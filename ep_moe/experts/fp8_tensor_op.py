@@ -13,7 +13,7 @@ from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
 if TYPE_CHECKING:
-    from ep_moe.experts.pair_kernels import Home
+    from ep_moe.experts.pair_kernels import Home, Told
 
 FP8 = torch.float8_e4m3fn
 
@@ -46,6 +46,8 @@ def fp8_tensor_moe(
     input_scale: float | None,
     ids: Tensor,
     base: int,
+    told: Tensor | None,
+    last: Tensor | None,
     weights: Tensor | None,
     w13: Tensor,
     w13_scale: Tensor,
@@ -73,6 +75,7 @@ def fp8_tensor_moe(
 
     expected: pairs per row that tiles are chosen for; chunk: picks of one pass
     spare_sms: multiprocessors that the large products leave free
+    told, last: of `types.WireIds`
     peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
     """
     from ep_moe.experts.pair_kernels import Home, passes
@@ -80,9 +83,11 @@ def fp8_tensor_moe(
     matrices = (w13, w13_scale, w13_input_scale, w2, w2_scale, w2_input_scale)
     step = _Step(launch, workspace, *matrices, Activation(activation), alpha, limit, expected, spare_sms)
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
+    coming = None if told is None or last is None else (told, last)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
-        step(out if to else out[part], to, x[part], input_scale, found)
+        step(out if to else out[part], to, x[part], input_scale, found, coming)
+        coming = None  # what comes later is here by then
 
 
 class _Step:
@@ -101,9 +106,9 @@ class _Step:
 
     def __call__(
         self, out: Tensor, home: Home | None, x: Tensor, input_scale: float | None,
-        found: tuple[Tensor, Tensor | None, int],
+        found: tuple[Tensor, Tensor | None, int], coming: Told | None,
     ) -> None:  # fmt: skip
-        """found: ids [N, K], weights and base"""
+        """found: ids [N, K], weights and base; coming: `told` of `group_pairs`"""
         from ep_moe.experts import few_rows, hopper_gemm, pair_kernels, stream_gemm
         from ep_moe.experts.fp8_tensor_kernels import MatrixScales, round_rows
 
@@ -126,7 +131,7 @@ class _Step:
             pair_kernels.reduce(y, *found, slots, out, home=home, launch=launch)
             return
         soon = ring is not None  # weights are fetched while pairs are sorted
-        lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, launch=launch)
+        lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, told=coming, launch=launch)
         if ring is not None:
             stream_gemm.product(x, self.w13, lists, act, ring, gather=True, **first)
             stream_gemm.product(act, self.w2, lists, y, ring, scales=second, launch=launch)

@@ -13,7 +13,7 @@ from ep_moe import nvrtc
 from ep_moe.experts import fp8_tensor_op
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
-from ep_moe.experts.operator import home_of
+from ep_moe.experts.operator import home_of, told_of
 from ep_moe.experts.triton_experts import TritonExperts
 from ep_moe.launches import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
@@ -69,6 +69,7 @@ class Fp8TensorTritonExperts(TritonExperts):
             None if scale is None else float(scale),
             ids,
             0 if wire is None else wire.base,
+            *told_of(wire),
             received.weights if received.weighting is Weighting.EXPERTS else None,
             weights.get_parameter("w13"),
             weights.get_parameter("w13_scale"),

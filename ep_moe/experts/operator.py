@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.launches import Launch, at_once
-from ep_moe.types import PeerRows
+from ep_moe.types import PeerRows, WireIds
 
 Given = ParamSpec("Given")
 
@@ -63,6 +63,11 @@ def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..
         return call
 
     return wrap
+
+
+def told_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
+    """`told` and `last`, as operators take them."""
+    return (None, None) if ids is None else (ids.told, ids.last)
 
 
 def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:

@@ -23,6 +23,9 @@ CHUNK = 128  # pairs that a program sorts at once, beyond these
 PROGRAMS = 1024  # that sort, at most
 
 
+Told = tuple[Tensor, Tensor]  # `types.WireIds.told` and `last`
+
+
 @dataclass(frozen=True)
 class Home:
     """The ranks that received rows came from, for a kernel that writes its rows there: `types.PeerRows` without its
@@ -129,20 +132,21 @@ def _pairs_per_program(num_pairs: int) -> int:
 
 def list_pairs(
     own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, soon: bool = False,
-    launch: Launch = at_once,
+    told: Told | None = None, launch: Launch = at_once,
 ) -> Lists:  # fmt: skip
     """`group_pairs` into tensors of `list_shapes`."""
     lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"])
     group_pairs(
         ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, soon=soon,
-        launch=launch,
+        told=told, launch=launch,
     )  # fmt: skip
     return lists
 
 
 def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
-    base: int = 0, weights: Tensor | None = None, soon: bool = False, launch: Launch = at_once,
+    base: int = 0, weights: Tensor | None = None, soon: bool = False, told: Told | None = None,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
 
@@ -152,6 +156,7 @@ def group_pairs(
     slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
     workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
     soon: start before the kernel ahead has ended, and let the next one, where one launch does it all
+    told: of `types.WireIds`, if rows may still be on their way: where one launch does it all, it runs beside them
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
@@ -161,11 +166,12 @@ def group_pairs(
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     if pairs <= ALONE:
         chunk = 16 if pairs <= 1024 else max(16, min(32, 8192 // lanes))
+        ranks = 1 if told is None else len(told[0])
         launch(
             kernels.place_pairs, (cdiv(pairs, chunk),),
-            ids, weights, base, None, None, source_row, slots, ends, pairs, num_experts, top_k, **given,
-            PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), num_warps=8,
-            **early(ids.device, soon),
+            ids, weights, base, *(told or (None, None)), None, None, source_row, slots, ends, pairs, num_experts, top_k,
+            **given, PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), RANKS=ranks, LANES=next_power_of_2(ranks),
+            num_warps=8, **early(ids.device, soon or told is not None),
         )  # fmt: skip
         return
     mine = _pairs_per_program(pairs)
@@ -176,7 +182,7 @@ def group_pairs(
     launch(kernels.sum_counts, (num_experts,), earlier, totals, blocks, BLOCKS=next_power_of_2(blocks))
     launch(
         kernels.place_pairs, (blocks,),
-        ids, weights, base, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
-        PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), ALL=0,
+        ids, weights, base, None, None, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
+        PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), ALL=0, RANKS=1, LANES=1,
         **early(ids.device, False),
     )  # fmt: skip

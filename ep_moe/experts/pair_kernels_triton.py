@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ep_moe.cells_triton import put_cells
 from ep_moe.early_triton import await_previous, let_next_start
+from ep_moe.flags_triton import wait
 from ep_moe.fp8_rows_triton import to_e4m3
 
 
@@ -49,13 +50,17 @@ def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def place_pairs(
-    ids, weights, base, earlier, totals, source_row, slots, ends, pairs, experts, top_k,
+    ids, weights, base, told, last, earlier, totals, source_row, slots, ends, pairs, experts, top_k,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, WEIGHTED: tl.constexpr,
-    EARLY: tl.constexpr,
+    RANKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """earlier, totals: of `sum_counts`; None: each program counts all pairs, at most ALL, itself."""
+    """earlier, totals: of `sum_counts`; None: each program counts all pairs, at most ALL, itself.
+    told, last: of `types.WireIds`, None where ids come with the rows"""
     let_next_start(EARLY)
-    await_previous(EARLY)
+    if told is None:
+        await_previous(EARLY)
+    else:
+        wait(told, tl.load(last) + 1, RANKS, LANES)
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     if totals is None:
@@ -80,6 +85,8 @@ def place_pairs(
         tl.store(slots + pair, tl.where(valid, slot, -1), mask=pair < pairs)
         tl.store(source_row + slot, pair // top_k, mask=valid)
         place += tl.sum(mine, 0)
+    if told is not None:
+        await_previous(EARLY)
 
 
 @triton.jit

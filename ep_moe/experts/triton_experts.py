@@ -83,6 +83,7 @@ class TritonExperts(Experts):
             ids.shape,
             ids.dtype,
             0 if wire is None else wire.base,
+            0 if wire is None or wire.told is None else wire.told.data_ptr(),
             0 if weights is None else weights.data_ptr(),
             received.weighting,
             out.data_ptr(),

@@ -1,0 +1,42 @@
+"""Flags in the peers' memory: numbers of calls, told by one rank and awaited by another.
+
+Order in memory (PTX's model): a program's stores to peers, a barrier of the program, its release of a count; the last
+one to count has acquired all of them and releases its number to each peer; whoever acquires the number sees the stores.
+Numbers may overflow.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def last_to_count(count, programs):
+    """Whether all of them have stored what they store before it, this one too. The count is ready for the next then."""
+    tl.debug_barrier()
+    last = tl.atomic_add(count, 1, sem="acq_rel", scope="sys") == programs - 1
+    if last:
+        tl.store(count, 0)
+    return last
+
+
+@triton.jit
+def tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """place: bytes, of this rank's flag in each peer's memory"""
+    lane = tl.arange(0, LANES)
+    theirs = (tl.load(peers + lane, mask=lane < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + number, mask=lane < RANKS, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """For exactly this number: nobody is a call ahead, and a larger one may be as old as the numbers' last round, since
+    calls by cells count and do not tell."""
+    lane = tl.arange(0, LANES)
+    missing = 1
+    while missing > 0:
+        seen = tl.atomic_add(flags + lane, 0, mask=lane < RANKS, sem="acquire", scope="sys")
+        missing = tl.sum(((seen != number) & (lane < RANKS)).to(tl.int32), axis=0)
