@@ -37,6 +37,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 
 _STEPS = 2  # of the ledger: dispatch and combine
 _CALLS = 64  # that are kept at once
+_TRIES = 3  # to record one: another thread may have been given memory meanwhile
 
 
 class Layer(Protocol):
@@ -79,7 +80,8 @@ class RepeatedCalls:
         self._context, self._config = context, config
         recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
         self._able = recordable and context.tokens.whole and not config.routing.weight_on_input
-        self._calls: dict[Any, _Call | None] = {}  # None: of what was seen once
+        self._calls: dict[Any, _Call | None] = {}  # None: of what was seen, and is not recorded
+        self._tries = _TRIES
 
     def __len__(self) -> int:
         return sum(call is not None for call in self._calls.values())
@@ -166,9 +168,11 @@ class RepeatedCalls:
             with torch.inference_mode(False), torch.no_grad():
                 graph = _graph(layer, again, form, ids, recorder)
         except (BackendUnavailable, RuntimeError, ImportError) as error:
-            self._able = False
-            text = f"calls of {layer.name} take the host longer than they could, since they cannot be recorded: {error}"
-            warnings.warn(text, stacklevel=2)
+            self._tries -= 1
+            if self._tries == 0:
+                self._able = False
+                text = f"calls of {layer.name} take the host longer than they could, they cannot be recorded: {error}"
+                warnings.warn(text, stacklevel=2)
             return None
         left = (layer.name, "combine", layer.dispatcher.name, True)
         return _Call(form, graph, again.lane, again.few, placing, layer.expert_weights.place, left)

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ep_moe import ConfigError, EPContext, InputError, MoELayer, Wire, repeated
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.config import RoutingConfig
+from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.groups import Links
@@ -69,6 +70,17 @@ def test_nothing_is_recorded_in_a_capture_of_somebody_elses(driver, context):
     with mock.patch.object(repeated, "capturing", return_value=True):
         assert [repeats(layer, *given(1)) for _ in range(4)] == [False] * 4
     assert repeated.Recorder.recorded == 0
+
+
+def test_memory_that_another_thread_was_given_meanwhile(driver, context):
+    layer, graph_of = built(context), repeated.Recorder.graph_of
+    with mock.patch.object(
+        repeated.Recorder, "graph_of", side_effect=[BackendUnavailable("it allocates")] * 2
+    ) as tried:
+        assert [repeats(layer, *given(1)) for _ in range(3)] == [False] * 3
+    assert tried.call_count == 2
+    assert repeated.Recorder.graph_of == graph_of
+    assert [repeats(layer, *given(1)) for _ in range(2)] == [False, True]
 
 
 def test_few_are_kept(driver, context, monkeypatch):
@@ -271,7 +283,7 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
         LogicalIds(routing.ids[:, : config.top_k].contiguous()), routing.weights[:, : config.top_k].clone()
     )
     with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
-        for _ in range(4):
+        for _ in range(6):
             assert not repeats(layer, x, routing)
     assert len(layer.repeated) == 0
-    assert repeated.Recorder.recorded <= 1, "what cannot be recorded is asked no more"
+    assert repeated.Recorder.recorded in (0, 3), "what cannot be recorded is asked no more"
