@@ -23,7 +23,6 @@ from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.types import PhysicalRouting
 
 _TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows
-_CHOOSERS = 16  # blocks that send ids, at most, beside those that send rows
 _BLOCKS = 1056  # that sum answers, at most
 
 
@@ -63,7 +62,7 @@ def _first_send(
         g.num_physical,
         g.cap,
     )
-    choosers = min(cdiv(bound, _TILE), _CHOOSERS)
+    choosers = max(1, min(cdiv(bound, _TILE), blocks // 8))
     constants = {
         "MOST": placing.most,
         "CHOOSERS": choosers,
