@@ -163,8 +163,7 @@ def send(
     x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `fp8_rows` does: each once, between
         the read and the writes
     blocks: of the GPU's kernel that send rows, at most, and an eighth as many send ids
-    cells: the few tokens go by cells there. All ranks send alike, and receive as
-        they send
+    cells: the few tokens go by cells there. All ranks send alike, and receive as they send
     alone: nothing runs beside this call's kernels, and the next one may start early
     """
     if x.is_cuda:
