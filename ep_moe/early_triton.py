@@ -1,10 +1,10 @@
 """Kernels that start before those ahead of them in their stream have ended (CUDA's programmatic dependent launch).
 
 A kernel launched with `early` starts as soon as all programs of the one ahead of it have called `let_next_start`, or
-ended. It calls `await_previous` before it reads what an earlier kernel wrote or writes what one may still read; only
-weights, which no kernel of a forward pass writes, are read before. All kernels ahead of it have ended then, since the
-one ahead has waited for its own in the same way, or was launched without `early` and so began after them. Kernels that
-write weights let none start early.
+ended. It calls `await_previous` before it reads what an earlier kernel wrote or writes what one may still read; read
+before are only weights, which no kernel of a forward pass writes, and what a flag says is there (`types.WireIds`). All
+kernels ahead of it have ended then, since the one ahead has waited for its own in the same way, or was launched without
+`early` and so began after them. Kernels that write weights let none start early.
 """
 
 # Triton's language has no types

@@ -24,6 +24,19 @@ def last_to_count(count, programs):
 
 
 @triton.jit
+def grid_barrier(count, programs):
+    """Until all programs have come here, which must all run at once for it; what they have stored can be read then. The
+    count is left at zero."""
+    tl.debug_barrier()
+    tl.atomic_add(count, 1, sem="release", scope="gpu")
+    seen = 0
+    while seen < programs:
+        seen = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
+    if tl.atomic_add(count, 1, sem="relaxed", scope="gpu") == 2 * programs - 1:
+        tl.store(count, 0)
+
+
+@triton.jit
 def tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
     """place: bytes, of this rank's flag in each peer's memory"""
     lane = tl.arange(0, LANES)

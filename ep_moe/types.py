@@ -77,15 +77,16 @@ class WireIds:
     """Ids as a transport received them. A pick outside this rank's slots, or of weight 0, is none.
 
     ids: int32 [N, K], contiguous; base: this rank's first physical id
-    told, last: int32 [R] and int32 [1] on the device, where ids and weights come before the rows: they are here once
-        all of `told` are one more than `last`. A kernel that starts early (`early_triton`) may read them then; before
-        it ends it has awaited the kernel ahead of it, for those that read rows
+    told, calls: int32 [R] and int32 [2] on the device, where ids and weights come before the rows: they are here once
+        all of `told` are one more than calls[0]. A kernel that starts early (`early_triton`) may read them then; before
+        it ends it has awaited the kernel ahead of it, for those that read rows. calls[1] is zero, for its programs to
+        wait for each other, and left so
     """
 
     ids: PhysicalIds
     base: int
     told: Tensor | None = None
-    last: Tensor | None = None
+    calls: Tensor | None = None
 
 
 @dataclass(frozen=True)

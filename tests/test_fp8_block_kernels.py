@@ -276,6 +276,7 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
     assert torch.equal(ends.long(), torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0))
     assert torch.equal(source.long(), expected_source)
     assert torch.equal(slots.long(), expected_slots)
+    assert told is None or not told[1][1], "programs of the next call meet there"
 
 
 @pytest.mark.parametrize(
@@ -346,23 +347,41 @@ def test_group(rows, top_k, experts, dtype):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_group_beside_rows_that_still_come(ranks, rows, top_k, experts):
     """All ranks have told of their ids."""
-    last = torch.tensor([-(2**31) - 1 + 2**32], device=DEVICE).int()
+    calls = torch.tensor([2**31 - 1, 0], dtype=torch.int32, device=DEVICE)
     told = torch.full((ranks,), -(2**31), dtype=torch.int32, device=DEVICE)
-    check_group(rows, top_k, experts, told=(told, last))
-    check_group(rows, top_k, experts, told=(told, last), base=64, dtype=torch.int64)
+    check_group(rows, top_k, experts, told=(told, calls))
+    check_group(rows, top_k, experts, told=(told, calls), base=64, dtype=torch.int64)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
-@pytest.mark.parametrize("rows", [20, 2048])
+@pytest.mark.parametrize("rows", [20, 2048, 2049])
 def test_ids_are_awaited(rows):
-    told, last = torch.tensor([8, 7, 8], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
-    waiting = threading.Thread(target=check_group, args=(rows, 2, 5), kwargs={"told": (told, last)}, daemon=True)
+    told, calls = torch.tensor([8, 7, 8], dtype=torch.int32), torch.tensor([7, 0], dtype=torch.int32)
+    check_awaited(lambda: check_group(rows, 2, 5, told=(told, calls)), told[1], 8)
+
+
+def check_awaited(call, place, number):
+    waiting = threading.Thread(target=call, daemon=True)
     waiting.start()
     waiting.join(0.5)
     assert waiting.is_alive()
-    told[1] = 8
+    place.fill_(number)
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
+def test_programs_wait_for_each_other():
+    """One of two, for the other."""
+    made, calls = [], torch.tensor([7, 0], dtype=torch.int32)
+    ids, room = torch.randint(0, 5, (2049, 2), dtype=torch.int32), torch.zeros(3 * 4098, dtype=torch.int32)
+    lists = room[:4098], room[4098:8196].view(2049, 2), room[8196:8201]
+    told = torch.tensor([8], dtype=torch.int32), calls
+    launch = lambda kernel, grid, *args, **by_name: made.append((kernel, grid, args, by_name))  # noqa: E731
+    pair_kernels.group_pairs(ids, 5, *lists, room[8201:], told=told, launch=launch)
+    ((kernel, grid, args, by_name),) = made
+    assert grid == (1,)
+    check_awaited(lambda: kernel[2,](*args, **by_name), calls[1], 2)
 
 
 def test_group_in_few_programs(monkeypatch):

@@ -99,7 +99,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
             mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
             chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are nobody's
             assert torch.equal(mine[chosen], wished[chosen]), name
-        assert ours.calls.tolist() == [1, 0, 0, 0], "one call, and the count is ready for the next"
+        assert ours.calls.tolist() == [1, 0, 0, 0, 0], "one call, and the count is ready for the next"
         generator = torch.Generator().manual_seed(theirs.rank)
         theirs.places["answers"].copy_(answers(theirs, generator))
         ours.places["answers"].copy_(theirs.places["answers"])
@@ -131,7 +131,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
         assert out.dtype == dtype
     for ours in found:
-        assert ours.calls.tolist() == [1, 0, 1, 0], "it is the last one"
+        assert ours.calls.tolist() == [1, 0, 1, 0, 0], "it is the last one"
 
 
 def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
@@ -182,7 +182,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             p2p_kernels.send(theirs, x, scale, routing, bound, 1)
         for rank, ours in enumerate(found):
             p2p_cells_triton.send(ours, *sent[rank], bound, take=False)
-            assert ours.calls.tolist() == [8 + call, 0, 7 + call, 0]
+            assert ours.calls.tolist() == [8 + call, 0, 7 + call, 0, 0]
         for rank, ours in enumerate(found):
             p2p_cells_triton.send(ours, *sent[rank], bound, put=False)
         for ours, theirs in zip(found, wanted, strict=True):
@@ -219,7 +219,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             out = results[rank]
             p2p_cells_triton.receive(ours, out, bound, put=False)
             assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
-            assert ours.calls.tolist() == [8 + call, 0, 8 + call, 0]
+            assert ours.calls.tolist() == [8 + call, 0, 8 + call, 0, 0]
 
 
 FP8_WIRES = [Wire(dispatch="fp8_block"), FP8_TENSOR]
@@ -265,7 +265,7 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
         for name, place in theirs.places.items():
             assert torch.equal(ours.places[name].view(torch.uint8), place.view(torch.uint8)), name
         assert torch.equal(ours.memory.local, theirs.memory.local), "nothing between the places"
-        assert ours.calls.tolist() == [1, 0, 0, 0]
+        assert ours.calls.tolist() == [1, 0, 0, 0, 0]
         assert ours.places["rows"].view(torch.uint8).any()
 
 
@@ -309,7 +309,7 @@ def test_numbers_may_overflow():
         p2p_kernels_triton.send(made[0], x.to(DEVICE), None, there, 1, 1)
         others_told(made, 0, 1)
         p2p_kernels_triton.receive(made[0], made[0].sums(1), 1, tell=True)
-    assert made[0].calls.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0]
+    assert made[0].calls.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0, 0]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
@@ -320,7 +320,7 @@ def test_numbers_of_old_calls_are_awaited_no_less(form):
     shape = Geometry(hidden_size=128, top_k=1, cap=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     ours = workspaces(shape, DEVICE)[0]
     ours.sent.fill_(-1)
-    ours.calls.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0]))
+    ours.calls.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0, 0]))
     ours.places["flags"][1] = torch.tensor([6 - 2**31, 5])
     out = ours.sums(1)
     given = (ours, out, 1) if form is p2p_kernels_triton else (ours, 1, 1)

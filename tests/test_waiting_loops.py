@@ -38,6 +38,10 @@ WIRES = {
 }
 
 
+# reads of what others write meanwhile
+OTHERS = re.compile(r"ld\.volatile\.global|atom\.global|ld\.global\.\w+\.acquire")
+
+
 def waiting_loops(ptx: str) -> Iterator[list[str]]:
     """Instructions of each loop that reads what others write meanwhile."""
     lines = [line.strip() for line in ptx.splitlines()]
@@ -47,7 +51,7 @@ def waiting_loops(ptx: str) -> Iterator[list[str]]:
             at for at, line in enumerate(lines) if at > begin and re.search(rf"bra(\.uni)?\s+{re.escape(label)};", line)
         ]
         body = lines[begin + 1 : jumps[-1] + 1] if jumps else []
-        if any("ld.volatile.global" in line or "atom." in line for line in body):
+        if any(OTHERS.search(line) for line in body):
             yield body
 
 
@@ -68,7 +72,7 @@ def parts_warps(body: list[str]) -> bool:
             found = re.findall(r"%\w+", rest)
             written = re.findall(r"%\w+", rest.split("}")[0]) if rest.strip().startswith("{") else found[:1]
             reads = {*found[len(written) :], guard.lstrip("!")}
-            if operation.startswith(("ld.volatile.global", "atom.")) or reads & own:
+            if OTHERS.match(operation) or reads & own:
                 own.update(written)
             elif not operation.startswith("ld.shared") and not guard:
                 own.difference_update(written)
@@ -121,26 +125,27 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
         assert not any(map(parts_warps, loops)), f"kernel {number}"
 
 
-@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize(("rows", "loops"), [(16, 1), (512, 1), (1024, 2)])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_warps_that_sort_leave_together(ranks, rows, compiled):
+def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
     """While rows still come."""
     ids, found = torch.zeros(rows, TOP_K, dtype=torch.int32), torch.zeros(rows * TOP_K, dtype=torch.int32)
-    told = torch.zeros(ranks, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    told = torch.zeros(ranks, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     pair_kernels.group_pairs(
         ids,
         32,
         found,
         found.view(ids.shape),
         found[:32],
-        found[:0],
+        found,
         weights=torch.ones(ids.shape),
         soon=True,
         told=told,
     )
     (ptx,) = compiled
-    (loop,) = waiting_loops(ptx)
-    assert not parts_warps(loop)
+    found = list(waiting_loops(ptx))
+    assert len(found) == loops
+    assert not any(map(parts_warps, found))
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,12 @@ class NVLinkP2PDispatcher(Dispatcher):
             self.refuse(problem)
         assert max_tokens is not None
         lane.busy = True
+        how = {"cells": self._by_cells(max_tokens), "alone": not self._side.active}
         if self._by_copies(max_tokens):
             send_copies(lane.library, x, x_scale, routing, max_tokens)
         else:
-            how = {"cells": self._by_cells(max_tokens), "alone": not self._side.active}
             send(lane.library, x, x_scale, routing, max_tokens, self._blocks, **how)
-        there = lane.library.received(max_tokens, cells=self._by_cells(max_tokens))
+        there = lane.library.received(max_tokens, **how)
         return Pending.of(Received(handle=_Handle(lane, len(x), max_tokens), **there))
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
@@ -156,7 +156,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             giving = isinstance(y, Tensor)  # which lies where it is given from
             receive(workspace, len(out), bound, tell=True, giving=giving, cells=cells, out=out)
 
-        received = Received(handle=None, **workspace.received(bound, cells=cells))
+        received = Received(handle=None, **workspace.received(bound, cells=cells, alone=True))
         return Again(lanes[0], received, there, back, few=cells)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:

@@ -81,9 +81,9 @@ class Workspace:
     sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
         which peers lay out by another bound
     forms: of this memory's launches
-    calls: int32 [4], the number of the call under way; blocks of its dispatch that have written; the number of the last
-        call; blocks that have written ids. Dispatch makes the first out of the last, and combine the last out of the
-        first, so that no kernel changes what its later blocks have yet to read
+    calls: int32 [5], the number of the call under way; blocks of its dispatch that have written; the number of the last
+        call, and what `WireIds.calls` has behind it; blocks that have written ids. Dispatch makes the first out of the
+        third, and combine the third out of the first, so that no kernel changes what its later blocks have yet to read
     """
 
     def __init__(self, geometry: Geometry, rank: int, shapes: Shapes, memory: Any) -> None:
@@ -93,9 +93,9 @@ class Workspace:
         start = memory.local.data_ptr()
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
         self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
-        self.calls = torch.zeros(4, dtype=torch.int32, device=memory.local.device)
+        self.calls = torch.zeros(5, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
-        self._received: dict[tuple[int, bool], dict[str, Any]] = {}
+        self._received: dict[tuple[int, bool, bool], dict[str, Any]] = {}
         self.forms = Forms()
 
     def peer_out(self, bound: int, *, cells: bool = False) -> PeerRows:
@@ -108,15 +108,16 @@ class Workspace:
             self._peer_out[bound, cells] = self._by_cells(made) if cells and self.calls.is_cuda else made
         return self._peer_out[bound, cells]
 
-    def received(self, bound: int, *, cells: bool = False) -> dict[str, Any]:
-        """Of a call, all of `Received` but its handle: where its rows are. cells: as `peer_out` has it"""
-        if (bound, cells) not in self._received:
+    def received(self, bound: int, *, cells: bool = False, alone: bool = False) -> dict[str, Any]:
+        """Of a call, all of `Received` but its handle: where its rows are. cells, alone: as `send` has them"""
+        if (bound, cells, alone) not in self._received:
             with torch.inference_mode(False):  # views made within it could not be written outside
-                self._received[bound, cells] = self._rows_received(bound, cells)
-        return self._received[bound, cells]
+                self._received[bound, cells, alone] = self._rows_received(bound, cells, alone)
+        return self._received[bound, cells, alone]
 
-    def _rows_received(self, bound: int, cells: bool) -> dict[str, Any]:
+    def _rows_received(self, bound: int, cells: bool, alone: bool) -> dict[str, Any]:
         g, rows = self.geometry, slice(0, self.geometry.num_ranks * bound)
+        told = self._told() if alone and not cells else ()  # beside other work nothing starts early
         at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights", "answers")}
         return {
             "x": at["rows"],
@@ -125,15 +126,15 @@ class Workspace:
             "input_scale": g.wire.input_scale,
             "layout": RowLayout.RANK_MAJOR,
             "weighting": Weighting.EXPERTS,
-            "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.cap, *(() if cells else self._told())),
+            "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.cap, *told),
             "weights": at["weights"],
             "out": at["answers"],
             "peer_out": self.peer_out(bound, cells=cells),
         }
 
     def _told(self) -> tuple[Tensor, ...]:
-        """`WireIds.told` and `last`, of what runs on GPUs."""
-        return (self.places["flags"][_CHOSEN], self.calls[2:3]) if self.calls.is_cuda else ()
+        """`WireIds.told` and `calls`, of what runs on GPUs."""
+        return (self.places["flags"][_CHOSEN], self.calls[2:4]) if self.calls.is_cuda else ()
 
     def _by_cells(self, rows: PeerRows) -> PeerRows:
         places = tuple(peer["answer_cells"][self.rank, : rows.bound] for peer in self.peers)

@@ -144,7 +144,7 @@ def _send_ids(
             tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=inside)
         if MOST:
             count_ids(logical, id, known & counted, expert_load, slot_load)
-    if last_to_count(calls + 3, programs):
+    if last_to_count(calls + 4, programs):
         tell(peers, flags_at + 4 * (2 * RANKS + RANK), tl.load(calls + 2) + 1, RANKS, LANES)
 
 

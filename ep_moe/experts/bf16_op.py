@@ -41,7 +41,7 @@ def bf16_moe(
     ids: Tensor,
     base: int,
     told: Tensor | None,
-    last: Tensor | None,
+    calls: Tensor | None,
     weights: Tensor | None,
     w13: Tensor,
     w2: Tensor,
@@ -63,13 +63,13 @@ def bf16_moe(
 
     expected: pairs per row that tiles are chosen for; chunk: picks of one pass
     spare_sms: multiprocessors that the large products leave free
-    told, last: of `types.WireIds`
+    told, calls: of `types.WireIds`
     peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None
     """
     from ep_moe.experts.pair_kernels import Home, passes
 
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
-    coming = None if told is None or last is None else (told, last)
+    coming = None if told is None or calls is None else (told, calls)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         _pass(

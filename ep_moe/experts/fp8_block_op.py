@@ -54,7 +54,7 @@ def fp8_block_moe(
     ids: Tensor | None,
     base: int,
     told: Tensor | None,
-    last: Tensor | None,
+    calls: Tensor | None,
     weights: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
@@ -82,7 +82,7 @@ def fp8_block_moe(
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     spare_sms: multiprocessors that the products leave free
-    told, last: of `types.WireIds`
+    told, calls: of `types.WireIds`
     peers to stride: of `pair_kernels.Home`, whose memory is written instead of `out` unless peers is None;
         with ids only
     """
@@ -99,7 +99,7 @@ def fp8_block_moe(
     from ep_moe.experts.pair_kernels import Home, passes
 
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
-    coming = None if told is None or last is None else (told, last)
+    coming = None if told is None or calls is None else (told, calls)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], _part(weights, part), base)
         step.rank_major(x[part], _part(x_scale, part), found, coming, out if to else out[part], to, expected)

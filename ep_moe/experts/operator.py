@@ -66,8 +66,8 @@ def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..
 
 
 def told_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
-    """`told` and `last`, as operators take them."""
-    return (None, None) if ids is None else (ids.told, ids.last)
+    """`told` and `calls`, as operators take them."""
+    return (None, None) if ids is None else (ids.told, ids.calls)
 
 
 def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ep_moe.devices import multiprocessors
 from ep_moe.early_triton import early
 from ep_moe.experts import pair_kernels_triton as kernels
 from ep_moe.grids import cdiv, next_power_of_2
@@ -23,7 +24,7 @@ CHUNK = 128  # pairs that a program sorts at once, beyond these
 PROGRAMS = 1024  # that sort, at most
 
 
-Told = tuple[Tensor, Tensor]  # `types.WireIds.told` and `last`
+Told = tuple[Tensor, Tensor]  # `types.WireIds.told` and `calls`
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def copy_rows(x: Tensor, slots: Tensor, out: Tensor, *, launch: Launch = at_once
 
 def group_workspace(num_pairs: int, num_experts: int) -> int:
     """How many int32 `group_pairs` needs to work."""
-    return (cdiv(num_pairs, _pairs_per_program(num_pairs)) + 1) * num_experts if num_pairs > ALONE else 0
+    return (cdiv(num_pairs, _pairs_per_program(num_pairs, PROGRAMS)) + 1) * num_experts if num_pairs > ALONE else 0
 
 
 def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
@@ -126,8 +127,8 @@ def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
     }
 
 
-def _pairs_per_program(num_pairs: int) -> int:
-    return max(CHUNK, next_power_of_2(cdiv(num_pairs, PROGRAMS)))
+def _pairs_per_program(num_pairs: int, programs: int) -> int:
+    return max(CHUNK, next_power_of_2(cdiv(num_pairs, programs)))
 
 
 def list_pairs(
@@ -156,33 +157,39 @@ def group_pairs(
     slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
     workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
     soon: start before the kernel ahead has ended, and let the next one, where one launch does it all
-    told: of `types.WireIds`, if rows may still be on their way: where one launch does it all, it runs beside them
+    told: of `types.WireIds`, if rows may still be on their way: one launch does it all, beside them
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
         ends.zero_()
         return
-    lanes = next_power_of_2(num_experts)
+    lanes, ranks = next_power_of_2(num_experts), 1 if told is None else len(told[0])
+    found, lists = (ids, weights, base), (source_row, slots, ends, pairs, num_experts, top_k)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
+    place = given | {"BLOCKS": max(1, min(128, 8192 // lanes)), "RANKS": ranks, "LANES": next_power_of_2(ranks)}
+    most = max(16, 16384 // lanes)  # that a program can place at once
     if pairs <= ALONE:
         chunk = 16 if pairs <= 1024 else max(16, min(32, 8192 // lanes))
-        ranks = 1 if told is None else len(told[0])
         launch(
-            kernels.place_pairs, (cdiv(pairs, chunk),),
-            ids, weights, base, *(told or (None, None)), None, None, source_row, slots, ends, pairs, num_experts, top_k,
-            **given, PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), RANKS=ranks, LANES=next_power_of_2(ranks),
-            num_warps=8, **early(ids.device, soon or told is not None),
+            kernels.place_pairs, (cdiv(pairs, chunk),), *found, *(told or (None, None)), None, None, *lists, **place,
+            PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), num_warps=8,
+            **early(ids.device, soon or told is not None),
         )  # fmt: skip
-        return
-    mine = _pairs_per_program(pairs)
-    blocks = cdiv(pairs, mine)
-    earlier, totals = workspace[: blocks * num_experts], workspace[blocks * num_experts :]
-    counted = (ids, weights, base, earlier, pairs, num_experts)
-    launch(kernels.count_pairs, (blocks,), *counted, **given, PAIRS=mine, CHUNK=CHUNK)
-    launch(kernels.sum_counts, (num_experts,), earlier, totals, blocks, BLOCKS=next_power_of_2(blocks))
-    launch(
-        kernels.place_pairs, (blocks,),
-        ids, weights, base, None, None, earlier, totals, source_row, slots, ends, pairs, num_experts, top_k, **given,
-        PAIRS=mine, CHUNK=min(CHUNK, max(16, 16384 // lanes)), ALL=0, RANKS=1, LANES=1,
-        **early(ids.device, False),
-    )  # fmt: skip
+    elif told is not None:
+        # as many as run at once, since they wait for each other; in the interpreter one
+        mine = _pairs_per_program(pairs, multiprocessors(ids.device) if ids.is_cuda else 1)
+        launch(
+            kernels.place_pairs, (cdiv(pairs, mine),), *found, *told, workspace, None, *lists, **place, PAIRS=mine,
+            CHUNK=min(mine, most), ALL=0, num_warps=8, **early(ids.device),
+        )  # fmt: skip
+    else:
+        mine = _pairs_per_program(pairs, PROGRAMS)
+        blocks = cdiv(pairs, mine)
+        counts, totals = workspace[: blocks * num_experts], workspace[blocks * num_experts :]
+        counted = (*found, counts, pairs, num_experts)
+        launch(kernels.count_pairs, (blocks,), *counted, **given, PAIRS=mine, CHUNK=CHUNK)
+        launch(kernels.sum_counts, (num_experts,), counts, totals, blocks, BLOCKS=next_power_of_2(blocks))
+        launch(
+            kernels.place_pairs, (blocks,), *found, None, None, counts, totals, *lists, **place, PAIRS=mine,
+            CHUNK=min(CHUNK, most), ALL=0, **early(ids.device, False),
+        )  # fmt: skip

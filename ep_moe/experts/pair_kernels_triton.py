@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ep_moe.cells_triton import put_cells
 from ep_moe.early_triton import await_previous, let_next_start
-from ep_moe.flags_triton import wait
+from ep_moe.flags_triton import grid_barrier, wait
 from ep_moe.fp8_rows_triton import to_e4m3
 
 
@@ -24,6 +24,35 @@ def local_experts(ids, weights, base, pair, pairs, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
+def count_own(
+    ids, weights, base, block, pairs, experts,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Pairs of each expert among the PAIRS pairs of a program."""
+    count = tl.zeros([EXPERTS], tl.int32)
+    for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
+        expert = local_experts(ids, weights, base, start + tl.arange(0, CHUNK), pairs, WEIGHTED)
+        count += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
+    return count
+
+
+@triton.jit
+def count_together(counts, met, count, experts, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Of each expert, all programs' counts, and those of the programs before this one. BLOCKS: that are read at once"""
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, EXPERTS)
+    tl.store(counts + block * experts + lane, count, mask=lane < experts)
+    grid_barrier(met, blocks)
+    total, place = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, blocks, BLOCKS):
+        other = first + tl.arange(0, BLOCKS)[:, None]
+        theirs = tl.load(counts + other * experts + lane[None], mask=(other < blocks) & (lane < experts)[None], other=0)
+        total += tl.sum(theirs, 0)
+        place += tl.sum(tl.where(other < block, theirs, 0), 0)
+    return total, place
+
+
+@triton.jit
 def count_pairs(
     ids, weights, base, counts, pairs, experts,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -31,10 +60,7 @@ def count_pairs(
     """counts[e, b]: pairs of expert e among the PAIRS pairs of program b."""
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
-    count = tl.zeros([EXPERTS], tl.int32)
-    for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
-        expert = local_experts(ids, weights, base, start + tl.arange(0, CHUNK), pairs, WEIGHTED)
-        count += tl.histogram(expert, EXPERTS, mask=(expert >= 0) & (expert < experts))
+    count = count_own(ids, weights, base, block, pairs, experts, EXPERTS, CHUNK, PAIRS, WEIGHTED)
     tl.store(counts + lane * tl.num_programs(0) + block, count, mask=lane < experts)
 
 
@@ -50,28 +76,33 @@ def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def place_pairs(
-    ids, weights, base, told, last, earlier, totals, source_row, slots, ends, pairs, experts, top_k,
-    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, WEIGHTED: tl.constexpr,
-    RANKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+    ids, weights, base, told, calls, counts, totals, source_row, slots, ends, pairs, experts, top_k,
+    EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr,
+    WEIGHTED: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """earlier, totals: of `sum_counts`; None: each program counts all pairs, at most ALL, itself.
-    told, last: of `types.WireIds`, None where ids come with the rows"""
+    """counts, totals: of `sum_counts`. Without totals programs count their own into `counts` and wait for each other;
+    without either each counts all pairs, at most ALL, itself.
+    told, calls: of `types.WireIds`, None where ids come with the rows"""
     let_next_start(EARLY)
     if told is None:
         await_previous(EARLY)
     else:
-        wait(told, tl.load(last) + 1, RANKS, LANES)
+        wait(told, tl.load(calls) + 1, RANKS, LANES)
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
-    if totals is None:
+    if ALL:
         each = tl.arange(0, ALL)
         all_experts = local_experts(ids, weights, base, each, pairs, WEIGHTED)
         here = (all_experts >= 0) & (all_experts < experts)
         place = tl.histogram(all_experts, EXPERTS, mask=here & (each < block * PAIRS))
         count = tl.histogram(all_experts, EXPERTS, mask=here)
+    elif totals is None:
+        at_once: tl.constexpr = 1024 if PAIRS > 1024 else PAIRS
+        count = count_own(ids, weights, base, block, pairs, experts, EXPERTS, at_once, PAIRS, WEIGHTED)
+        count, place = count_together(counts, calls + 1, count, experts, EXPERTS, BLOCKS)
     else:
         count = tl.load(totals + lane, mask=lane < experts, other=0)
-        place = tl.load(earlier + lane * tl.num_programs(0) + block, mask=lane < experts, other=0)
+        place = tl.load(counts + lane * tl.num_programs(0) + block, mask=lane < experts, other=0)
     end = tl.cumsum(count, 0)
     if block == 0:
         tl.store(ends + lane, end, mask=lane < experts)

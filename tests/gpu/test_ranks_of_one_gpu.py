@@ -73,7 +73,7 @@ def test_repeated_calls_beside_other_streams_and_captures():
     run(2, "tests.distributed.test_repeated_layer:test_other_streams_and_a_capture_around_it", world_size=2)
 
 
-@pytest.mark.parametrize("tokens", [1, 24, 150], ids=["one", "by cells", "by flags"])
+@pytest.mark.parametrize("tokens", [1, 24, 150, 1500], ids=["one", "by cells", "by flags", "many"])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_kernels_that_start_early(kind, tokens):
     body = "tests.distributed.test_early_start:test_the_bits_of_kernels_that_wait"
