@@ -1,11 +1,11 @@
-"""Captured calls without a GPU: in the place of CUDA graphs stands what makes a recorded call again, on the tensors
-that it was recorded with. Which calls are replayed, what they read and leave behind, and what ends it."""
+"""Captured calls without a GPU (`captured_emulation`): which calls are replayed, what they read and leave behind."""
+
+# ruff: noqa: F811
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,67 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ep_moe import EPContext, InputError, MoEConfig, MoELayer
-from ep_moe import captured as captured_calls
+from ep_moe import InputError, MoELayer
 from ep_moe.all2all.lanes import Lane
-from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.observe import StageTimes
 from ep_moe.types import LogicalIds, Routing
 from ep_moe.workspace import Workspaces
+from tests.captured_emulation import CONFIG, COUNTED, CPU, layer, replayed, rows, served  # noqa: F401 (a fixture)
 from tests.graph_emulation import GRAPHS, Again
-from tests.helpers import assert_same, fill, integer_routing
+from tests.helpers import assert_same, integer_routing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
-CPU = torch.device("cpu")
-CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, shared_intermediate_size=16)
-COUNTED = 1  # where the router's picks are made inside, the number of tokens is copied too
-
-
-@pytest.fixture
-def layer(monkeypatch):
-    """On one rank, in float32, with random numbers: sums in another order would show."""
-    monkeypatch.setattr(captured_calls, "Recorder", Again)
-    monkeypatch.setattr(Again, "replays", 0)
-    able = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
-    monkeypatch.setattr(ReferenceExperts, "capabilities", able)
-    with EPContext.local(CPU) as context:
-        yield MoELayer(CONFIG, context)
-
-
-def rows(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
-
-
-def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool:
-    """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit: among as many
-    rows as were recorded, since on a CPU sums over columns depend on how many rows there are."""
-    before, tokens = Again.replays, x.numel() // CONFIG.hidden_size
-    with torch.no_grad():
-        y = layer(x) if routing is None else layer.forward_routed(x, routing)
-        count = Again.replays - before
-        calls = layer.captured._calls.get((None, routing is not None))
-        call = calls.serving(tokens) if count and calls is not None else None
-        if call is None or call.inputs.most == tokens:
-            assert_same(y, layer.run(x, routing))
-        else:
-            assert_same(y, among(layer, call.inputs.most, x, routing))
-    assert y.shape == x.shape
-    assert y.is_contiguous()
-    return count == 1
-
-
-def among(layer: MoELayer, most: int, x: Tensor, routing: Routing | None) -> Tensor:
-    """The call's result with rows behind it that no expert is asked for."""
-    tokens = x.numel() // CONFIG.hidden_size
-    wide = torch.zeros(most, CONFIG.hidden_size, dtype=x.dtype)
-    wide[:tokens] = x.reshape(tokens, CONFIG.hidden_size)
-    chosen = layer.router(wide) if routing is None else routing
-    ids, weights = torch.full((most, CONFIG.top_k), -1), torch.ones(most, CONFIG.top_k)
-    ids[:tokens], weights[:tokens] = chosen.ids[:tokens], chosen.weights[:tokens]
-    return layer.run(wide, Routing(LogicalIds(ids), weights))[:tokens].view(x.shape)
-
-
-# --- which calls are replayed ---------------------------------------------------------------------------------------
 
 
 def test_calls_are_replayed_whatever_their_shape(layer):
@@ -122,12 +71,6 @@ def test_a_later_capture_serves_what_lies_below_it(layer):
     assert served(layer)[0] is kept
     for tokens in (0, 1, 2, 3, 4, 5, 6):
         assert replayed(layer, rows(tokens, seed=tokens)), tokens
-
-
-def served(layer: MoELayer) -> list:
-    ((_, calls),) = layer.captured._calls.items()
-    assert calls.sizes == [call.inputs.most for call in calls.calls]
-    return calls.calls
 
 
 class Ranked(nn.Module):
@@ -370,140 +313,3 @@ def test_what_cuda_is_told(monkeypatch):
     cuda.current, cuda.capturing = "other", False
     assert not recorder.here
     assert GRAPHS.why_not(torch.device("cuda", 3)) is None
-
-
-# --- what ends it -----------------------------------------------------------------------------------------------------
-
-
-def other_parameter(layer: MoELayer) -> None:
-    layer.router.weight = nn.Parameter(torch.randn_like(layer.router.weight))
-
-
-def other_data(layer: MoELayer) -> None:
-    layer.expert_weights.w13.data = torch.randn_like(layer.expert_weights.w13)
-
-
-def other_router(layer: MoELayer) -> None:
-    layer.router = type(layer.router)(CONFIG)
-
-
-def assigned(layer: MoELayer) -> None:
-    tensors = {name: torch.randn_like(tensor) for name, tensor in layer.shared_experts.state_dict().items()}
-    layer.shared_experts.load_state_dict(tensors, assign=True)
-
-
-def retuned(layer: MoELayer) -> None:
-    layer.tune([4])
-
-
-@pytest.mark.parametrize("change", [other_parameter, other_data, other_router, assigned, retuned])
-def test_what_takes_the_place_of_what_was_captured(change, layer):
-    layer.capture([4])
-    assert replayed(layer, rows(4))
-    change(layer)
-    assert not replayed(layer, rows(4))
-    layer.capture([4])
-    assert replayed(layer, rows(4, seed=1))
-
-
-def test_a_new_capture_forgets_what_is_gone(layer):
-    layer.capture([4])
-    other_data(layer)
-    layer.capture([2])
-    assert not replayed(layer, rows(4))
-    assert replayed(layer, rows(2))
-    assert len(layer.captured) == 1
-
-
-def test_another_dtype(layer):
-    layer.capture([4])
-    layer.to(torch.bfloat16)
-    with torch.no_grad():
-        assert layer(rows(4).bfloat16()).dtype == torch.bfloat16
-        with pytest.raises(InputError, match="x must be bfloat16 as the layer is"):
-            layer(rows(4))
-    assert not Again.replays
-
-
-def test_what_changes_in_place_is_seen(layer):
-    layer.capture([4])
-    for seed in range(2):
-        fill(layer, lambda config, expert, seed: {"w13": torch.randn(32, 16), "w2": torch.randn(16, 16)}, seed)
-        assert replayed(layer, rows(4, seed=seed))
-
-
-def test_the_context_tunes_all_its_layers(layer):
-    twin = MoELayer(CONFIG, layer.context)
-    for each in (layer, twin):
-        each.capture([4])
-    layer.context.tune([4])
-    assert not len(layer.captured)
-    assert not len(twin.captured), "of the same shape, and so not measured"
-
-
-def test_the_context_captures_all_its_layers(layer):
-    twin = MoELayer(CONFIG, layer.context)
-    layer.context.capture([4])
-    layer.context.capture_routed([2, 1])
-    for each in (layer, twin):
-        assert len(each.captured) == 3
-        assert replayed(each, rows(3))
-        assert replayed(each, rows(2), integer_routing(2, CONFIG, 0))
-        assert not replayed(each, rows(3), integer_routing(3, CONFIG, 0))
-
-
-def test_after_the_context(layer):
-    layer.capture([4])
-    layer.context.destroy()
-    assert not len(layer.captured)
-    assert not layer.context.recorders
-    with torch.no_grad(), pytest.raises(RuntimeError, match="this EPContext was destroyed"):
-        layer(rows(4))
-
-
-# --- load, steps, and the host ----------------------------------------------------------------------------------------
-
-
-def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
-    layer.capture_routed([4])
-    layer.capture([4])  # with picks of the layer's own
-    assert not any(layer.stats().expert_load)
-    one = Routing(LogicalIds(torch.tensor([[0, 1, -1]] * 4)), torch.ones(4, 3))
-    with torch.no_grad():
-        layer.forward_routed(rows(4), one)
-        assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
-        with layer.no_stats():
-            layer.forward_routed(rows(4), one)
-    assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
-    assert Again.replays == 2
-
-
-def python_calls(call) -> int:
-    made = 0
-
-    def seen(frame, event, argument) -> None:
-        nonlocal made
-        made += event == "call"
-
-    sys.setprofile(seen)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return made
-
-
-def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
-    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 24 are
-    within the 60 us that an eager call may cost."""
-    routing = integer_routing(4, CONFIG, 0)
-    x = rows(4)
-    with torch.no_grad():
-        layer.forward_routed(x, routing)
-        uncaptured = python_calls(lambda: layer.forward_routed(x, routing))
-        monkeypatch.setattr(Again, "record", lambda self, call: (lambda: None, call()))
-        layer.capture_routed([4])
-        layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
-        replayed = python_calls(lambda: layer.forward_routed(x, routing))
-    assert replayed <= 24, replayed
-    assert uncaptured > 4 * replayed, uncaptured

@@ -7,100 +7,26 @@ import time
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, ExpertMap, PeerTimeout, RebalanceError
+from ep_moe import EPLBConfig, ExpertBalancer, ExpertMap, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
 from ep_moe.eplb.migrate import Migration, Mover
-from ep_moe.eplb.pact import Facts, Pact, State, Trouble
-from ep_moe.eplb.schedule import moves
+from ep_moe.eplb.pact import State
 from ep_moe.eplb.store import SlotStore
 from ep_moe.testing import distributed
 from tests.distributed.cases import check_call, everywhere, same_error
-from tests.distributed.eplb_cases import (
-    ROW,
-    all_alike,
-    assert_slots,
-    context_of,
-    drive,
-    make_layers,
-    on_request,
-    random_map,
+from tests.distributed.eplb_cases import ROW, assert_slots, context_of, drive, make_layers, on_request
+from tests.distributed.eplb_faults import (
+    DEADLINE_S,
+    LOST,
+    busy_map,
+    goes_on,
+    is_off,
+    new_map,
+    raises_everywhere,
+    step_until,
 )
-from tests.helpers import fill
-
-LOST = 1
-DEADLINE_S = 2.0
-
-
-def new_map(layer, seed=1):
-    placed = layer.placement.expert_map
-    return random_map(placed.num_ranks, placed.cap, seed)
-
-
-def busy_map(layer):
-    """A map to which every rank has something to send, to receive and to copy."""
-    old = layer.placement.expert_map
-    for seed in range(1000):
-        found = moves(old, new_map(layer, seed))
-        ends = [{t.source for t in found.transfers}, {t.target for t in found.transfers}]
-        if all(found.local) and all(len(ranks) == old.num_ranks for ranks in ends):
-            return new_map(layer, seed)
-    raise AssertionError("none")
-
-
-def step_until(balancer, condition, layers=(), context=None, most=200):
-    """On all ranks, until it holds on all of them."""
-    for _ in range(most):
-        if all(everywhere(bool(condition()))):
-            return
-        for layer in layers:
-            check_call(layer, context, tokens=3)
-        balancer.step()
-    raise AssertionError(f"still in {balancer.state.name}")
-
-
-def raises_everywhere(kind, balancer, layers, context):
-    """Forwards, all of them right, and steps, until the same error is raised by the same step on all ranks."""
-    for _ in range(3000):
-        for layer in layers:
-            check_call(layer, context, tokens=3)
-        try:
-            balancer.step()
-            mine = ("", "")
-        except kind as error:
-            mine = (type(error).__name__, str(error))
-        found = everywhere(mine)
-        if any(found):
-            assert len(set(found)) == 1, found
-            if mine[0]:
-                return mine[1]
-    raise AssertionError("no error")
-
-
-def goes_on(balancer, layers, context):
-    """After a rollback: what was, is; and the next rebalance works."""
-    assert balancer.state is State.IDLE
-    for layer in layers:
-        assert_slots(layer)
-        check_call(layer, context)
-    maps = [new_map(layer, 33) for layer in layers]
-    balancer.move_to(maps)
-    drive(balancer, layers, context)
-    assert [layer.placement.expert_map for layer in layers] == maps
-    for layer in layers:
-        assert_slots(layer)
-
-
-def is_off(balancer, layers, kind=PeerTimeout):
-    assert balancer.state is State.OFF
-    for _ in range(2):
-        with pytest.raises(kind, match="the balancer is off"):
-            balancer.step()
-    for layer in layers:
-        assert_slots(layer)
-
 
 # --- a rank is lost --------------------------------------------------------------------------------------------------
 
@@ -309,156 +235,3 @@ def test_maps_of_a_user_that_differ_or_do_not_fit(world_size):
         same_error(balancer_module.InputError, lambda: balancer.move_to(good))
         balancer.close()
         assert [layer.placement.expert_map for layer in layers] == good, "close brings it to its end"
-
-
-# --- the ranks do not do alike ---------------------------------------------------------------------------------------
-
-
-@distributed(2, 4)
-def test_a_rank_that_skips_a_step_is_found_before_anything_is_put_in_force(world_size):
-    """Its commits would come between other forwards than everybody else's."""
-    with context_of(10.0) as context:
-        layers = make_layers(context)
-        before = layers[0].placement.expert_map
-        config = on_request(bytes_per_step=ROW, deadline_s=DEADLINE_S)
-        balancer = ExpertBalancer(layers, context, config)
-        balancer.move_to([new_map(layers[0])])
-        found = ""
-        for number in range(6):
-            check_call(layers[0], context, tokens=3)
-            if dist.get_rank() == LOST and number == 1:
-                continue
-            try:
-                balancer.step()
-            except RebalanceError as error:
-                found = found or str(error)
-        assert "the ranks are not in step: forward is" in found
-        assert "call ExpertBalancer.step() after every forward, on all ranks alike" in found
-        assert layers[0].placement.expert_map == before
-        is_off(balancer, layers, RebalanceError)
-
-
-@distributed(2)
-def test_a_step_that_is_skipped_just_before_a_commit(world_size):
-    """Too late to be found in time: that rank is told that outputs may be wrong, and has the others' map."""
-    with context_of(10.0) as context:
-        layers = make_layers(context)
-        balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
-        balancer.move_to([new_map(layers[0])])
-        step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
-        x = torch.zeros(3, 16, device=context.device)
-        if dist.get_rank() != LOST:
-            balancer.step()
-        layers[0](x)
-        if dist.get_rank() == LOST:
-            with pytest.raises(RebalanceError, match="outputs since then may be wrong"):
-                balancer.step()
-        else:
-            balancer.step()
-        assert layers[0].placement.expert_map == new_map(layers[0])
-        assert_slots(layers[0])
-        check_call(layers[0], context)
-
-
-@distributed(2, 4)
-@pytest.mark.parametrize("first", ["that rank", "the others"])
-def test_weights_that_one_rank_alone_writes(first, world_size):
-    """After it has told the others that it is ready: nothing but the store can tell what they have done."""
-    with context_of(10.0) as context:
-        layers = make_layers(context)
-        before, rank = layers[0].placement.expert_map, dist.get_rank()
-        balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
-        balancer.move_to([new_map(layers[0])])
-        step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
-        if rank == LOST:
-            layers[0].expert_weights.updates += 1
-        if (rank == LOST) == (first == "the others"):
-            time.sleep(1)
-        if rank == LOST and first == "that rank":
-            balancer.step()  # it begins anew, and finds out that it is alone
-        if rank != LOST and first == "the others":
-            balancer.step()
-            assert balancer.state is State.IDLE
-        else:
-            with pytest.raises((RebalanceError, PeerTimeout), match="the balancer is off"):
-                balancer.settle()
-        now = all_alike(layers[0].placement.expert_map.to_json())
-        assert now == (before if first == "that rank" else new_map(layers[0])).to_json()
-        assert_slots(layers[0])
-        check_call(layers[0], context)
-
-
-@distributed(2, 4)
-@pytest.mark.parametrize("first", ["the one that lost the others", "the others"])
-def test_ranks_that_hear_different_things_do_the_same(first, world_size):
-    """Rank 1 does not get the answer by which all others put a layer in force. Whoever speaks first in the store, all
-    have the same map after it."""
-    with context_of(10.0) as context:
-        layers = make_layers(context)
-        before, after = layers[0].placement.expert_map, new_map(layers[0])
-        balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
-        balancer.move_to([after])
-        # then all have told that they are ready, and will hear it at the next step
-        step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
-        rank, hear = dist.get_rank(), Pact.hear
-
-        def deaf(pact):
-            found = hear(pact)
-            if (rank == LOST) == (first == "the others"):
-                time.sleep(1)
-            if rank == LOST:
-                raise PeerTimeout("planted: connection lost")
-            return found
-
-        with mock.patch.object(Pact, "hear", deaf):
-            if first == "the others" and rank != LOST:
-                balancer.step()
-                assert balancer.state is State.IDLE
-                balancer._pact.tell(Facts(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
-                with pytest.raises(PeerTimeout, match="lost its peers in eplb agree"):
-                    hear(balancer._pact)  # nobody answers who has lost the others
-            else:
-                with pytest.raises((PeerTimeout, RebalanceError), match="the balancer is off"):
-                    balancer.step()
-                assert balancer.state is State.OFF
-        now = all_alike(layers[0].placement.expert_map.to_json())
-        assert now == (after if first == "the others" else before).to_json()
-        assert_slots(layers[0])
-        check_call(layers[0], context)
-
-
-@distributed(2)
-def test_another_map_on_the_way(world_size):
-    """Somebody puts a map of his own in force while experts move: theirs stays."""
-    with context_of() as context:
-        layers = make_layers(context)
-        balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=ROW))
-        balancer.move_to([new_map(layers[0])])
-        step_until(balancer, lambda: balancer.state is State.MOVING)
-        mine = random_map(2, 8, 77)
-        layers[0].placement.update(mine)
-        layers[0].expert_weights.expert_map = mine
-        for expert_layer in layers:
-            updates = expert_layer.expert_weights.updates
-            fill(expert_layer)
-            expert_layer.expert_weights.updates = updates
-        sentence = raises_everywhere(RebalanceError, balancer, layers, context)
-        assert "another map was put in force while its experts were moved" in sentence
-        assert layers[0].placement.expert_map == mine
-        goes_on(balancer, layers, context)
-        balancer.close()
-
-
-@distributed(2)
-def test_a_context_that_is_through_ends_the_balancer_too(world_size):
-    """What the layers' watch has found is raised by the next exchange, and the old map stays."""
-    with context_of(10.0) as context:
-        layers = make_layers(context)
-        balancer = ExpertBalancer(layers, context, on_request(deadline_s=DEADLINE_S))
-        balancer.move_to([new_map(layers[0])])
-        context.ledger.refuse("planted: this context is at its end")
-        with pytest.raises(balancer_module.InputError, match="planted: this context is at its end"):
-            balancer.settle()
-        is_off(balancer, layers, balancer_module.InputError)
-        with pytest.raises(ConfigError):
-            ExpertBalancer(layers, context, on_request(nodes=3))

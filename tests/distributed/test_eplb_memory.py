@@ -14,7 +14,7 @@ from ep_moe.eplb.staging import Staging
 from ep_moe.testing import distributed
 from tests.distributed.cases import same_error
 from tests.distributed.eplb_cases import CONFIG, ROW, assert_slots, context_of, make_layers, on_request, random_map
-from tests.distributed.test_eplb_faults import LOST, goes_on, new_map, raises_everywhere
+from tests.distributed.eplb_faults import LOST, goes_on, new_map, raises_everywhere
 
 
 @distributed(2)
