@@ -59,6 +59,7 @@ class RoutingConfig:
     float32_logits: bool = False
 
     def __post_init__(self) -> None:
+        _check_kind(self, "method", RoutingMethod)
         _check_positive(self, "scaling_factor")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(
@@ -102,6 +103,8 @@ class MoEConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
 
     def __post_init__(self) -> None:
+        _check_kind(self, "activation", Activation)
+        _check_kind(self, "routing", RoutingConfig)
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             _check_count(self, name, at_least=1)
         _check_count(self, "shared_intermediate_size", at_least=0)
@@ -215,6 +218,9 @@ class ParallelConfig:
     etp: int = 1
     tokens: Tokens = Tokens.REPLICATED
 
+    def __post_init__(self) -> None:
+        _check_kind(self, "tokens", Tokens)
+
     @classmethod
     def expert_parallel(cls, *, dp: int, tp: int = 1, pp: int = 1) -> ParallelConfig:
         """Whole experts spread over every rank of the stage: ep = dp * tp, etp = 1."""
@@ -269,6 +275,13 @@ def _check_count(config: Any, name: str, *, at_least: int) -> None:
     value = getattr(config, name)
     if type(value) is not int or value < at_least:
         raise ConfigError(f"{type(config).__name__}.{name} must be an integer of at least {at_least}, got {value!r}")
+
+
+def _check_kind(config: Any, name: str, kind: type) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, kind):
+        known = f"one of {', '.join(map(str, kind))}" if issubclass(kind, enum.Enum) else f"a {kind.__name__}"
+        raise ConfigError(f"{type(config).__name__}.{name} must be {known}, got {value!r}")
 
 
 def _check_positive(config: Any, name: str) -> None:

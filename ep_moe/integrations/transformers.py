@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ep_moe import select
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
@@ -28,7 +28,7 @@ from ep_moe.tuned import Tuned
 from ep_moe.types import Activation
 from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, load_layers, read_experts
 from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import find_format
+from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
 from ep_moe.weights.schemes import PLAIN
 
 
@@ -152,13 +152,15 @@ def expert_parallel(
     """Replace the MoE blocks of a model, in place, and return it. Made by all ranks alike.
 
     A model in memory gives its weights (all ranks must hold the same ones), block by block; one on the meta device
-    stays there, for `load_pretrained` or your own loading. Arguments from expert_map on are `MoELayer`'s.
+    stays there, for `load_pretrained` or your own loading. What is frozen stays so. Arguments from expert_map on are
+    `MoELayer`'s. `save_pretrained` is refused from then on: each rank's `state_dict()` has its own experts.
     """
     config, family = _family_of(model.config)
     moe_config = family.config(config)
     names = names_of(config.model_type)
     for name, block in _blocks(model, family):
-        first = next(block.parameters())
+        parameters = list(block.parameters())
+        first = next((one for one in parameters if one.dtype in NUMBERS), parameters[0])
         on_meta = first.device.type == "meta"
         shared = None if family.shared is None else getattr(block, family.shared)
         moe = MoELayer(
@@ -179,11 +181,24 @@ def expert_parallel(
             source = ModuleSource(block, name)
             found = find_format(source, name, names.experts)
             assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
+            wrong = wrong_tensors(source, name, found.shapes(moe_config), found.codes)
+            if wrong is not None:
+                raise ConfigError(f"{wrong}; a model that is quantised is loaded with load_pretrained")
             read_experts(moe, source, name, found)
             _copy_router(moe, source, name, names.router)
+        if not any(one.requires_grad for one in parameters):
+            moe.requires_grad_(False)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, ExpertParallelBlock(moe, family.returns))
+    setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
     return model
+
+
+def _no_save(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "save_pretrained would write this rank's experts alone, under names of no family; save state_dict() on every "
+        "rank, each to a file of its own, and give it to load_state_dict on the same layout"
+    )
 
 
 def load_pretrained(
@@ -201,7 +216,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
-    Each rank reads its own experts and the whole of everything else. dtype: default the checkpoint's.
+    Each rank reads its own experts and the whole of everything else. dtype: default that of config.json, float32 where
+    it has none.
     quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
     Raises CheckpointError or ConfigError on all ranks.
     """
@@ -225,6 +241,8 @@ def load_pretrained(
     }
     source = load_layers(layers, path, config.model_type, progress=progress)
     _load_rest(model, source, tuple(f"{name}." for name in blocks), context)
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()
 
 
@@ -233,7 +251,10 @@ def read_config(path: str | Path) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json; give the folder of a Hugging Face checkpoint")
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+        text = whole.get_text_config()
+        text.dtype = text.dtype or whole.dtype
+        return text
     except Exception as error:
         raise CheckpointError(f"{path}/config.json is nothing that transformers can read: {error}") from error
 
@@ -303,6 +324,11 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                     found = list(source.shape(name)) if source.has(name) else "nothing"
                     raise CheckpointError(
                         f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}"
+                    )
+                if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
+                    raise CheckpointError(
+                        f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
+                        f"and fp8 with {name}_scale_inv can be read"
                     )
                 tensor.copy_(source.read(name))
     except CheckpointError as error:

@@ -12,22 +12,34 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ep_moe.errors import CheckpointError
+from ep_moe.errors import CheckpointError, InputError
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
+from ep_moe.weights.checkpoint_checks import checked, not_calibrated
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks
 from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import CheckpointNames, names_of
-from ep_moe.weights.formats import ExpertFormat, Source, find_format, wrong_shapes
+from ep_moe.weights.formats import ExpertFormat, Source
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
-from ep_moe.weights.schemes import Scheme
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # checkpoints of multimodal models keep the text model one level deeper
 _WRAPPERS = ("language_model.",)
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.uint8,  # as `raw` gives it
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 class CheckpointSource:
@@ -96,6 +108,10 @@ class CheckpointSource:
             return shape[0], 2 * shape[1]
         return shape
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        stored = str(self._slice(name).get_dtype())
+        return torch.float32 if stored == "F8_E4M3" or self._is_nvfp4(name) else _DTYPES.get(stored)
+
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
@@ -154,23 +170,26 @@ class CheckpointSource:
         return bool(self._slice(name).get_dtype() == "F8_E4M3") and self.has(_scale_of(name))
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`, as it is stored."""
+        """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""
         part: Tensor = self._slice(name)[index if index else ...]
         self.bytes_read += part.numel() * part.itemsize
-        return part
+        return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
 
 
 class ModuleSource:
     """A module in memory, read as a checkpoint is: names are those of its state dict behind `prefix`."""
 
     def __init__(self, module: nn.Module, prefix: str) -> None:
-        self._tensors = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
+        self._tensors: dict[str, Tensor] = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
 
     def has(self, name: str) -> bool:
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._tensors[name].dtype
 
     def read(self, name: str, *index: int | slice) -> Tensor:
         tensor: Tensor = self._tensors[name]
@@ -180,7 +199,7 @@ class ModuleSource:
         return self.read(name, *index)
 
     def is_fp8_blocks(self, name: str) -> bool:
-        return self._tensors[name].dtype == torch.float8_e4m3fn and self.has(_scale_of(name))
+        return False  # `expert_parallel` takes numbers alone
 
 
 def _scale_of(name: str) -> str:
@@ -198,27 +217,34 @@ def load_layers(
 ) -> CheckpointSource:
     """Fill layers (number in the checkpoint -> layer) from a checkpoint: experts, router, shared expert.
 
-    Every rank checks names and shapes of all experts first (headers only), all ranks agree, then each reads its own
-    experts. Raises CheckpointError on all ranks. progress: a bar on rank 0. Returns the source, for its `bytes_read`.
+    Every rank checks names, shapes and dtypes of all experts first (headers only), all ranks agree, then each reads its
+    own experts. Raises CheckpointError on all ranks. progress: a bar on rank 0. Returns the source, for its
+    `bytes_read`.
     """
     names = names_of(family)
+    if not layers:
+        raise InputError("layers must have at least one layer, got none")
     agreement = next(iter(layers.values())).context.agreement
     problem: Exception | None = None
     plan: list[tuple[MoELayer, str, ExpertFormat]] = []
     source: CheckpointSource | None = None
     try:
         source = CheckpointSource(path)
-        plan = [(layer, *_checked(source, names, number, layer)) for number, layer in layers.items()]
+        plan = [(layer, *checked(source, names, number, layer)) for number, layer in layers.items()]
     except CheckpointError as error:
-        problem = error
+        problem = error if source is None else CheckpointError(f"{source.folder}: {error}")
     agreement.healthy("checkpoint", problem)
     assert source is not None
     rank = plan[0][0].context.layout.rank
     total = sum(_slots(layer) for layer, _, _ in plan)
-    with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and rank == 0 else True) as bar:
-        for layer, block, found in plan:
-            read_experts(layer, source, block, found, bar)
-            _read_rest(layer, source, block, names)
+    try:
+        with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and rank == 0 else True) as bar:
+            for layer, block, found in plan:
+                read_experts(layer, source, block, found, bar)
+                _read_rest(layer, source, block, names)
+    except Exception as error:  # a file that ends early: the others must not go on without this rank
+        problem = error
+    agreement.healthy("checkpoint", problem)
     return source
 
 
@@ -226,49 +252,12 @@ def _slots(layer: MoELayer) -> int:
     return sum(expert != EMPTY for expert in layer.expert_weights.local_experts)
 
 
-def _checked(
-    source: CheckpointSource, names: CheckpointNames, number: int, layer: MoELayer
-) -> tuple[str, ExpertFormat]:
-    block = names.block.format(layer=number)
-    found = find_format(source, block, names.experts)
-    if found is None:
-        markers = " or ".join(known.marker() for known in names.experts)
-        raise CheckpointError(
-            f"{source.folder}: {block} has no experts, {markers} is missing; is it another family's checkpoint?"
-        )
-    wrong = wrong_shapes(source, block, found.shapes(layer.config))
-    if wrong is None and isinstance(layer.router, Router):
-        shapes = {names.router[key]: tuple(t.shape) for key, t in layer.router.state_dict().items()}
-        wrong = wrong_shapes(source, block, shapes)
-    if wrong is None and layer.shared_experts is not None and names.shared is not None:
-        shapes = {f"{names.shared}.{key}": tuple(t.shape) for key, t in layer.shared_experts.state_dict().items()}
-        wrong = wrong_shapes(source, block, shapes)
-    scheme = layer.expert_weights.scheme
-    if wrong is None and found.holds(source, block, scheme.name):
-        wrong = wrong_shapes(source, block, found.stored_shapes(layer.config))
-        if wrong is not None:  # ModelOpt leaves out what its calibration never reached
-            wrong += f"; quantization {scheme.name} needs it: calibrate with more data, or choose another quantization"
-    elif wrong is None and scheme.activations.calibrated:
-        wrong = _not_calibrated(scheme)
-    if wrong is not None:
-        raise CheckpointError(f"{source.folder}: {wrong}")
-    return block, found
-
-
-def _not_calibrated(scheme: Scheme) -> str:
-    other = "fp8_dynamic" if scheme.name == "fp8_static" else "mxfp8"
-    return (
-        f"quantization {scheme.name} needs calibrated input scales, which are not there; "
-        f"write them with update_expert, or choose {other}"
-    )
-
-
 @torch.no_grad()
 def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
     """Copy this rank's experts, cut over etp, into their slots. An expert is read once, whatever its replicas."""
     weights, config = layer.expert_weights, layer.config
     if weights.scheme.activations.calibrated and not found.holds(source, block, weights.scheme.name):
-        raise CheckpointError(f"{block}: {_not_calibrated(weights.scheme)}")
+        raise CheckpointError(f"{block}: {not_calibrated(weights.scheme)}")
     weights.updates += 1
     inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
     by_expert: dict[int, list[int]] = {}

@@ -181,6 +181,10 @@ class ExpertWeights(nn.Module):
         return self.expert_map.local(self.ep_rank)[: self.num_slots]
 
     @property
+    def is_meta(self) -> bool:
+        return self.get_parameter("w13").is_meta
+
+    @property
     def adds_output_bias(self) -> bool:
         """Outputs are summed over etp: one rank of it adds w2_bias."""
         return self.etp.rank == 0
@@ -204,6 +208,8 @@ class ExpertWeights(nn.Module):
 
         Local: call it on all ranks with the same tensors. Returns the number of slots written on this rank.
         """
+        if self.is_meta:
+            raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
         if not 0 <= logical_id < self.config.num_experts:
             raise InputError(f"logical_id must be in [0, {self.config.num_experts}), got {logical_id}")
         self._check_expert(logical_id, tensors)
@@ -237,7 +243,13 @@ class ExpertWeights(nn.Module):
             if tuple(tensor.shape) != shape:
                 raise InputError(f"expert {logical_id}: {name} must be {list(shape)}, got {list(tensor.shape)}")
             # numbers may be rounded to the layer's dtype; codes and their scales mean nothing in another
-            if not self.scheme.plain and not name.endswith("_bias") and tensor.dtype != dtype:
+            if self.scheme.plain or name.endswith("_bias"):
+                if not tensor.is_floating_point() or tensor.itemsize == 1:
+                    raise InputError(
+                        f"expert {logical_id}: {name} must be numbers that are rounded to {dtype_name(dtype)}, got "
+                        f"{dtype_name(tensor.dtype)}; multiply codes by their scales first"
+                    )
+            elif tensor.dtype != dtype:
                 raise InputError(
                     f"expert {logical_id}: {name} must be {dtype_name(dtype)} under quantization={self.scheme.name}, "
                     f"got {dtype_name(tensor.dtype)}; quantize it with ep_moe.weights.schemes first"
@@ -276,7 +288,7 @@ class ExpertWeights(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self.get_parameter("w13").is_meta:
+        if self.is_meta:
             error_msgs.append(
                 f"{prefix.rstrip('.')} is on the meta device; call to_empty(device=...) before load_state_dict"
             )

@@ -10,17 +10,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
+from ep_moe.types import dtype_name
 from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP
 from ep_moe.weights.microscale import MX_BLOCK, dequantize_int4, dequantize_mxfp4
 
 Inner = tuple[int, int]
+Codes = Mapping[str, torch.dtype]  # by how a name ends
 ALL = slice(None)
+NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NONE: Codes = MappingProxyType({})
 
 
 class Source(Protocol):
@@ -29,6 +34,9 @@ class Source(Protocol):
     def has(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Of what `read` gives; None for one that torch has no name for."""
 
     def read(self, name: str, *index: int | slice) -> Tensor:
         """The part at `index` (all of it without one), dequantised where the source stores block scales."""
@@ -41,7 +49,16 @@ class Source(Protocol):
 
 
 class ExpertFormat(ABC):
-    """One way to store a block's experts. Names are relative to the block, without a leading dot."""
+    """One way to store a block's experts. Names are relative to the block, without a leading dot.
+
+    codes, stored_codes: the dtypes of those tensors of `shapes` and `stored_shapes` that are no numbers, or must not be
+        rounded; bias: the experts have biases; remedy: where `stored_shapes` are not there
+    """
+
+    codes: ClassVar[Codes] = _NONE
+    stored_codes: ClassVar[Codes] = _NONE
+    bias: bool = False
+    remedy: ClassVar[str] = "choose another quantization"
 
     @abstractmethod
     def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -58,6 +75,10 @@ class ExpertFormat(ABC):
     def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
         """What `read_stored` needs besides `shapes`."""
         return {}
+
+    def unread(self, config: MoEConfig) -> list[str]:
+        """Tensors that would change what the others mean, and are not read."""
+        return []
 
     def holds(self, source: Source, block: str, scheme: str) -> bool:
         """Whether the checkpoint's bytes are those of a quantisation scheme, so that `read_stored` can take them."""
@@ -97,6 +118,12 @@ class PerExpert(ExpertFormat):
         w13 = torch.cat([part(self.gate, span, ALL), part(self.up, span, ALL)])
         return {"w13": w13, "w2": part(self.down, ALL, span)}
 
+    def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{name}_scale_inv": (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+            for name, (rows, columns) in self.shapes(config).items()
+        }
+
     def holds(self, source: Source, block: str, scheme: str) -> bool:
         return scheme == "fp8_block" and source.is_fp8_blocks(f"{block}.{self.marker()}")
 
@@ -121,6 +148,15 @@ class PackedInt4(ExpertFormat):
     gate: str
     up: str
     down: str
+    codes: ClassVar[Codes] = MappingProxyType({"_packed": torch.int32})
+    stored_codes: ClassVar[Codes] = MappingProxyType({"_scale": torch.bfloat16})
+
+    def unread(self, config: MoEConfig) -> list[str]:
+        ends, names = ("_zero_point", "_g_idx"), (self.gate, self.up, self.down)
+        return [f"{name.format(e=e)}{end}" for e in range(config.num_experts) for name in names for end in ends]
+
+    def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in self.shapes(config).items() if name.endswith("_scale")}
 
     def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
         inner, hidden = config.intermediate_size, config.hidden_size
@@ -234,6 +270,8 @@ class FusedMxfp4(ExpertFormat):
 
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
+    bias: bool = True
+    codes: ClassVar[Codes] = MappingProxyType({"_blocks": torch.uint8, "_scales": torch.uint8})
 
     def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
         experts, rows, inner, hidden = config.num_experts, config.w13_rows, config.intermediate_size, config.hidden_size
@@ -303,12 +341,20 @@ def find_format(source: Source, block: str, formats: tuple[ExpertFormat, ...]) -
     return next((known for known in formats if source.has(f"{block}.{known.marker()}")), None)
 
 
-def wrong_shapes(source: Source, block: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """None, or the first missing or misshapen tensor by name. A scalar may have the shape [1]."""
+def wrong_tensors(
+    source: Source, block: str, expected: Mapping[str, tuple[int, ...]], codes: Codes = _NONE
+) -> str | None:
+    """None, or by name the first tensor that is missing, has another shape, or is neither numbers nor of its code's
+    dtype. A scalar may have the shape [1]."""
     for name, shape in expected.items():
         full = f"{block}.{name}"
         if not source.has(full):
             return f"{full} is missing; expected shape {list(shape)}"
         if source.shape(full) != shape and (shape or source.shape(full) != (1,)):
             return f"{full} must have shape {list(shape)}, got {list(source.shape(full))}"
+        code = next((dtype for end, dtype in codes.items() if name.endswith(end)), None)
+        allowed, dtype = NUMBERS if code is None else (code,), source.dtype(full)
+        if dtype not in allowed:
+            got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
+            return f"{full} must be {' or '.join(map(dtype_name, allowed))}, got {got}"
     return None

@@ -7,6 +7,7 @@ float32 scalars `weight_scale_2` and `input_scale` (decode factors: amax / (448 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4, quantize_nv
 @dataclass(frozen=True)
 class ModelOptNvfp4(PerExpert):
     """Names as in `PerExpert`; `gate`, `up` and `down` end in "weight". The source gives its numbers."""
+
+    # ModelOpt leaves out what its calibration never reached
+    remedy: ClassVar[str] = "calibrate with more data, or choose another quantization"
 
     def marker(self) -> str:
         return f"{super().marker()}_scale_2"

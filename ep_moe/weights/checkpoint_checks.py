@@ -1,0 +1,97 @@
+"""Whether a checkpoint is what a layer asks for, seen from its headers alone."""
+
+from __future__ import annotations
+
+import warnings
+
+from ep_moe.errors import CheckpointError
+from ep_moe.experts.shared import SharedExperts
+from ep_moe.layer import MoELayer
+from ep_moe.router import Router
+from ep_moe.weights.families import CheckpointNames
+from ep_moe.weights.formats import ExpertFormat, Source, find_format, wrong_tensors
+from ep_moe.weights.schemes import Scheme
+
+_ASKED_BY = {"bias": "bias", "e_score_correction_bias": "correction_bias"}  # a Router's tensor -> RoutingConfig's field
+
+
+def checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer) -> tuple[str, ExpertFormat]:
+    """The block's prefix and the form of its experts. Raises CheckpointError."""
+    block = names.block.format(layer=number)
+    found = find_format(source, block, names.experts)
+    if found is None:
+        markers = " or ".join(known.marker() for known in names.experts)
+        raise CheckpointError(f"{block} has no experts, {markers} is missing; is it another family's checkpoint?")
+    wrong = (
+        _wrong_layer(layer, found, block)
+        or _wrong_router(source, names, block, layer)
+        or _wrong_shared(source, names, block, layer)
+        or wrong_tensors(source, block, found.shapes(layer.config), found.codes)
+        or _spoilt(source, block, found, layer)
+        or _wrong_scheme(source, block, found, layer)
+    )
+    if wrong is not None:
+        raise CheckpointError(wrong)
+    return block, found
+
+
+def not_calibrated(scheme: Scheme) -> str:
+    other = "fp8_dynamic" if scheme.name == "fp8_static" else "mxfp8"
+    return (
+        f"quantization {scheme.name} needs calibrated input scales, which are not there; "
+        f"write them with update_expert, or choose {other}"
+    )
+
+
+def _wrong_layer(layer: MoELayer, found: ExpertFormat, block: str) -> str | None:
+    config = layer.config
+    if layer.expert_weights.is_meta:
+        return f"{layer.name} is on the meta device; call to_empty(device=...) before load_layers"
+    if not config.activation.gated:
+        return f"{block}'s experts have a gate, and MoEConfig.activation={config.activation.value} has none"
+    if config.expert_bias != found.bias:
+        has = "biases" if found.bias else "no biases"
+        return f"{block}'s experts have {has}, and MoEConfig.expert_bias={config.expert_bias}"
+    return None
+
+
+def _wrong_router(source: Source, names: CheckpointNames, block: str, layer: MoELayer) -> str | None:
+    if not isinstance(layer.router, Router):
+        return None
+    asked = {key: tuple(tensor.shape) for key, tensor in layer.router.state_dict().items()}
+    for key in asked.keys() - names.router.keys():
+        return f"{block}'s router has no {key} in this family, and RoutingConfig.{_ASKED_BY[key]}=True asks for it"
+    for key in names.router.keys() - asked.keys():
+        if source.has(full := f"{block}.{names.router[key]}"):
+            return f"{full} is there, and RoutingConfig.{_ASKED_BY[key]}=False leaves it out"
+    return wrong_tensors(source, block, {names.router[key]: shape for key, shape in asked.items()})
+
+
+def _wrong_shared(source: Source, names: CheckpointNames, block: str, layer: MoELayer) -> str | None:
+    shared = layer.shared_experts
+    if names.shared is None:
+        if isinstance(shared, SharedExperts):
+            size = layer.config.shared_intermediate_size
+            return f"{block} has no shared experts in this family, and MoEConfig.shared_intermediate_size={size}"
+        return None
+    if shared is None:
+        if source.has(f"{block}.{names.shared}.gate_proj.weight"):
+            warnings.warn(f"{block}.{names.shared} is not loaded: {layer.name} has no shared experts", stacklevel=4)
+        return None
+    shapes = {f"{names.shared}.{key}": tuple(tensor.shape) for key, tensor in shared.state_dict().items()}
+    return wrong_tensors(source, block, shapes)
+
+
+def _spoilt(source: Source, block: str, found: ExpertFormat, layer: MoELayer) -> str | None:
+    for name in found.unread(layer.config):
+        if source.has(f"{block}.{name}"):
+            return f"{block}.{name} changes what the numbers mean; only symmetric groups, in order, can be read"
+    return None
+
+
+def _wrong_scheme(source: Source, block: str, found: ExpertFormat, layer: MoELayer) -> str | None:
+    scheme = layer.expert_weights.scheme
+    if not found.holds(source, block, scheme.name):
+        return not_calibrated(scheme) if scheme.activations.calibrated else None
+    wrong = wrong_tensors(source, block, found.stored_shapes(layer.config), found.stored_codes)
+    return None if wrong is None else f"{wrong}; quantization {scheme.name} needs it: {found.remedy}"
