@@ -32,6 +32,7 @@ from ep_moe.errors import (
     PeerTimeout,
     RebalanceError,
 )
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.expert_map import ExpertMap
@@ -50,6 +51,7 @@ __all__ = [
     "EPMoEError",
     "ExpertBalancer",
     "ExpertMap",
+    "ExpertsOptions",
     "InputError",
     "MoEConfig",
     "MoELayer",

@@ -93,16 +93,21 @@ class _Places:
     """Where a layer's parts and their tensors are: graphs read there, whatever takes their place."""
 
     def __init__(self, layer: Layer) -> None:
-        self._modules, self._parts = layer._modules, list(layer._modules.values())
-        owners = [tensors for module in layer.modules() for tensors in (module._parameters, module._buffers)]
-        self._tensors = [(owner, name) for owner in owners for name, found in owner.items() if found is not None]
+        modules = list(layer.modules())
+        self._children = [(module._modules, list(module._modules.values())) for module in modules]
+        self._owners: list[Any] = [tensors for module in modules for tensors in (module._parameters, module._buffers)]
+        self._sizes = list(map(len, self._owners))
+        self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
         self._places = self._now()
 
     def kept(self) -> bool:
-        return self._now() == self._places and list(self._modules.values()) == self._parts
+        for children, parts in self._children:
+            if list(children.values()) != parts:
+                return False
+        return self._now() == self._places and list(map(len, self._owners)) == self._sizes
 
     def _now(self) -> list[int]:
-        return [owner[name].data_ptr() for owner, name in self._tensors]  # type: ignore[union-attr]
+        return [owner[name].data_ptr() for owner, name in self._tensors]
 
 
 class CapturedCalls:

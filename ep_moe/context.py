@@ -237,7 +237,9 @@ class EPContext:
         around a capture, or around many steps.
         """
         problem = None
-        if self.max_tokens is None or type(max_tokens) is not int or not 1 <= max_tokens <= self.max_tokens:
+        if self.max_tokens is None:
+            problem = ConfigError("at_most is for a context with max_tokens: EPContext.from_torchrun(max_tokens=...)")
+        elif type(max_tokens) is not int or not 1 <= max_tokens <= self.max_tokens:
             problem = ConfigError(
                 f"at_most: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got {max_tokens!r}"
             )
@@ -371,6 +373,8 @@ def _agreed_layout(
     max_tokens: int | None,
 ) -> RankLayout:
     """This rank's layout, after all ranks stated the same versions and sizes."""
+    if not isinstance(device, torch.device):
+        raise ConfigError(f"device must be a torch.device, got {device!r}; write torch.device({device!r})")
     facts = {
         "ep_moe version": __version__,
         "torch version": torch.__version__,

@@ -180,8 +180,8 @@ def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:
         return
     if most is None or not registry.load("dispatchers", all2all).capabilities.static:
         raise ConfigError(
-            f"pipeline={tokens!r} needs a transport with fixed buffers and EPContext(max_tokens=...), not "
-            f"all2all={all2all!r}"
+            f"pipeline={tokens!r} needs a transport with fixed buffers and EPContext.from_torchrun(max_tokens=...), "
+            f"not all2all={all2all!r}"
         )
     if type(tokens) is not int or not 1 <= tokens <= most:
         raise ConfigError(f"pipeline must be an integer in [1, {most}] (tokens that a rank sends), got {tokens!r}")

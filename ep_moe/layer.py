@@ -86,10 +86,10 @@ class MoELayer(nn.Module):
         super().__init__()
         layout = context.layout
         self.config, self.context = config, context
-        self.wire, self.tuned = wire or PLAIN_WIRE, tuned
+        self.wire, self.tuned = PLAIN_WIRE if wire is None else wire, tuned
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
-        options = options or ExpertsOptions()
+        options = ExpertsOptions() if options is None else options
         asked = Asked(all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned)
         self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
         self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
@@ -130,6 +130,12 @@ class MoELayer(nn.Module):
         self.captured = CapturedCalls(context, config)
         self.repeated = RepeatedCalls(context, config, self.kernels)
         context.register(self)
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            f"{self.name} is neither copied nor pickled: its context's groups and buffers are not; build another "
+            f"MoELayer on the context and give it this one's state_dict()"
+        )
 
     # --- the story ---------------------------------------------------------------------------------------------
 

@@ -47,6 +47,10 @@ def agree(
     """
     nothing = select.Choice("", "", "refused", "")
     picks, problem, keywords = Picks([Pick(None, nothing, None, None)]), None, dict[str, Any]()
+    if (wrong := _wrong_kind(config, asked, expert_map)) is not None:
+        # told of by itself: what is not of its kind has no fields to compare
+        context.agreement.same(f"MoELayer {name}", {"layer": name}, wrong)
+        raise AssertionError("a problem is raised")
     try:
         if expert_map is None:
             expert_map = ExpertMap.linear(config.num_experts, context.layout.ep)
@@ -79,6 +83,7 @@ def agree(
         "expert_map": "" if expert_map is None else expert_map.to_json(),
         "dtype": dtype_name(asked.dtype),
         "quantization": asked.quantization,
+        "router": "the layer's own" if asked.router is None else "given",
         **flat_facts(asked.options, "ExpertsOptions"),
         **flat_facts(asked.wire, "Wire"),
         "pipeline": asked.pipeline,
@@ -92,6 +97,20 @@ def agree(
     return picks, expert_map, keywords
 
 
+def _wrong_kind(config: MoEConfig, asked: Asked, expert_map: ExpertMap | None) -> ConfigError | None:
+    for field, value, kinds, remedy in (
+        ("config", config, (MoEConfig,), "MoEConfig(hidden_size=..., ...)"),
+        ("wire", asked.wire, (Wire,), "Wire(dispatch=...)"),
+        ("options", asked.options, (ExpertsOptions,), "ExpertsOptions(...)"),
+        ("dtype", asked.dtype, (torch.dtype,), "torch.bfloat16 or its like"),
+        ("tuned", asked.tuned, (Tuned, type(None)), "Tuned.load(path)"),
+        ("expert_map", expert_map, (ExpertMap, type(None)), "ExpertMap.load(path) or another of its constructors"),
+    ):
+        if not isinstance(value, kinds):
+            return ConfigError(f"{field} must be a {kinds[0].__name__}, got {value!r}; give {remedy}")
+    return None
+
+
 def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Asked) -> None:
     for name, value, free in (
         ("all2all", asked.all2all, select.AUTO),
@@ -103,7 +122,9 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Ask
                 f"{name}={value!r} beside tuned, which says it per number of tokens; leave out one of them"
             )
     if context.wire_tokens is None:
-        raise ConfigError("tuned picks by the tokens that a rank passes at most; state them: EPContext(max_tokens=...)")
+        raise ConfigError(
+            "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tokens=...)"
+        )
     here = machine_facts(context.device, context.layout.ep, context.layout.etp)
     wrong = tuned.mismatch(here, layer_facts(config, asked.quantization, asked.wire, asked.dtype))
     if wrong is not None:

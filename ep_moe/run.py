@@ -141,7 +141,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
     parallel = ParallelConfig(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp)
     folder = Path(options.model) if options.model else Path(str(DEMO))
     tuned = None if options.tuned is None else Tuned.load(options.tuned)
-    tokens = None if tuned is None else options.batch * options.window
+    tokens = options.batch * options.window  # of a forward: opens the transports with fixed buffers
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s, max_tokens=tokens) as context:
         dtype = _dtype(options.dtype, folder)
         windows = _windows(options, folder)

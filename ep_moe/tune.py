@@ -198,7 +198,9 @@ def _pairs(
     pairs = [(row.all2all, row.experts) for row in table if row.status != "refused" and row.all2all != INSIDE]
     problem = None
     if context.max_tokens is None:
-        problem = ConfigError("tune needs EPContext(max_tokens=...), the largest number of tokens to measure")
+        problem = ConfigError(
+            "tune needs EPContext.from_torchrun(max_tokens=...), the largest number of tokens to measure"
+        )
     elif not pairs:
         problem = ConfigError("tune: no pair of transport and kernel can run; ep-moe explain says why")
     context.agreement.same("ep-moe tune", facts | {"pairs": pairs}, problem)

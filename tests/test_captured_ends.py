@@ -36,11 +36,20 @@ def assigned(layer: MoELayer) -> None:
     layer.shared_experts.load_state_dict(tensors, assign=True)
 
 
+def inner(layer: MoELayer) -> None:
+    """As an adapter that wraps a matrix."""
+    layer.shared_experts.adapter = nn.Identity()
+
+
+def one_more(layer: MoELayer) -> None:
+    layer.shared_experts.register_parameter("more", nn.Parameter(torch.ones(1)))
+
+
 def retuned(layer: MoELayer) -> None:
     layer.tune([4])
 
 
-@pytest.mark.parametrize("change", [other_parameter, other_data, other_router, assigned, retuned])
+@pytest.mark.parametrize("change", [other_parameter, other_data, other_router, assigned, inner, one_more, retuned])
 def test_what_takes_the_place_of_what_was_captured(change, layer):
     layer.capture([4])
     assert replayed(layer, rows(4))

@@ -48,7 +48,7 @@ def reason(kind, *, ep=4, etp=1, dtype=torch.bfloat16, scheme=None, max_tokens=6
         ({"hidden_size": 320}, "hidden_size must be a multiple of"),
         ({"intermediate_size": 192}, "intermediate_size / etp must be a multiple of 128, got 192"),
         ({"intermediate_size": 384, "etp": 2}, "intermediate_size / etp must be a multiple of 128, got 192"),
-        ({"max_tokens": None}, r"it has fixed buffers; say how large by EPContext\(max_tokens=...\)"),
+        ({"max_tokens": None}, r"it has fixed buffers; say how large by EPContext.from_torchrun\(max_tokens=...\)"),
         ({"options": ExpertsOptions(spare_sms=8)}, r"it cannot leave multiprocessors free \(spare_sms=8\)"),
         (
             {"expert_map": ExpertMap.linear(10, 4), "num_experts": 10},

@@ -2,8 +2,12 @@
 
 # ruff: noqa: F811
 
+import copy
+import pickle
+
 import pytest
 import torch
+from torch import nn
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer
 from ep_moe.select import explain
@@ -114,3 +118,13 @@ def test_map_of_another_size_is_refused(context, expert_map, message):
     with pytest.raises(ConfigError) as error:
         MoELayer(shape(), context, expert_map=expert_map)
     assert message in str(error.value)
+
+
+def test_a_layer_is_not_copied(context):
+    """Averaged models and whole-module pickles copy every layer."""
+    layer = MoELayer(shape(), context, name="block")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"block is neither copied nor .* build another MoELayer"):
+            copied(nn.Sequential(layer))
+    other = MoELayer(shape(), context)
+    other.load_state_dict(layer.state_dict())

@@ -256,7 +256,7 @@ def test_nothing_is_named_beside_it(named):
 
 
 def test_a_bound_must_be_stated():
-    with pytest.raises(ConfigError, match=r"state them: EPContext\(max_tokens=...\)"):
+    with pytest.raises(ConfigError, match=r"state them: EPContext.from_torchrun\(max_tokens=...\)"):
         MoELayer(CONFIG, local(None), tuned=tuned())
 
 

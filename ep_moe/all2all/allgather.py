@@ -34,7 +34,8 @@ class AllGatherDispatcher(Dispatcher):
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         tokens, bad = (0, 0) if problem else (x.shape[0], self._out_of_range(routing))
-        rows = self.link.agree([tokens, bad], problem, x.device)
+        gradients = {"x": x, "routing.weights": routing.weights}
+        rows = self.link.agree([tokens, bad], problem, x.device, gradients=gradients)
         self._check_ids([row[1] for row in rows])
         counts = [row[0] for row in rows]
         pending_x = gather_rows(as_bytes(x), counts, self.link)

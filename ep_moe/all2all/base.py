@@ -178,7 +178,7 @@ class Dispatcher(ABC):
                 wanted = f"a multiple of {unit} in {dtype_name(number)}"
                 return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
         if can.static and max_tokens is None:
-            return f"{cls.name} has fixed buffers; say how large by EPContext(max_tokens=...)"
+            return f"{cls.name} has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
         return None
 
     @classmethod
@@ -372,4 +372,5 @@ def _capturable() -> str:
         for name in registry.targets("dispatchers")
         if registry.why_not("dispatchers", name) is None and registry.load("dispatchers", name).capabilities.cuda_graph
     ]
-    return f"of those available here {', '.join(names)} can (with EPContext(max_tokens=...) where buffers are fixed)"
+    where = "with EPContext.from_torchrun(max_tokens=...) where buffers are fixed"
+    return f"of those available here {', '.join(names)} can ({where})"

@@ -51,7 +51,8 @@ class TorchAll2AllDispatcher(Dispatcher):
         ids = routing.ids.long()
         bad = self._out_of_range(routing)
         wanted = self._wanted(ids)
-        rows = self.link.agree([bad, wanted.sum(0)], None, x.device)
+        gradients = {"x": x, "routing.weights": routing.weights}
+        rows = self.link.agree([bad, wanted.sum(0)], None, x.device, gradients=gradients)
         self._check_ids([row[0] for row in rows])
         sent = rows[self.link.rank][1:]
         received = [row[1 + self.link.rank] for row in rows]

@@ -173,7 +173,7 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
         if any(parameter.requires_grad for parameter in weights.parameters()):
             return ConfigError(
                 f"expert weights of layer {layer.name} require gradients, and an optimiser's state does not move with "
-                f"them; call layer.expert_weights.requires_grad_(False)"
+                f"them; call requires_grad_(False) of the model or of layer.expert_weights"
             )
         if weights.device.type == "meta":
             return ConfigError(f"layer {layer.name} is on the meta device; call to_empty(device=...) and load weights")

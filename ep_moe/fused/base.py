@@ -166,7 +166,7 @@ class FusedExperts(ABC):
             if size % unit:
                 return f"{name} must be a multiple of {unit}, got {size}"
         if can.static and max_tokens is None:
-            return "it has fixed buffers; say how large by EPContext(max_tokens=...)"
+            return "it has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
         return None if expert_map is None else cls.map_problem(expert_map)
 
     @classmethod

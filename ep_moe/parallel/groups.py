@@ -59,6 +59,7 @@ class TorchrunEnv:
 def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
     """Create the default process group from torchrun's environment, unless there is one already."""
     if not dist.is_initialized():
+        TorchrunEnv.read()  # says what is missing
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=deadline_s),
@@ -168,6 +169,13 @@ def sizes_from_mesh(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, Process
     known = {"pp", "dp", "tp", "ep", "etp", "replica"}
     if not names or not set(names) <= known:
         raise ConfigError(f"mesh.mesh_dim_names must be among {', '.join(sorted(known))}, got {names}")
+    orders = [tuple(axis for axis in axes if axis in names) for axes in MESH_AXES.values()]
+    ranks = mesh.mesh.flatten().tolist()
+    if tuple(names) not in orders or ranks != list(range(len(ranks))):
+        raise ConfigError(
+            f"a mesh's axes must be {' or '.join(', '.join(axes) for axes in MESH_AXES.values())}, in this order, and "
+            f"its ranks 0, 1, 2, ..., the last axis running fastest, got {', '.join(names)} and ranks {ranks}"
+        )
     sizes = {name: mesh.size(index) for index, name in enumerate(names)}
     groups = {name: mesh.get_group(name) for name in names if name in LINKED and sizes[name] > 1}
     return sizes, groups

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,10 @@ from ep_moe.parallel.ledger import Ledger
 
 # torch 2.13 renamed it; 2.11 has the old name only
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+Gradients = Mapping[str, Tensor]  # what a call is differentiated by, by name
+_NO: Gradients = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,12 @@ class Link:
         self.ledger.check()
         return rows
 
-    def agree(self, values: Sequence[int | Tensor], problem: str | None, device: torch.device) -> list[list[int]]:
+    def agree(
+        self, values: Sequence[int | Tensor], problem: str | None, device: torch.device, *, gradients: Gradients = _NO
+    ) -> list[list[int]]:
         """Exchange one call's facts [R][n], and raise InputError on all ranks when any of them has a `problem` or
-        when they are not in the same layer. This is how a bad argument on one rank ends in one sentence everywhere
+        when they are not in the same layer, or some want gradients and others none: their backward would wait for
+        the others' for ever. This is how a bad argument on one rank ends in one sentence everywhere
         and not in a hang: it rides on the exchange of counts that the call needs anyway.
         """
         where = zlib.crc32(self.ledger.where.encode())
@@ -56,7 +64,9 @@ class Link:
         count = sum(map(len, facts))
         # one width whatever the call, so that ranks in different layers still understand each other
         filler = [0] * (self.size + 1 - count)
-        header = torch.tensor([problem is not None, where, *filler], dtype=torch.int64).to(device)
+        asked = sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
+        asked = asked if torch.is_grad_enabled() else 0
+        header = torch.tensor([problem is not None, where, asked, *filler], dtype=torch.int64).to(device)
         rows = self.exchange(torch.cat([header, *facts]))
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
@@ -70,4 +80,14 @@ class Link:
                 f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
                 f"{names[1]!r}; call the layers in the same order on all ranks"
             )
+        self._same_gradients(gradients, [row[2] for row in rows])
         return [row[len(row) - count :] for row in rows]
+
+    def _same_gradients(self, gradients: Gradients, asked: list[int]) -> None:
+        for at, name in enumerate(gradients):
+            found = {bool(bits >> at & 1): rank for rank, bits in zip(self.ranks, asked, strict=True)}
+            if len(found) > 1:
+                raise InputError(
+                    f"{name} requires a gradient on rank {found[True]} and none on rank {found[False]}, whose backward "
+                    f"would not be there; let requires_grad and grad mode be alike on all ranks, without rows too"
+                )

@@ -144,6 +144,26 @@ def test_ranks_in_different_layers(layout, world_size):
         check_call(b, context)
 
 
+@distributed(2)
+@pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
+def test_gradients_that_one_rank_alone_wants(all2all, world_size):
+    """Its backward would wait for the others'. The usual case is a rank without rows."""
+    with made(ParallelConfig(dp=2)) as context:
+        layer, rank, device = fill(MoELayer(CONFIG, context, all2all=all2all)), dist.get_rank(), context.device
+        x = torch.zeros(0 if rank else 3, 16, device=device, requires_grad=rank == 0)
+        text = same_error(InputError, lambda: layer(x))
+        assert "x requires a gradient on rank 0 and none on rank 1" in text
+        routing = moved(integer_routing(len(x), CONFIG, 0), device)
+        routing.weights.requires_grad_(rank == 1)
+        text = same_error(InputError, lambda: layer.forward_routed(x.detach(), routing))
+        assert "routing.weights requires a gradient on rank 1 and none on rank 0" in text
+        with torch.no_grad():
+            layer(x)
+        x = x.detach().requires_grad_()
+        layer(x).sum().backward()
+        assert x.grad is not None
+
+
 @distributed(4)
 def test_layers_that_were_given_different_things(world_size):
     bad = dist.get_rank() == BAD
@@ -163,6 +183,12 @@ def test_layers_that_were_given_different_things(world_size):
             (change(expert_map=ExpertMap.linear(6, 4)), "rank 1: expert_map.num_experts must be 8"),
             (change(expert_map=ExpertMap.linear(8, 2)), "rank 1: expert_map.num_ranks must be 4"),
             (change(all2all="pigeon"), "rank 1: no backend among dispatchers is named 'pigeon'"),
+            (change(router=torch.nn.Identity()), 'router: "the layer\'s own" on ranks 0, 2, 3, "given" on rank 1'),
+            (change(wire="fp8_block"), "rank 1: wire must be a Wire, got 'fp8_block'; give Wire(dispatch=...)"),
+            (change(dtype="bfloat16"), "rank 1: dtype must be a dtype, got 'bfloat16'; give torch.bfloat16"),
+            (change(expert_map="map.json"), "rank 1: expert_map must be a ExpertMap, got 'map.json'"),
+            (change(options={}), "rank 1: options must be a ExpertsOptions, got {}"),
+            (change(tuned="tuned.json"), "rank 1: tuned must be a Tuned, got 'tuned.json'; give Tuned.load(path)"),
         ):
             given = other if bad else good
 
@@ -243,9 +269,12 @@ def test_a_bad_deadline_is_refused_on_all_ranks(world_size):
         check_call(fill(MoELayer(CONFIG, context)), context)
 
 
-def test_without_torch_distributed():
+def test_without_torch_distributed(monkeypatch):
     if dist.is_initialized():
         pytest.skip("torchrun's ranks have a process group already")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"RANK must be a number, got None; .* EPContext\.local\(\) for one process"):
+        EPContext.from_torchrun(device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised; call EPContext\.from_torchrun"):
         EPContext.from_groups(device=torch.device("cpu"))
 

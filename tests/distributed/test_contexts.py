@@ -126,6 +126,9 @@ def test_from_mesh(world_size):
         check_call(fill(MoELayer(CONFIG, context)), context)
     with pytest.raises(ConfigError, match=r"mesh\.mesh_dim_names must be among .*, got \('x', 'y'\)"):
         EPContext.from_mesh(dist.DeviceMesh(device.type, grid, mesh_dim_names=("x", "y")), device=device)
+    for ranks, names in ((grid, ("dp", "pp")), (grid, ("tp", "dp")), (grid.t(), ("pp", "dp"))):
+        with pytest.raises(ConfigError, match=f"in this order, and its ranks 0, 1, 2, .* got {', '.join(names)} and"):
+            EPContext.from_mesh(dist.DeviceMesh(device.type, ranks, mesh_dim_names=names), device=device)
     with made(dp=2, tp=2, ep=2, etp=2) as context:
         for view, axis in (("attention", "tp"), ("experts", "ep"), ("experts", "etp")):
             mesh = device_mesh(context.layout, view, device.type)

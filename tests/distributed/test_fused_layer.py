@@ -195,7 +195,7 @@ def test_what_a_layer_with_one_refuses(world_size):
             assert re.search(sentence, said), said
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
         said = same_error(BackendUnavailable, lambda: MoELayer(CONFIG, context, **BF16))
-        assert "it has fixed buffers; say how large by EPContext(max_tokens=...)" in said
+        assert "it has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)" in said
 
 
 FAULTS = {
