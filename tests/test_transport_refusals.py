@@ -18,6 +18,8 @@ from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.select import choose, explain
 
+BY = "say how large by EPContext.from_torchrun(max_tokens=...)"
+
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
 FP8 = Wire(dispatch="fp8_block")
@@ -68,7 +70,7 @@ def test_the_first_choices_where_they_can_run(top_k, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"max_tokens": None}, "flashinfer_nvlink has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"),
+        ({"max_tokens": None}, f"flashinfer_nvlink has fixed buffers; {BY}"),
         ({"config": config(23)}, "flashinfer_nvlink serves top_k of at most 22, got 23"),
         ({"config": config(2, 20)}, "flashinfer_nvlink needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
         (
@@ -104,13 +106,13 @@ def test_refusals_of_deepep(name, fields, sentence):
     assert reason(name=name) is None
     assert reason(name=name, **fields) == f"{name} {sentence}"
     found = reason(name=name, max_tokens=None)
-    assert found == (f"{name} has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)" if "_" in name else None)
+    assert found == (f"{name} has fixed buffers; {BY}" if "_" in name else None)
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"max_tokens": None}, "pplx has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"),
+        ({"max_tokens": None}, f"pplx has fixed buffers; {BY}"),
         ({"wire": FP8}, "pplx needs hidden_size to be a multiple of 512 with fp8_block rows, got 256"),
         ({"dtype": torch.float32}, "pplx carries bfloat16, float16, not float32"),
         ({"layout": layout(8)}, "pplx is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
@@ -124,7 +126,7 @@ def test_refusals_of_pplx(fields, sentence):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"max_tokens": None}, "nvlink_p2p has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"),
+        ({"max_tokens": None}, f"nvlink_p2p has fixed buffers; {BY}"),
         ({"config": config(2, 20)}, "nvlink_p2p needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
         ({"layout": layout(9)}, "nvlink_p2p serves at most 8 ranks, ep=9"),
         ({"layout": layout(8)}, "nvlink_p2p is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
