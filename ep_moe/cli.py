@@ -63,6 +63,9 @@ def run(
     reference: Annotated[bool, typer.Option(help="Also run the untouched model in one process.")] = True,
     redundant: Annotated[int, typer.Option(help="Experts that have a second copy.")] = 0,
     eplb: Annotated[bool, typer.Option(help="Rebalance the experts, and read the text again.")] = False,
+    wire: Annotated[
+        str, typer.Option(help="Rows on their way out, as Wire.dispatch, that need no scale: plain, fp8_block, mxfp8.")
+    ] = "plain",
     tuned: Annotated[
         Path | None, typer.Option(help="File of ep-moe tune; in the place of --all2all, --experts.")
     ] = None,
@@ -76,7 +79,7 @@ def run(
         model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
         quantization=quantization, dtype=dtype,
         window=window, batch=batch, max_tokens=max_tokens, reference=reference, redundant=redundant, eplb=eplb,
-        tuned=None if tuned is None else str(tuned), deadline_s=deadline,
+        wire=wire, tuned=None if tuned is None else str(tuned), deadline_s=deadline,
     )  # fmt: skip
     try:
         report = run_model(options)
@@ -126,7 +129,8 @@ def explain(
         rows = explain_model(config, parallel, all2all, experts, quantization, dtype, max_tokens, rows_as)
     except EPMoEError as error:
         _fail(error)
-    for row in rows:
+    order = ("chosen", "possible", "refused")
+    for row in sorted(rows, key=lambda row: order.index(row.status)):
         _console.print(str(row), highlight=False, markup=False)
     if not any(row.status == "chosen" for row in rows):
         raise typer.Exit(1)
@@ -172,6 +176,8 @@ def plan(
         bytes_per_weight=bytes_per_weight,
     )  # fmt: skip
     try:
+        if plot is not None and not plot.parent.is_dir():
+            raise ConfigError(f"--plot {plot} is in a folder that does not exist; make it first")
         rows = plan_report.what_if(LoadTrace.load(trace), ranks, redundant or [0], question, model)
         if plot is not None:
             plan_report.plot(rows, plot)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_moe import registry
-from ep_moe.config import ParallelConfig
+from ep_moe.config import ParallelConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
@@ -63,6 +63,7 @@ class RunOptions:
     reference: bool = True
     redundant: int = 0
     eplb: bool = False
+    wire: str = "plain"
     tuned: str | None = None
     deadline_s: float = 300.0
 
@@ -154,6 +155,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
             all2all=options.all2all,
             experts=options.experts,
             quantization=options.quantization,
+            wire=Wire(dispatch=options.wire),
             tuned=tuned,
         )
         if int(windows.max()) >= model.config.vocab_size:
@@ -200,7 +202,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
             tokens=int(total[1]) + len(windows),
             perplexity=math.exp(total[0] / total[1]),
             reference=reference,
-            exact=dtype == torch.float32 and options.quantization == PLAIN.name,
+            exact=dtype == torch.float32 and (options.quantization, options.wire) == (PLAIN.name, "plain"),
             expert_load=(loads // copies).tolist(),
             rank_load=(rank_loads // copies).tolist(),
             stages=slowest,
@@ -223,6 +225,7 @@ def _check(options: RunOptions) -> None:
         raise ConfigError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {options.dtype!r}")
     if options.quantization not in SCHEMES:
         raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {options.quantization!r}")
+    Wire(dispatch=options.wire)  # says itself what is wrong with it
     for flag, backend, known in (
         ("all2all", options.all2all, registry.targets("dispatchers")),
         ("experts", options.experts, registry.targets("experts") | registry.targets("fused")),

@@ -121,16 +121,33 @@ def choose(
         if row.status == "chosen":
             return row
     named = [row for row in table if all2all in (AUTO, row.all2all) and experts in (AUTO, row.experts)]
-    reasons = "; ".join(f"{row.all2all} with {row.experts}: {row.reason}" for row in named)
-    if len({row.reason for row in named}) == 1:
-        reasons = named[0].reason
-    if not named:
-        reasons = f"{experts} has its all2all inside; leave all2all={AUTO!r}"
+    reasons = _reasons(named) if named else f"{experts} has its all2all inside; leave all2all={AUTO!r}"
     free = explain(config, layout, device, dtype, **rest)
     able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
     raise BackendUnavailable(
         f"all2all={all2all!r} with experts={experts!r} cannot run here ({reasons}). Pairs that can: {able}"
     )
+
+
+def _reasons(rows: list[Choice]) -> str:
+    """Of what is installed, and the names of what is not; of that, where nothing is."""
+    here = [row for row in rows if not _missing(row)]
+    pairs: dict[str, list[str]] = {}
+    for row in here or rows:
+        pairs.setdefault(row.reason, []).append(f"{row.all2all} with {row.experts}")
+    if len(pairs) == 1:
+        (found,) = pairs
+    else:
+        found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in pairs.items())
+    absent = sorted({name for row in rows for name in _missing(row)}) if here else []
+    return f"{found}; not installed: {', '.join(absent)} (see ep-moe doctor)" if absent else found
+
+
+def _missing(row: Choice) -> list[str]:
+    """Its backends that cannot run in this installation."""
+    both: list[tuple[registry.Kind, str]] = [("dispatchers", row.all2all), ("experts", row.experts)]
+    named: list[tuple[registry.Kind, str]] = [("fused", row.experts)] if row.all2all == INSIDE else both
+    return [name for kind, name in named if registry.why_not(kind, name) is not None]
 
 
 def explain_model(

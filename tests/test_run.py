@@ -190,6 +190,19 @@ def test_a_reference_that_cannot_run_is_one_sentence(monkeypatch):
     assert re.fullmatch("error: .*pass --no-reference: no room for the whole model\n", result.output)
 
 
+def test_rows_rounded_on_the_wire(tmp_path):
+    """Of a tuned file, which says how rows travel, and by the flag: perplexities differ then, and may."""
+    found = run(RunOptions(max_tokens=512, wire="fp8_block"))
+    assert not found.exact
+    assert found.perplexity != found.reference
+    assert found.perplexity == pytest.approx(found.reference, rel=0.05)
+    out = tmp_path / "tuned.json"
+    made = invoke("tune", "demo", "--tokens", 2048, "--wire", "fp8_block", "--out", out)
+    assert made.exit_code == 0, made.output
+    used = invoke("run", "--max-tokens", 512, "--wire", "fp8_block", "--tuned", out)
+    assert used.exit_code == 0, used.output
+
+
 def test_without_reference():
     result = invoke("run", "--max-tokens", 512, "--no-reference", "--dp", 2)
     assert result.exit_code == 0, result.output

@@ -171,6 +171,16 @@ def test_named_transport_that_cannot_run_names_the_reason_and_those_that_can():
     assert "was asked for" not in text
 
 
+def test_reasons_are_those_of_what_is_installed(monkeypatch):
+    """And one for many pairs is said once; of what is not there, the names."""
+    monkeypatch.setattr(registry, "why_not", lambda kind, name: None if name in ("local", "reference") else "not here")
+    with pytest.raises(BackendUnavailable) as error:
+        choose(dataclasses.replace(config(2), hidden_size=60), layout(1), CPU, torch.bfloat16)
+    text = str(error.value)
+    assert "(hidden_size must be a multiple of 8 in bfloat16, got 60; not installed: allgather, bf16_triton, " in text
+    assert len(text) < 700
+
+
 def test_where_nothing_can_run_that_is_said():
     with pytest.raises(BackendUnavailable) as error:
         choose(config(2), layout(1), CPU, torch.float64)

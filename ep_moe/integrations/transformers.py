@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ep_moe import select
-from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.experts.base import ExpertsOptions
@@ -146,6 +146,8 @@ def expert_parallel(
     all2all: str = select.AUTO,
     experts: str = select.AUTO,
     quantization: str = PLAIN.name,
+    wire: Wire | None = None,
+    pipeline: int | None = None,
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
 ) -> PreTrainedModel:
@@ -171,6 +173,8 @@ def expert_parallel(
             all2all=all2all,
             experts=experts,
             quantization=quantization,
+            wire=wire,
+            pipeline=pipeline,
             options=options,
             tuned=tuned,
             name=name,
@@ -210,6 +214,8 @@ def load_pretrained(
     all2all: str = select.AUTO,
     experts: str = select.AUTO,
     quantization: str = PLAIN.name,
+    wire: Wire | None = None,
+    pipeline: int | None = None,
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
     progress: bool = True,
@@ -231,6 +237,8 @@ def load_pretrained(
         all2all=all2all,
         experts=experts,
         quantization=quantization,
+        wire=wire,
+        pipeline=pipeline,
         options=options,
         tuned=tuned,
     )
