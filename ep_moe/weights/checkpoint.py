@@ -232,7 +232,8 @@ def load_layers(
         source = CheckpointSource(path)
         plan = [(layer, *checked(source, names, number, layer)) for number, layer in layers.items()]
     except CheckpointError as error:
-        problem = error if source is None else CheckpointError(f"{source.folder}: {error}")
+        named = source is None or str(source.folder) in str(error)
+        problem = error if named else CheckpointError(f"{path}: {error}")
     agreement.healthy("checkpoint", problem)
     assert source is not None
     rank = plan[0][0].context.layout.rank
