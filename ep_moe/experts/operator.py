@@ -17,7 +17,7 @@ Given = ParamSpec("Given")
 
 
 def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
-    """For a function that writes its arguments `out` and `workspace`, and no other.
+    """For a function that writes its arguments `out` and `workspace`, and leaves others as they were.
 
     Compiled graphs get `torch.ops.ep_moe.<name>`. An eager call goes past torch's dispatcher, which for operators
     written in Python costs the host some 20 us a call. Nothing is recorded for gradients in either.
