@@ -43,6 +43,11 @@ class OfGpus(ReferenceExperts):
     capabilities = dataclasses.replace(ReferenceExperts.capabilities, min_compute_capability=(9, 0))
 
 
+class OfCuda(ReferenceExperts):
+    name = "of_cuda"
+    capabilities = dataclasses.replace(ReferenceExperts.capabilities, devices=frozenset({"cuda"}))
+
+
 class TakesBatches(ReferenceExperts):
     name = "takes_batches"
     capabilities = dataclasses.replace(ReferenceExperts.capabilities, layouts=frozenset({RowLayout.BATCHED}))
@@ -166,7 +171,7 @@ def test_named_transport_that_cannot_run_names_the_reason_and_those_that_can():
         choose(config(2), layout(4), CPU, torch.float32, all2all="local")
     text = str(error.value)
     assert "all2all='local' with experts='auto' cannot run here" in text
-    assert "local with reference: local serves at most 1 rank, ep=4" in text
+    assert "local serves at most 1 rank, ep=4" in text
     assert "Pairs that can: torch_a2a with reference, allgather with reference" in text
     assert "was asked for" not in text
 
@@ -179,6 +184,14 @@ def test_reasons_are_those_of_what_is_installed(monkeypatch):
     text = str(error.value)
     assert "(hidden_size must be a multiple of 8 in bfloat16, got 60; not installed: allgather, bf16_triton, " in text
     assert len(text) < 700
+
+
+def test_pairs_with_reasons_of_their_own_are_named_with_them(plugins):
+    plugins(experts={"of_cuda": "tests.test_select:OfCuda"})
+    with pytest.raises(BackendUnavailable) as error:
+        choose(config(2), layout(4), CPU, torch.float32, all2all="local")
+    assert "local with of_cuda: of_cuda runs on cuda, not on cpu" in str(error.value)
+    assert "local with reference: local serves at most 1 rank, ep=4" in str(error.value)
 
 
 def test_where_nothing_can_run_that_is_said():
