@@ -59,7 +59,7 @@ def run(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = None,
     window: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences per dp rank and forward.")] = 8,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
+    text_tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
     reference: Annotated[bool, typer.Option(help="Also run the untouched model in one process.")] = True,
     redundant: Annotated[int, typer.Option(help="Experts that have a second copy.")] = 0,
     eplb: Annotated[bool, typer.Option(help="Rebalance the experts, and read the text again.")] = False,
@@ -78,7 +78,7 @@ def run(
     options = RunOptions(
         model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
         quantization=quantization, dtype=dtype,
-        window=window, batch=batch, max_tokens=max_tokens, reference=reference, redundant=redundant, eplb=eplb,
+        window=window, batch=batch, text_tokens=text_tokens, reference=reference, redundant=redundant, eplb=eplb,
         wire=wire, tuned=None if tuned is None else str(tuned), deadline_s=deadline,
     )  # fmt: skip
     try:
@@ -187,6 +187,8 @@ def plan(
     _console.print()
     for row in rows:
         _console.print(f"ranks {row.ranks}, redundant {row.redundant}: {row.verdict}", highlight=False, markup=False)
+    if all(isinstance(row, plan_report.Impossible) for row in rows):
+        raise typer.Exit(1)
 
 
 @app.command(cls=_NumberLists)

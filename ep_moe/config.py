@@ -61,6 +61,8 @@ class RoutingConfig:
     def __post_init__(self) -> None:
         _check_kind(self, "method", RoutingMethod)
         _check_positive(self, "scaling_factor")
+        for name in ("num_groups", "top_groups"):
+            _check_count(self, name, at_least=1)
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(
                 f"RoutingConfig.top_groups must be between 1 and num_groups, got top_groups="

@@ -40,7 +40,7 @@ class RunOptions:
     """What `ep-moe run` was asked for. None: chosen by `settle`.
 
     model: folder of a Hugging Face checkpoint; text: a file, read as UTF-8
-    window: tokens per sequence; batch: sequences per dp rank and forward; max_tokens: of the text
+    window: tokens per sequence; batch: sequences per dp rank and forward; text_tokens: of the text to read
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
     reference: also run the untouched model in one process
     redundant: experts that have a second copy; eplb: rebalance the experts, and read the text again
@@ -59,7 +59,7 @@ class RunOptions:
     dtype: str | None = None
     window: int = 256
     batch: int = 8
-    max_tokens: int = 16384
+    text_tokens: int = 16384
     reference: bool = True
     redundant: int = 0
     eplb: bool = False
@@ -214,7 +214,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
 def _check(options: RunOptions) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("ep-moe run needs transformers; install ep-moe[hf]")
-    least = {"dp": 1, "tp": 1, "ep": 1, "etp": 1, "window": 2, "batch": 1, "max_tokens": 1, "redundant": 0}
+    least = {"dp": 1, "tp": 1, "ep": 1, "etp": 1, "window": 2, "batch": 1, "text_tokens": 1, "redundant": 0}
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and value < low:
@@ -260,10 +260,10 @@ def _windows(options: RunOptions, folder: Path) -> Tensor:
         ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(raw.decode("utf-8", "replace"))["input_ids"])
     else:
         ids = torch.tensor(list(raw))  # byte-level, as the demo is
-    ids = ids[: options.max_tokens]
+    ids = ids[: options.text_tokens]
     if len(ids) < options.window:
         raise ConfigError(
-            f"{path} gives {len(ids)} tokens (at most --max-tokens), fewer than one --window of {options.window}"
+            f"{path} gives {len(ids)} tokens (at most --text-tokens), fewer than one --window of {options.window}"
         )
     return ids[: len(ids) // options.window * options.window].view(-1, options.window)
 

@@ -326,10 +326,17 @@ def test_weight_on_input_needs_one_expert_a_token():
     assert moe(top_k=1, routing=routing).routing.weight_on_input
 
 
-@pytest.mark.parametrize(("groups", "best"), [(1, 0), (4, 5), (0, 1), (4, -1)])
+@pytest.mark.parametrize(("groups", "best"), [(4, 5), (2, 3)])
 def test_top_groups_out_of_range(groups, best):
     with pytest.raises(ConfigError, match=names("top_groups", f"top_groups={best}", f"num_groups={groups}")):
         RoutingConfig(**GROUPED, num_groups=groups, top_groups=best)
+
+
+@pytest.mark.parametrize("field", ["num_groups", "top_groups"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "2"])
+def test_groups_are_counted(field, value):
+    with pytest.raises(ConfigError, match=names(f"RoutingConfig.{field}", "an integer of at least 1", repr(value))):
+        RoutingConfig(**GROUPED, **{"num_groups": 4, "top_groups": 2, field: value})
 
 
 @pytest.mark.parametrize("method", [m for m in RoutingMethod if m is not RoutingMethod.SIGMOID_TOPK])

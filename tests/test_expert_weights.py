@@ -230,8 +230,10 @@ def test_update_keeps_the_parameters_and_their_dtype():
 @pytest.mark.parametrize(
     ("expert", "tensors", "message"),
     [
-        (5, {}, "logical_id must be in [0, 5), got 5"),
-        (-1, {}, "logical_id must be in [0, 5), got -1"),
+        (5, {}, "logical_id must be an integer in [0, 5), got 5"),
+        (-1, {}, "logical_id must be an integer in [0, 5), got -1"),
+        (1.0, {}, "logical_id must be an integer in [0, 5), got 1.0"),
+        (1, {"w2": [1.0]}, "expert 1: w2 must be a Tensor, got list"),
         (1, {"w1": torch.ones(1)}, "expert 1 has no tensor 'w1'; it has w13, w2, w13_bias, w2_bias"),
         (1, {"w2": torch.ones(16, 8)}, "expert 1: w2 must be [8, 16], got [16, 8]"),
         (3, {"w13": torch.ones(16, 8)}, "expert 3: w13 must be [32, 8], got [16, 8]"),

@@ -58,7 +58,7 @@ def single_process(folder, text, window, tokens):
 
 
 def test_demo_rebalanced():
-    result = invoke("run", "--eplb", "--redundant", "4", "--no-reference", "--max-tokens", "4096")
+    result = invoke("run", "--eplb", "--redundant", "4", "--no-reference", "--text-tokens", "4096")
     assert result.exit_code == 0, result.output
     before, after = re.search(r"balancedness +([\d.]+) before, ([\d.]+) after", result.output).groups()
     assert float(after) > float(before)
@@ -85,19 +85,19 @@ def test_demo_on_four_ranks():
     "options",
     [
         {},
-        {"dp": 4, "max_tokens": 384},  # three windows: dp rank 3 has none
-        {"dp": 4, "max_tokens": 640, "batch": 1},  # five windows: dp rank 0 steps twice
+        {"dp": 4, "text_tokens": 384},  # three windows: dp rank 3 has none
+        {"dp": 4, "text_tokens": 640, "batch": 1},  # five windows: dp rank 0 steps twice
         {"etp": 2},
-        {"dp": 4, "ep": 2, "all2all": "allgather", "max_tokens": 640, "etp": 2},
+        {"dp": 4, "ep": 2, "all2all": "allgather", "text_tokens": 640, "etp": 2},
         {"tp": 4, "ep": 2},
         {"dp": 1, "tp": 1},
     ],
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
 def test_report_is_that_of_one_process(options):
-    options = {"window": 128, "max_tokens": 1024, **options}
+    options = {"window": 128, "text_tokens": 1024, **options}
     report = run(RunOptions(**options))
-    tokens = options["max_tokens"]
+    tokens = options["text_tokens"]
     text = (DEMO / "heldout.txt").read_bytes()[:1024]
     perplexity, loads = single_process(DEMO, text, options["window"], tokens)
     assert report.tokens == tokens
@@ -125,7 +125,7 @@ def test_report_is_that_of_one_process(options):
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
 def test_rebalanced(options):
-    options = {"window": 128, "max_tokens": 2048, "batch": 2, "redundant": 4, "eplb": True, **options}
+    options = {"window": 128, "text_tokens": 2048, "batch": 2, "redundant": 4, "eplb": True, **options}
     report = run(RunOptions(**options))
     found = report.rebalanced
     assert report.agrees, "before, after and in the untouched model"
@@ -160,12 +160,12 @@ def test_a_difference_is_exit_code_1(monkeypatch):
         return run_local_ranks("tests.test_run:planted", *args, **kwargs)
 
     monkeypatch.setattr(run_module, "run_local_ranks", ranks)
-    result = invoke("run", "--max-tokens", 512)
+    result = invoke("run", "--text-tokens", 512)
     assert result.exit_code == 1
     assert "DIFFERENT" in result.output
     # in bfloat16, or quantised, nothing is promised
     for flags in (("--dtype", "bfloat16"), ("--quantization", "fp8_dynamic")):
-        result = invoke("run", "--max-tokens", 512, *flags)
+        result = invoke("run", "--text-tokens", 512, *flags)
         assert result.exit_code == 0, result.output
         assert "DIFFERENT" not in result.output
 
@@ -185,26 +185,26 @@ def test_a_reference_that_cannot_run_is_one_sentence(monkeypatch):
         return run_local_ranks("tests.test_run:without_memory", *args, **kwargs)
 
     monkeypatch.setattr(run_module, "run_local_ranks", ranks)
-    result = invoke("run", "--max-tokens", 512, "--dp", 2)
+    result = invoke("run", "--text-tokens", 512, "--dp", 2)
     assert result.exit_code == 2
     assert re.fullmatch("error: .*pass --no-reference: no room for the whole model\n", result.output)
 
 
 def test_rows_rounded_on_the_wire(tmp_path):
     """Of a tuned file, which says how rows travel, and by the flag: perplexities differ then, and may."""
-    found = run(RunOptions(max_tokens=512, wire="fp8_block"))
+    found = run(RunOptions(text_tokens=512, wire="fp8_block"))
     assert not found.exact
     assert found.perplexity != found.reference
     assert found.perplexity == pytest.approx(found.reference, rel=0.05)
     out = tmp_path / "tuned.json"
     made = invoke("tune", "demo", "--tokens", 2048, "--wire", "fp8_block", "--out", out)
     assert made.exit_code == 0, made.output
-    used = invoke("run", "--max-tokens", 512, "--wire", "fp8_block", "--tuned", out)
+    used = invoke("run", "--text-tokens", 512, "--wire", "fp8_block", "--tuned", out)
     assert used.exit_code == 0, used.output
 
 
 def test_without_reference():
-    result = invoke("run", "--max-tokens", 512, "--no-reference", "--dp", 2)
+    result = invoke("run", "--text-tokens", 512, "--no-reference", "--dp", 2)
     assert result.exit_code == 0, result.output
     assert re.search(r"ep_moe +[\d.]+\n", result.output)
     assert "transformers" not in result.output
@@ -234,7 +234,7 @@ def users(tmp_path_factory):
 def test_a_models_own_folder_and_text(users):
     result = invoke(
         "run", "--model", users / "bytes", "--text", users / "text.txt", "--dp", 3, "--dtype", "float32",
-        "--window", 32, "--max-tokens", 1000, "--batch", 4,
+        "--window", 32, "--text-tokens", 1000, "--batch", 4,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "bytes: 3 ranks (dp 3, tp 1; ep 3, etp 1)" in result.output
@@ -244,7 +244,13 @@ def test_a_models_own_folder_and_text(users):
 
 def test_dtype_is_the_checkpoints(users):
     options = RunOptions(
-        model=str(users / "bytes"), text=str(users / "text.txt"), dp=1, tp=2, window=64, max_tokens=256, reference=False
+        model=str(users / "bytes"),
+        text=str(users / "text.txt"),
+        dp=1,
+        tp=2,
+        window=64,
+        text_tokens=256,
+        reference=False,
     )
     report = run(options)
     assert not report.exact
@@ -267,7 +273,7 @@ def test_tokenizer_of_the_checkpoint(users):
 BAD = {
     "--window 1": "--window must be at least 2, got 1",
     "--batch 0": "--batch must be at least 1, got 0",
-    "--max-tokens 0": "--max-tokens must be at least 1, got 0",
+    "--text-tokens 0": "--text-tokens must be at least 1, got 0",
     "--dp 0": "--dp must be at least 1, got 0",
     "--tp 0": "--tp must be at least 1, got 0",
     "--dp -2 --tp 2": "--dp must be at least 1, got -2",
@@ -285,7 +291,7 @@ BAD = {
     "--text /nowhere": "--text /nowhere is not a file",
     "--text {bytes}": "--text .*bytes is not a file",
     # found by the ranks
-    "--window 64 --max-tokens 63": "gives 63 tokens .at most --max-tokens., fewer than one --window of 64",
+    "--window 64 --text-tokens 63": "gives 63 tokens .at most --text-tokens., fewer than one --window of 64",
     "--etp 3": "etp must divide dp . tp, got etp=3, dp=2, tp=2",
     "--ep 3": "ep.*=3",
     "--all2all local": "all2all='local' with experts='auto' cannot run here",
@@ -379,7 +385,7 @@ def test_module_form():
 def test_torchrun_form():
     """About ten seconds: two processes that each import everything."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    result = command(*torchrun, "-m", "ep_moe", "run", "--max-tokens", "2048")
+    result = command(*torchrun, "-m", "ep_moe", "run", "--text-tokens", "2048")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("perplexity over 2048 tokens") == 1
     assert result.stdout.count("2 ranks (dp 1, tp 2; ep 2, etp 1)") == 1

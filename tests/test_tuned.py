@@ -353,7 +353,7 @@ def test_a_model_is_run_with_a_file(tmp_path):
     facts = {"config": load_model_config("demo").moe, "machine": machine_facts(CPU, 4, 1)}
     good = tuned(line(4, "reference", 1, "torch_a2a"), line(64, "reference", 1, "allgather"), **facts)
     good.save(tmp_path / "good.json")
-    few = ("run", "--no-reference", "--max-tokens", "512", "--window", "128", "--batch", "1", "--tuned")
+    few = ("run", "--no-reference", "--text-tokens", "512", "--window", "128", "--batch", "1", "--tuned")
     result = invoke(*few, str(tmp_path / "good.json"))
     assert result.exit_code == 0, result.output
     assert "all2all allgather, experts reference" in result.output, "auto would be torch_a2a"

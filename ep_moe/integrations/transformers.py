@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from ep_moe import select
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
@@ -125,6 +132,14 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+_ROUTER_LOGITS = (
+    "output_router_logits=True is not supported with expert-parallel blocks, which keep their logits to themselves; "
+    "set it to False"
+)
+
+# published with code of its own, which says what transformers' own class says
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+
 
 class ExpertParallelBlock(nn.Module):
     """Stands where a model's MoE block stood and returns what that returned, without router logits."""
@@ -195,7 +210,14 @@ def expert_parallel(
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, ExpertParallelBlock(moe, family.returns))
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
+    model.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
     return model
+
+
+def _no_router_logits(model: PreTrainedModel, _: Any, arguments: dict[str, Any]) -> None:
+    wanted = arguments.get("output_router_logits")
+    if wanted or (wanted is None and getattr(model.config, "output_router_logits", False)):
+        raise ConfigError(_ROUTER_LOGITS)
 
 
 def _no_save(*_: Any, **__: Any) -> None:
@@ -259,12 +281,21 @@ def read_config(path: str | Path) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json; give the folder of a Hugging Face checkpoint")
     try:
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+        whole = _read_whole_config(path)
         text = whole.get_text_config()
         text.dtype = text.dtype or whole.dtype
         return text
     except Exception as error:
         raise CheckpointError(f"{path}/config.json is nothing that transformers can read: {error}") from error
+
+
+def _read_whole_config(path: str | Path) -> Any:
+    read, _ = PretrainedConfig.get_config_dict(path)
+    kind = _ALIASES.get(read.get("model_type", ""))
+    if kind is None:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+    read.pop("auto_map", None)
+    return CONFIG_MAPPING[kind].from_dict(read | {"model_type": kind})
 
 
 def read_moe_config(path: str | Path, context: EPContext) -> MoEConfig:
@@ -298,10 +329,7 @@ def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
             f"ep_moe.integrations.transformers.FAMILIES and ep_moe.weights.families.FAMILIES"
         )
     if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            "config.output_router_logits=True is not supported with expert-parallel blocks, which keep their logits to "
-            "themselves; set it to False"
-        )
+        raise ConfigError(_ROUTER_LOGITS)
     return config, FAMILIES[config.model_type]
 
 

@@ -114,7 +114,9 @@ class Agreement:
         troubled = [rank for rank, entry in entries.items() if entry["problem"] is not None]
         if troubled:
             first = entries[troubled[0]]
-            return first["kind"], f"{what}: {_ranks(troubled)}: {first['problem']}"
+            text = first["problem"]
+            named = text.startswith(f"{what}: ")  # an agreement among fewer ranks has found it already
+            return first["kind"], text if named else f"{what}: {_ranks(troubled)}: {text}"
         return _difference(what, {rank: entry["facts"] for rank, entry in entries.items()})
 
 

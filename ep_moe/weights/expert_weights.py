@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -210,8 +210,8 @@ class ExpertWeights(nn.Module):
         """
         if self.is_meta:
             raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
-        if not 0 <= logical_id < self.config.num_experts:
-            raise InputError(f"logical_id must be in [0, {self.config.num_experts}), got {logical_id}")
+        if not isinstance(logical_id, SupportsIndex) or not 0 <= logical_id < self.config.num_experts:
+            raise InputError(f"logical_id must be an integer in [0, {self.config.num_experts}), got {logical_id!r}")
         self._check_expert(logical_id, tensors)
         self.updates += 1
         slots = [slot for slot, expert in enumerate(self.local_experts) if expert == logical_id]
@@ -239,6 +239,8 @@ class ExpertWeights(nn.Module):
         for name, tensor in tensors.items():
             if name not in specs:
                 raise InputError(f"expert {logical_id} has no tensor {name!r}; it has {', '.join(specs)}")
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"expert {logical_id}: {name} must be a Tensor, got {type(tensor).__name__}")
             shape, dtype = specs[name].shape, specs[name].dtype
             if tuple(tensor.shape) != shape:
                 raise InputError(f"expert {logical_id}: {name} must be {list(shape)}, got {list(tensor.shape)}")

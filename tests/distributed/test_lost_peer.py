@@ -194,6 +194,12 @@ def test_agreement_passes_a_problem_on(kind):
     assert {(type(error), str(error)) for error in outcome} == {(kind, "layer: rank 1: no such thing")}
 
 
+def test_a_problem_that_fewer_ranks_agreed_on_is_named_once():
+    found = ConfigError("layer: rank 1: no such thing")
+    outcome = agree(*[lambda a: a.healthy("layer", found)] * 2)
+    assert {str(error) for error in outcome} == {"layer: rank 1: no such thing"}
+
+
 def test_agreement_on_a_problem_that_is_not_ours():
     outcome = agree(lambda a: a.healthy("groups", None), lambda a: a.healthy("groups", OSError("disk")))
     assert {(type(error), str(error)) for error in outcome} == {(ConfigError, "groups: rank 1: disk")}

@@ -203,6 +203,19 @@ def test_replaced_model_is_refused():
         expert_parallel(model, local())
 
 
+def test_a_family_published_under_another_name(checkpoints, tmp_path):
+    """As Kimi-K2 is: the form of DeepSeek-V3, and code of its own that nobody has to run."""
+    published = tmp_path / "published"
+    shutil.copytree(checkpoints["deepseek_v3 fp8"].folder, published)
+    config = json.loads((published / "config.json").read_text())
+    named = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (published / "config.json").write_text(json.dumps(config | named))
+    models = [load_pretrained(f, local()) for f in (published, checkpoints["deepseek_v3 fp8"].folder)]
+    ids = torch.arange(20).reshape(1, 20)
+    assert torch.equal(*[logits(model, ids) for model in models])
+    assert models[0].config.to_dict() | {"_name_or_path": ""} == models[1].config.to_dict() | {"_name_or_path": ""}
+
+
 def test_unknown_model_type_is_refused(tmp_path):
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
@@ -220,6 +233,15 @@ def test_router_logits_are_refused(tmp_path):
     for call in (lambda: expert_parallel(model, local()), lambda: load_pretrained(tmp_path, local())):
         with pytest.raises(ConfigError, match="output_router_logits=True is not supported"):
             call()
+
+    model = expert_parallel(tiny_model("qwen3_moe"), local())
+    ids = torch.arange(4).reshape(1, 4)
+    assert model(input_ids=ids, output_router_logits=False).logits.shape == (1, 4, 64)
+    with pytest.raises(ConfigError, match="output_router_logits=True is not supported"):
+        model(input_ids=ids, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="output_router_logits=True is not supported"):
+        model(input_ids=ids)
 
 
 def test_unknown_activation_is_refused():

@@ -58,7 +58,7 @@ def test_a_plan_that_does_not_pay_is_refused(file):
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_named(file):
-    assert "nodes=4 for 2 ranks" in ask(file, "--ranks", "2", "--nodes", "4")
+    assert "nodes=4 for 2 ranks" in ask(file, "--ranks", "2", "--nodes", "4", code=1)  # nothing can be
 
 
 def test_bad_files_and_models_are_one_sentence(file, tmp_path):
