@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Wire
+from ep_moe.row_formats import BLOCK, SMALLEST
 
-BLOCK = 128
-SMALLEST = 1e-10  # a smaller largest magnitude counts as this, so that zeros have a scale
 _FP8_MAX = 448.0
 
 

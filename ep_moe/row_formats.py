@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+BLOCK = 128  # columns with a scale of their own in fp8_block
+SMALLEST = 1e-10  # there a smaller largest magnitude counts as this, so that zeros have a scale
+
 
 @dataclass(frozen=True)
 class RowFormat:
@@ -39,7 +42,7 @@ class RowFormat:
 
 ROW_FORMATS = {
     "plain": RowFormat(),
-    "fp8_block": RowFormat(torch.float8_e4m3fn, block=128),
+    "fp8_block": RowFormat(torch.float8_e4m3fn, block=BLOCK),
     "fp8_tensor": RowFormat(torch.float8_e4m3fn),
     "mxfp8": RowFormat(torch.float8_e4m3fn, block=32, scale=torch.uint8),
     "nvfp4": RowFormat(torch.uint8, packed=2, block=16, scale=torch.float8_e4m3fn),

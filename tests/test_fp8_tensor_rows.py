@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_moe import Wire, fp8_rows
 from ep_moe.experts import fp8_scales, fp8_tensor_rows
+from ep_moe.experts.tensor_scales import Inputs, TensorScales
 from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
@@ -59,16 +60,16 @@ def test_a_part_of_a_wider_tensor_and_no_rows():
     assert round_rows(x[:0], wire)[0].shape == (0, 64)
 
 
-def scales_and_rows(device: str = "cpu") -> tuple[Tensor, fp8_scales.Inputs, Tensor, Tensor]:
+def scales_and_rows(device: str = "cpu") -> tuple[Tensor, Inputs, Tensor, Tensor]:
     """x, its inputs' scales, and those of w13 and w2."""
     generator = torch.Generator().manual_seed(3)
     first, second, w13, w2 = (torch.rand(4, SLOTS, generator=generator) / 10).to(device)
     x = 20 * torch.randn(7, 1500, generator=generator).bfloat16().to(device)
-    return x, fp8_scales.Inputs(first, second, dynamic=False), w13, w2
+    return x, Inputs(first, second, dynamic=False), w13, w2
 
 
-def empty_scales(device: str = "cpu") -> fp8_scales.TensorScales:
-    return fp8_scales.TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.full((), 99.0, device=device))
+def empty_scales(device: str = "cpu") -> TensorScales:
+    return TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.full((), 99.0, device=device))
 
 
 def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
-from ep_moe.all2all import p2p_kernels
+from ep_moe.all2all import p2p_kernels, p2p_memory
 from ep_moe.all2all.base import Geometry
-from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.all2all.p2p_memory import Workspace
 from ep_moe.config import Wire
 from ep_moe.experts.wire_rows import round_rows
 from ep_moe.fp8_rows import round_by
@@ -34,7 +34,7 @@ class Memory:
 
 
 def workspaces(shape: Geometry, device: str) -> list[Workspace]:
-    shapes = p2p_kernels.place_shapes(shape, FEW)
+    shapes = p2p_memory.place_shapes(shape, FEW)
     size = carved_bytes(shapes)
     peers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(shape.num_ranks)]
     return [Workspace(shape, rank, shapes, Memory(peer, peers)) for rank, peer in enumerate(peers)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe.all2all.base import Geometry
-from ep_moe.all2all.p2p_kernels import Workspace
+from ep_moe.all2all.p2p_memory import Workspace
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.late import LateRouting
 from ep_moe.placement.placement import Placement

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ep_moe.experts import fp8_scales, row_kernels
+from ep_moe.experts.tensor_scales import Inputs, TensorScales
 from tests.test_fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -60,7 +61,7 @@ def test_row_extremes():
 def inputs_of(dynamic, cap, device="cpu"):
     generator = torch.Generator().manual_seed(3)
     first = torch.tensor([7.0, 90.0]) if dynamic else torch.rand(SLOTS, generator=generator) / 10
-    return fp8_scales.Inputs(first.to(device), torch.rand(SLOTS, generator=generator).to(device), dynamic, cap)
+    return Inputs(first.to(device), torch.rand(SLOTS, generator=generator).to(device), dynamic, cap)
 
 
 @pytest.mark.parametrize(("dynamic", "cap"), [(False, 0.0), (True, 0.0), (True, 20.0)])
@@ -70,7 +71,7 @@ def test_rounding_and_its_scales(dynamic, cap):
     found = []
     for device, module in (("cpu", fp8_scales), (DEVICE, fp8_scales_triton)):
         out = torch.empty(4, 1500, dtype=torch.float8_e4m3fn, device=device)
-        scales = fp8_scales.TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.empty((), device=device))
+        scales = TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.empty((), device=device))
         arguments = (x.to(device), w13.to(device), w2.to(device), inputs_of(dynamic, cap, device), out, scales)
         module.round_rows(*arguments)
         found.append((out.cpu().view(torch.uint8), *(value.cpu() for value in vars(scales).values())))

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from ep_moe import Wire
 from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
 from ep_moe.all2all.base import Geometry
-from ep_moe.all2all.p2p_kernels import Workspace, place_shapes
+from ep_moe.all2all.p2p_memory import Workspace, place_shapes
 from ep_moe.experts import pair_kernels
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes

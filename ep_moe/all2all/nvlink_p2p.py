@@ -26,16 +26,8 @@ from torch import Tensor
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.lanes import Again, Lane, Lanes
-from ep_moe.all2all.p2p_kernels import (
-    Workspace,
-    give_copies,
-    pieces,
-    place_shapes,
-    receive,
-    send,
-    send_copies,
-    tell_given,
-)
+from ep_moe.all2all.p2p_kernels import give_copies, receive, send, send_copies, tell_given
+from ep_moe.all2all.p2p_memory import Workspace, pieces, place_shapes
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout

@@ -28,7 +28,8 @@ from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.cutlass_op import tactic_for
-from ep_moe.experts.fp8_scales import Inputs, TensorScales, round_rows
+from ep_moe.experts.fp8_scales import round_rows
+from ep_moe.experts.tensor_scales import Inputs, TensorScales
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights

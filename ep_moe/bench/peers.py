@@ -23,7 +23,8 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts import cutlass_op
-from ep_moe.experts.fp8_scales import Inputs, TensorScales, round_rows
+from ep_moe.experts.fp8_scales import round_rows
+from ep_moe.experts.tensor_scales import Inputs, TensorScales
 from ep_moe.fused.base import FusedGeometry
 from ep_moe.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
 from ep_moe.layer import MoELayer

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.fp8_scales import Inputs, TensorScales, column_scales, round_rows
+from ep_moe.experts.fp8_scales import column_scales, round_rows
 from ep_moe.experts.fp8_tensor_rows import fill_scales
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
 from ep_moe.experts.operator import operator
 from ep_moe.experts.row_kernels import clean_ids, row_extremes
+from ep_moe.experts.tensor_scales import Inputs, TensorScales
 from ep_moe.workspace import Shapes, carve, carved_bytes
 
 # parameters of FusedMoeRunner::runMoe, flashinfer_cutlass_fused_moe_binding.cu, FlashInfer 0.7.2.post1

@@ -85,7 +85,7 @@ class FlashInferCutlassExperts(Experts):
             fused_finalize=not (options or ExpertsOptions()).deterministic,
         )
         self._clamp: list[Tensor] | None = None
-        self._tactics: list[int] = []
+        self.tactics: list[int] = []
         self._tuned = False  # or advised to be
         super().__init__(config, weights, workspaces, options)
 
@@ -174,7 +174,7 @@ class FlashInferCutlassExperts(Experts):
             weights.etp.rank,
             self.runner.fused_finalize,
             self.chunk_rows,
-            self._tactics,
+            self.tactics,
         )
         return out
 
@@ -182,7 +182,7 @@ class FlashInferCutlassExperts(Experts):
         return Tactics(self, cache).find(rows)
 
     def use(self, tuned: list[int]) -> None:
-        self._tactics, self._tuned = tuned, True
+        self.tactics, self._tuned = tuned, True
 
     def _advise(self) -> None:
         """Once per kernel object; nothing to say where FlashInfer chooses the tile itself (fp8_block)."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.experts.fp8_scales import Inputs, TensorScales
+from ep_moe.experts.tensor_scales import Inputs, TensorScales
 from ep_moe.grids import cdiv, next_power_of_2
 
 _BLOCK = 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ep_moe.experts.fp8_scales import TensorScales
+from ep_moe.experts.tensor_scales import TensorScales
 
 
 def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:

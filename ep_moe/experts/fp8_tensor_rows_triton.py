@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.experts.fp8_scales import TensorScales
+from ep_moe.experts.tensor_scales import TensorScales
 from ep_moe.grids import next_power_of_2
 
 

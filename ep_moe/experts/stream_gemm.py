@@ -67,4 +67,4 @@ def product(
     name = "" if activation is None else activation.value
     given = NO_SCALES if scales is None else scales.given()
     source, programs = lists.source if gather else None, multiprocessors(x.device)
-    multiply(x, source, w, lists.ends, out, ring, programs, name, alpha, limit, given, launch)
+    multiply(x, source, w, lists.ends, out, ring.rows, ring.stages, programs, name, alpha, limit, given, launch)

@@ -11,7 +11,7 @@ dealt out when it is known how many rows each expert has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,17 +31,15 @@ from ep_moe.experts.hopper_parts_triton import activate, next_stage
 from ep_moe.grids import next_power_of_2
 from ep_moe.launches import Launch, at_once
 
-if TYPE_CHECKING:
-    from ep_moe.experts.stream_gemm import Ring
-
 LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
 
 
 def multiply(
-    x: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, out: Tensor, ring: Ring, programs: int,
-    activation: str, alpha: float, limit: float, scales: tuple[Any, ...], launch: Launch = at_once,
+    x: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, out: Tensor, rows: int, stages: int,
+    programs: int, activation: str, alpha: float, limit: float, scales: tuple[Any, ...], launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """See `stream_gemm.product`. scales: as `MatrixScales.given` has them, five None for bf16"""
+    """See `stream_gemm.product`; rows, stages: of its `Ring`; scales: as `MatrixScales.given` has them, five None for
+    bf16"""
     experts, n, k = w.shape
     block_k = LINE // w.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * w.element_size(), rank=2)
@@ -52,7 +50,7 @@ def multiply(
     launch(
         _stream, (min(programs, experts * columns),),
         weights, x, source, ends, out, *scales, experts, n, n // 2 if gated else 64, width, columns, k // block_k,
-        alpha, limit, ROWS=ring.rows, BLOCK_K=block_k, STAGES=ring.stages,
+        alpha, limit, ROWS=rows, BLOCK_K=block_k, STAGES=stages,
         EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, num_warps=4, maxnreg=168,
         **early(x.device),
     )  # fmt: skip

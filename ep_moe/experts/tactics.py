@@ -9,20 +9,37 @@ import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.experts import cutlass_op
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
-
-if TYPE_CHECKING:
-    from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.workspace import Workspaces
 
 _REPLAYS = 7
 _CALLS = 3  # per replay
+
+
+class CutlassExperts(Protocol):
+    """What is timed. tactics: those in use, as `use` was given them"""
+
+    config: MoEConfig
+    weights: ExpertWeights
+    workspaces: Workspaces
+    runner: cutlass_op.Runner
+    tactics: list[int]
+
+    @property
+    def chunk_rows(self) -> int: ...
+
+    def compute(self, received: Received, out: Tensor) -> Tensor: ...
+
+    def use(self, tuned: list[int]) -> None: ...
 
 
 class Tactics:
@@ -32,7 +49,7 @@ class Tactics:
     tiles do not interact except through the caches.
     """
 
-    def __init__(self, experts: FlashInferCutlassExperts, cache: Path | None) -> None:
+    def __init__(self, experts: CutlassExperts, cache: Path | None) -> None:
         self.experts = experts
         self.cache = cache
 
@@ -155,7 +172,7 @@ class Tactics:
     def _time(self, received: Received, out: Tensor, pair: tuple[int, int]) -> float:
         """Median milliseconds of a call; infinite for a tactic that this GPU refuses."""
         experts = self.experts
-        before = experts._tactics
+        before = experts.tactics
         experts.use([len(received.x), *pair])
         try:
             experts.compute(received, out)
