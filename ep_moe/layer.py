@@ -14,7 +14,6 @@ from torch.func import functional_call
 
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry
-from ep_moe.captured import CapturedCalls
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError
@@ -22,8 +21,10 @@ from ep_moe.exchange import Exchange
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
+from ep_moe.graphs.captured import CapturedCalls
+from ep_moe.graphs.repeated import RepeatedCalls
 from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
-from ep_moe.launches import aligned
+from ep_moe.kernels.launches import aligned
 from ep_moe.layer_checks import choice_problem, id_problem, rows_problem
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
@@ -32,7 +33,6 @@ from ep_moe.picks import Pick
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats, layer_stats
-from ep_moe.repeated import RepeatedCalls
 from ep_moe.router import Router
 from ep_moe.tuned import Tuned
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing

@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe import EPContext, MoEConfig, MoELayer, repeated
+from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.all2all import nvlink_p2p
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.graphs import repeated
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger

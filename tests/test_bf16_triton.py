@@ -25,8 +25,8 @@ from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.stream_gemm import FEW, FEW_E4M3, FEW_LARGE, ring_for
-from ep_moe.fp8_rows import round_blocks
-from ep_moe.fp8_rows_triton import round_by
+from ep_moe.kernels.fp8_rows import round_blocks
+from ep_moe.kernels.fp8_rows_triton import round_by
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PeerCells, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights

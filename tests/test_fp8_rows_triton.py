@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe import fp8_rows
+from ep_moe.kernels import fp8_rows
 from tests.test_fp8_block_kernels import DEVICE, E4M3
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe import fp8_rows_triton
 from ep_moe.experts.fp8_block_kernels import quantize_rows
+from ep_moe.kernels import fp8_rows_triton
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_moe import Wire, fp8_rows
+from ep_moe import Wire
 from ep_moe.experts import fp8_scales, fp8_tensor_rows
 from ep_moe.experts.tensor_scales import Inputs, TensorScales
 from ep_moe.experts.wire_rows import round_rows, widen_rows
+from ep_moe.kernels import fp8_rows
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
 from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES

@@ -20,7 +20,7 @@ from ep_moe.experts import few_rows
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.fp8_tensor_kernels import round_rows
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.fp8_rows import round_by
+from ep_moe.kernels.fp8_rows import round_by
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights

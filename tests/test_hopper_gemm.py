@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe import Activation, nvrtc
+from ep_moe import Activation
 from ep_moe.experts import hopper_gemm
 from ep_moe.experts.hopper_gemm import CUTS, Tiles, tiles_for
+from ep_moe.kernels import nvrtc
 
 
 def chosen(rows: int, experts: int, columns: int) -> Tiles:

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from ep_moe.launches import First, Forms, Recorded, at_once
+from ep_moe.kernels.launches import First, Forms, Recorded, at_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="Triton compiles nothing")
@@ -263,7 +263,7 @@ def test_a_form_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypa
 
     for module in (p2p_cells_triton, p2p_kernels_triton):
         monkeypatch.setattr(module, "starts_early", lambda device: True)
-    monkeypatch.setattr("ep_moe.launches._FORMS", 1000)
+    monkeypatch.setattr("ep_moe.kernels.launches._FORMS", 1000)
     made = workspace(256, 2, Wire(dispatch=wire))
     calls, shared, first = transport_calls(made), made.forms, []
     for call in calls:

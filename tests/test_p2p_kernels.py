@@ -13,7 +13,7 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.p2p_memory import Workspace
 from ep_moe.config import Wire
 from ep_moe.experts.wire_rows import round_rows
-from ep_moe.fp8_rows import round_by
+from ep_moe.kernels.fp8_rows import round_by
 from ep_moe.testing.transport_rows import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes
@@ -21,8 +21,8 @@ from tests.test_fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe import fp8_rows_triton
 from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
+from ep_moe.kernels import fp8_rows_triton
 
 FEW = 8  # tokens
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ep_moe import ExpertMap, MoEConfig, early_triton
+from ep_moe import ExpertMap, MoEConfig
 from ep_moe.experts import (
     fp8_block_hopper_triton,
     fp8_block_kernels,
@@ -31,7 +31,8 @@ from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.nvrtc import SHARED
+from ep_moe.kernels import early_triton
+from ep_moe.kernels.nvrtc import SHARED
 from ep_moe.types import LocalIds, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES

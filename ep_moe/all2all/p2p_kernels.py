@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.p2p_memory import ANSWERED, CHOSEN, SENT, Workspace, answer_dtype
-from ep_moe.fp8_rows import round_by, round_fp8
+from ep_moe.kernels.fp8_rows import round_by, round_fp8
 from ep_moe.types import PhysicalRouting
 
 _CELL_PLACES = ("row_cells", "answer_cells")

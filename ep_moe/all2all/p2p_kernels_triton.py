@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ep_moe.all2all.p2p_memory import Workspace, answer_bytes, answer_dtype
 from ep_moe.devices import starts_early
-from ep_moe.early_triton import await_previous, early, let_next_start
-from ep_moe.flags_triton import last_to_count, tell, wait
-from ep_moe.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
-from ep_moe.grids import cdiv, next_power_of_2
-from ep_moe.launches import First, aligned
+from ep_moe.kernels.early_triton import await_previous, early, let_next_start
+from ep_moe.kernels.flags_triton import last_to_count, tell, wait
+from ep_moe.kernels.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
+from ep_moe.kernels.grids import cdiv, next_power_of_2
+from ep_moe.kernels.launches import First, aligned
 from ep_moe.placement.late import Placing, to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.row_formats import SMALLEST

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Geometry
-from ep_moe.launches import Forms
+from ep_moe.kernels.launches import Forms
 from ep_moe.types import PeerCells, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
 from ep_moe.workspace import Shapes, carve
 

@@ -16,10 +16,10 @@ from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.errors import BackendUnavailable
+from ep_moe.kernels.wire_ids import to_distinct
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
-from ep_moe.wire_ids import to_distinct
 
 
 @dataclass(frozen=True)

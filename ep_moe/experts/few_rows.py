@@ -18,8 +18,8 @@ from ep_moe.experts import few_rows_triton as kernels
 from ep_moe.experts.fp8_block_kernels import SMALLEST_AMAX
 from ep_moe.experts.fp8_tensor_kernels import MatrixScales
 from ep_moe.experts.pair_kernels import Lists
-from ep_moe.grids import next_power_of_2
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels.grids import next_power_of_2
+from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.types import Activation
 
 DEPTH = 128  # of a tile

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ep_moe.experts.hopper_parts_triton import activate, next_stage
-from ep_moe.launches import Launch
+from ep_moe.kernels.launches import Launch
 
 
 def multiply(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ep_moe.devices import multiprocessors
 from ep_moe.experts import fp8_block_kernels_triton as kernels
-from ep_moe.grids import cdiv, next_power_of_2
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels.grids import cdiv, next_power_of_2
+from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.types import Activation
 
 BLOCK = 128

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ep_moe.fp8_rows_triton import e4m3_blocks
+from ep_moe.kernels.fp8_rows_triton import e4m3_blocks
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.operator import launching_operator
-from ep_moe.launches import Launch
+from ep_moe.kernels.launches import Launch
 from ep_moe.types import Activation
 from ep_moe.workspace import Shapes, carve, carved_bytes
 

@@ -13,7 +13,7 @@ from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.experts.operator import home_of, told_of
 from ep_moe.experts.triton_experts import TritonExperts
-from ep_moe.launches import Launch
+from ep_moe.kernels.launches import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 
 

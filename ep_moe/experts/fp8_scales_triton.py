@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.experts.tensor_scales import Inputs, TensorScales
-from ep_moe.grids import cdiv, next_power_of_2
+from ep_moe.kernels.grids import cdiv, next_power_of_2
 
 _BLOCK = 1024
 _FP8_MAX = tl.constexpr(448.0)

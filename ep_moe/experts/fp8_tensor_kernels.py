@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ep_moe.grids import cdiv, next_power_of_2
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels.grids import cdiv, next_power_of_2
+from ep_moe.kernels.launches import Launch, at_once
 
 BLOCK = 1024  # columns of a program
 

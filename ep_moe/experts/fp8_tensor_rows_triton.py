@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.experts.tensor_scales import TensorScales
-from ep_moe.grids import next_power_of_2
+from ep_moe.kernels.grids import next_power_of_2
 
 
 def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:

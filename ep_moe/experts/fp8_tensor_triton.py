@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe import nvrtc
 from ep_moe.experts import fp8_tensor_op
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.experts.operator import home_of, told_of
 from ep_moe.experts.triton_experts import TritonExperts
-from ep_moe.launches import Launch
+from ep_moe.kernels import nvrtc
+from ep_moe.kernels.launches import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 
 UNIT = 128  # hidden and intermediate sizes are multiples of it

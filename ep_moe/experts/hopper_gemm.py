@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ep_moe import nvrtc
 from ep_moe.devices import multiprocessors
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels import nvrtc
+from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.types import Activation
 
 LINE, WEIGHTS = 128, 256  # bytes along K at a time; rows of weights in a tile

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.experts.wire_rows import widen_rows
+from ep_moe.kernels.wire_ids import to_local
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
-from ep_moe.wire_ids import to_local
 
 
 def as_rank_major(received: Received, num_slots: int) -> Received:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.grids import cdiv
+from ep_moe.kernels.grids import cdiv
 
 _BLOCKS = 64  # of one program
 _OF_6, _OF_448 = tl.constexpr(1 / 6), tl.constexpr(1 / 448)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.types import PeerRows, WireIds
 
 Given = ParamSpec("Given")

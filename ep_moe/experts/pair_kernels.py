@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ep_moe.devices import multiprocessors
-from ep_moe.early_triton import early
 from ep_moe.experts import pair_kernels_triton as kernels
-from ep_moe.grids import cdiv, next_power_of_2
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels.early_triton import early
+from ep_moe.kernels.grids import cdiv, next_power_of_2
+from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.workspace import Shapes
 
 # tuned on an H200

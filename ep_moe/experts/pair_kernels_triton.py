@@ -7,10 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ep_moe.cells_triton import put_cells
-from ep_moe.early_triton import await_previous, let_next_start
-from ep_moe.flags_triton import grid_barrier, wait
-from ep_moe.fp8_rows_triton import to_e4m3
+from ep_moe.kernels.cells_triton import put_cells
+from ep_moe.kernels.early_triton import await_previous, let_next_start
+from ep_moe.kernels.flags_triton import grid_barrier, wait
+from ep_moe.kernels.fp8_rows_triton import to_e4m3
 
 
 @triton.jit

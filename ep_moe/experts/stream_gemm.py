@@ -13,7 +13,7 @@ from torch import Tensor
 from ep_moe.devices import multiprocessors
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.experts.pair_kernels import Lists
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.types import Activation
 
 

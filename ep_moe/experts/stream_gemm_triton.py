@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ep_moe.early_triton import await_previous, early, let_next_start
 from ep_moe.experts.hopper_parts_triton import activate, next_stage
-from ep_moe.grids import next_power_of_2
-from ep_moe.launches import Launch, at_once
+from ep_moe.kernels.early_triton import await_previous, early, let_next_start
+from ep_moe.kernels.grids import next_power_of_2
+from ep_moe.kernels.launches import Launch, at_once
 
 LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
 

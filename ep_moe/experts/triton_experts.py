@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.base import Experts
-from ep_moe.launches import Launch, Recorded, at_once
+from ep_moe.kernels.launches import Launch, Recorded, at_once
 from ep_moe.types import PeerRows, Received, RowLayout
 
 _PLACES = 32  # of calls that are remembered

@@ -16,7 +16,7 @@ from torch import Tensor
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
 from ep_moe.experts.operator import operator
 from ep_moe.experts.row_kernels import clean_ids
-from ep_moe.fp8_rows import round_blocks
+from ep_moe.kernels.fp8_rows import round_blocks
 from ep_moe.weights.microscale import MX_BLOCK, NVFP4_BLOCK
 from ep_moe.workspace import Shapes, carve, carved_bytes
 

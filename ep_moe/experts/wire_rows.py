@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ep_moe.config import Wire
 from ep_moe.experts.micro_rows import mxfp8_rows, nvfp4_rows
-from ep_moe.fp8_rows import round_fp8, widen_blocks, widen_by
+from ep_moe.kernels.fp8_rows import round_fp8, widen_blocks, widen_by
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.weights.microscale import dequantize_mxfp8, dequantize_nvfp4
 

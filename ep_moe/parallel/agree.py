@@ -114,9 +114,10 @@ class Agreement:
         troubled = [rank for rank, entry in entries.items() if entry["problem"] is not None]
         if troubled:
             first = entries[troubled[0]]
-            text = first["problem"]
-            named = text.startswith(f"{what}: ")  # an agreement among fewer ranks has found it already
-            return first["kind"], text if named else f"{what}: {_ranks(troubled)}: {text}"
+            text = first["problem"].removeprefix(f"{what}: ")
+            if not text.startswith("rank"):  # else an agreement among fewer ranks has named them already
+                text = f"{_ranks(troubled)}: {text}"
+            return first["kind"], f"{what}: {text}"
         return _difference(what, {rank: entry["facts"] for rank, entry in entries.items()})
 
 

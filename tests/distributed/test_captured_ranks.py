@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Tokens
-from ep_moe import captured as captured_calls
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16
+from ep_moe.graphs import captured as captured_calls
 from ep_moe.observe import StageTimes
 from ep_moe.testing import distributed
 from tests import mega_emulation
@@ -168,8 +168,8 @@ def test_captures_that_cannot_be(world_size):
         refusals = [
             (layer, [], calls + "[]"),
             (layer, 4, calls + "4"),
-            (layer, on_one_rank([True], [4]), "rank 1: block.capture_routed: " + calls + "[True]"),
-            (layer, on_one_rank([4, -1], [4]), "rank 1: block.capture_routed: " + calls + "[4, -1]"),
+            (layer, on_one_rank([True], [4]), "block.capture_routed: rank 1: " + calls + "[True]"),
+            (layer, on_one_rank([4, -1], [4]), "block.capture_routed: rank 1: " + calls + "[4, -1]"),
             (layer, [10], calls + "[10]"),
             (layer, on_one_rank([4], [5]), "tokens: [5] on rank 0, [4] on rank 1"),
             (waits, [4], "all2all=torch_a2a cannot be captured in a CUDA graph; choose another"),
@@ -178,7 +178,7 @@ def test_captures_that_cannot_be(world_size):
             found = same_error(ConfigError, lambda which=which, tokens=tokens: which.capture_routed(tokens))
             assert sentence in found, found
         context.stage_times = on_one_rank(StageTimes(CPU), None)
-        assert "rank 1: block.capture_routed: stage_times must be None" in same_error(
+        assert "block.capture_routed: rank 1: stage_times must be None" in same_error(
             ConfigError, lambda: layer.capture_routed([4])
         )
         context.stage_times = None

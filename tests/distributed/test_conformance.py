@@ -15,7 +15,7 @@ from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
-from ep_moe.fp8_rows import round_blocks
+from ep_moe.kernels.fp8_rows import round_blocks
 from ep_moe.parallel.link import Link
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_endings import a_peer_that_never_comes

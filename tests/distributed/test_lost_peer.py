@@ -198,6 +198,8 @@ def test_a_problem_that_fewer_ranks_agreed_on_is_named_once():
     found = ConfigError("layer: rank 1: no such thing")
     outcome = agree(*[lambda a: a.healthy("layer", found)] * 2)
     assert {str(error) for error in outcome} == {"layer: rank 1: no such thing"}
+    outcome = agree(lambda a: a.healthy("layer", None), lambda a: a.healthy("layer", ConfigError("layer: no such")))
+    assert {str(error) for error in outcome} == {"layer: rank 1: no such"}
 
 
 def test_agreement_on_a_problem_that_is_not_ours():

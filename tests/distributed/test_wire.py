@@ -12,7 +12,7 @@ from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, W
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.experts.wire_rows import round_rows, widen_rows
-from ep_moe.fp8_rows import round_blocks, widen_blocks
+from ep_moe.kernels.fp8_rows import round_blocks, widen_blocks
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert

@@ -14,9 +14,9 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from ep_moe.devices import starts_early
-from ep_moe.early_triton import let_next_start
 from ep_moe.experts import pair_kernels
-from ep_moe.flags_triton import last_to_count
+from ep_moe.kernels.early_triton import let_next_start
+from ep_moe.kernels.flags_triton import last_to_count
 
 EXPERTS, TOP_K, CALLS, PROGRAMS = 48, 8, 150, 32
 

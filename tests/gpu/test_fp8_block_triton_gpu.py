@@ -9,7 +9,7 @@ import torch
 
 from ep_moe import Activation, ExpertMap, MoEConfig, registry
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.fp8_rows import round_blocks
+from ep_moe.kernels.fp8_rows import round_blocks
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights

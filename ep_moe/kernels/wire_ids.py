@@ -67,6 +67,6 @@ def to_local(ids: Tensor, weights: Tensor, base: int, cap: int, out: Tensor) -> 
 
 
 def _triton():  # type: ignore[no-untyped-def]
-    from ep_moe import wire_ids_triton
+    from ep_moe.kernels import wire_ids_triton
 
     return wire_ids_triton

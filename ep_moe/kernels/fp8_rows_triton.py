@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.grids import cdiv
+from ep_moe.kernels.grids import cdiv
 from ep_moe.row_formats import BLOCK, SMALLEST
 
 _TILE, _WIDE_TILE = 1024, 4096  # numbers of a program; the latter from so many programs on that all are busy

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.lanes import Again, Lane
-from ep_moe.call_graph import CallGraph
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.devices import current_stream
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.base import Experts
 from ep_moe.experts.shared import SharedExperts
-from ep_moe.graph_inputs import Form
+from ep_moe.graphs.call_graph import CallGraph
+from ep_moe.graphs.inputs import Form
+from ep_moe.graphs.recorder import Recorder
 from ep_moe.parallel.ledger import Step
 from ep_moe.placement.late import LateRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
-from ep_moe.recorder import Recorder
 from ep_moe.router import Router
 from ep_moe.types import LogicalIds, PhysicalRouting, Routing, capturing
 from ep_moe.weights.expert_weights import ExpertWeights

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.grids import cdiv, next_power_of_2
+from ep_moe.kernels.grids import cdiv, next_power_of_2
 
 _BLOCK = 1024
 

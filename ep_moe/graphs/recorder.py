@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.call_graph import CallGraph, Given
 from ep_moe.devices import current_stream
-from ep_moe.graph_inputs import InputMemory
+from ep_moe.graphs.call_graph import CallGraph, Given
+from ep_moe.graphs.inputs import InputMemory
 from ep_moe.workspace import Workspaces
 
 

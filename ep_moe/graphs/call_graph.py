@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ep_moe.errors import BackendUnavailable
-from ep_moe.nvrtc import done
+from ep_moe.kernels.nvrtc import done
 
 Given = Sequence[int]  # addresses, and a number of 32 bits as the last one
 

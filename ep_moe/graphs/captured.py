@@ -20,10 +20,10 @@ from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.fused.base import FusedExperts
-from ep_moe.graph_inputs import InputMemory, Inputs
+from ep_moe.graphs.inputs import InputMemory, Inputs
+from ep_moe.graphs.recorder import Recorder
 from ep_moe.parallel.ledger import Step
 from ep_moe.placement.placement import Placement
-from ep_moe.recorder import Recorder
 from ep_moe.router import Router
 from ep_moe.types import Routing, capturing, dtype_name
 

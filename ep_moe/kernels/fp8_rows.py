@@ -61,6 +61,6 @@ def widen_by(x: Tensor, input_scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def _triton():  # type: ignore[no-untyped-def]
-    from ep_moe import fp8_rows_triton
+    from ep_moe.kernels import fp8_rows_triton
 
     return fp8_rows_triton

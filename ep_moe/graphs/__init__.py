@@ -1,0 +1,1 @@
+"""Calls of a layer as CUDA graphs: captured by the user (`captured`), or repeated by the layer itself (`repeated`)."""
