@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_count, check_kind, check_positive, is_number
 from ep_moe.types import Activation
 
 Config = TypeVar("Config")
@@ -59,10 +60,10 @@ class RoutingConfig:
     float32_logits: bool = False
 
     def __post_init__(self) -> None:
-        _check_kind(self, "method", RoutingMethod)
-        _check_positive(self, "scaling_factor")
+        check_kind("RoutingConfig.method", self.method, RoutingMethod)
+        check_positive("RoutingConfig.scaling_factor", self.scaling_factor)
         for name in ("num_groups", "top_groups"):
-            _check_count(self, name, at_least=1)
+            check_count(f"RoutingConfig.{name}", getattr(self, name), at_least=1)
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(
                 f"RoutingConfig.top_groups must be between 1 and num_groups, got top_groups="
@@ -105,13 +106,13 @@ class MoEConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
 
     def __post_init__(self) -> None:
-        _check_kind(self, "activation", Activation)
-        _check_kind(self, "routing", RoutingConfig)
+        check_kind("MoEConfig.activation", self.activation, Activation)
+        check_kind("MoEConfig.routing", self.routing, RoutingConfig)
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            _check_count(self, name, at_least=1)
-        _check_count(self, "shared_intermediate_size", at_least=0)
+            check_count(f"MoEConfig.{name}", getattr(self, name), at_least=1)
+        check_count("MoEConfig.shared_intermediate_size", self.shared_intermediate_size, at_least=0)
         for name in ("activation_alpha", "activation_limit"):
-            _check_positive(self, name)
+            check_positive(f"MoEConfig.{name}", getattr(self, name))
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"MoEConfig.top_k must not exceed num_experts, got top_k={self.top_k}, num_experts={self.num_experts}"
@@ -185,7 +186,7 @@ class Wire:
                     f"Wire.input_scale is for {' and '.join(ONE_SCALE)} rows only, got {self.input_scale!r} with "
                     f"{self.dispatch}"
                 )
-        elif not (isinstance(self.input_scale, (int, float)) and 0 < self.input_scale < float("inf")):
+        elif not is_number(self.input_scale) or not 0 < self.input_scale < float("inf"):
             raise ConfigError(
                 f"Wire(dispatch={self.dispatch!r}) needs input_scale, a positive number (largest magnitude / "
                 f"{largest}, as a checkpoint's input_scale), got {self.input_scale!r}"
@@ -221,7 +222,10 @@ class ParallelConfig:
     tokens: Tokens = Tokens.REPLICATED
 
     def __post_init__(self) -> None:
-        _check_kind(self, "tokens", Tokens)
+        for name in ("pp", "dp", "tp", "ep", "etp"):
+            if not (name == "ep" and self.ep is None):
+                check_count(f"ParallelConfig.{name}", getattr(self, name), at_least=1)
+        check_kind("ParallelConfig.tokens", self.tokens, Tokens)
 
     @classmethod
     def expert_parallel(cls, *, dp: int, tp: int = 1, pp: int = 1) -> ParallelConfig:
@@ -254,8 +258,8 @@ class ModelConfig:
     moe: MoEConfig
 
     def __post_init__(self) -> None:
-        _check_count(self, "num_layers", at_least=1)
-        _check_count(self, "dense_layers", at_least=0)
+        check_count("ModelConfig.num_layers", self.num_layers, at_least=1)
+        check_count("ModelConfig.dense_layers", self.dense_layers, at_least=0)
         if self.dense_layers >= self.num_layers:
             raise ConfigError(
                 f"ModelConfig.dense_layers must be less than num_layers, got dense_layers={self.dense_layers}, "
@@ -271,25 +275,6 @@ class ModelConfig:
         """Parameters in routed experts of the whole model, biases not counted."""
         moe = self.moe
         return self.moe_layers * moe.num_experts * moe.hidden_size * (moe.w13_rows + moe.intermediate_size)
-
-
-def _check_count(config: Any, name: str, *, at_least: int) -> None:
-    value = getattr(config, name)
-    if type(value) is not int or value < at_least:
-        raise ConfigError(f"{type(config).__name__}.{name} must be an integer of at least {at_least}, got {value!r}")
-
-
-def _check_kind(config: Any, name: str, kind: type) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, kind):
-        known = f"one of {', '.join(map(str, kind))}" if issubclass(kind, enum.Enum) else f"a {kind.__name__}"
-        raise ConfigError(f"{type(config).__name__}.{name} must be {known}, got {value!r}")
-
-
-def _check_positive(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    if not (isinstance(value, int | float) and 0 < value < float("inf")):
-        raise ConfigError(f"{type(config).__name__}.{name} must be a positive number, got {value!r}")
 
 
 def model_configs() -> list[str]:

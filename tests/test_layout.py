@@ -231,11 +231,18 @@ def test_error_prints_the_equation_with_its_values(sizes, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("etp", [3, 0])
-def test_open_ep_needs_an_etp_that_divides(etp):
+def test_open_ep_needs_an_etp_that_divides():
     with pytest.raises(ConfigError) as error:
-        RankLayout.from_config(ParallelConfig(dp=2, tp=4, etp=etp), world=8, rank=0)
-    assert f"ParallelConfig.etp must divide dp * tp, got etp={etp}, dp=2, tp=4" in str(error.value)
+        RankLayout.from_config(ParallelConfig(dp=2, tp=4, etp=3), world=8, rank=0)
+    assert "ParallelConfig.etp must divide dp * tp, got etp=3, dp=2, tp=4" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["pp", "dp", "tp", "ep", "etp"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", True])
+def test_sizes_are_counts(name, value):
+    with pytest.raises(ConfigError) as error:
+        ParallelConfig(**{name: value})
+    assert f"ParallelConfig.{name} must be an integer of at least 1, got {value!r}" in str(error.value)
 
 
 @pytest.mark.parametrize(

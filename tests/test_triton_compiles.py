@@ -100,8 +100,8 @@ def test_streamed_products_fit(activation, rows, dtype):
         mock.patch.object(stream_gemm_triton, "_stream", compiled),
         mock.patch.object(stream_gemm_triton, "early", return_value=early),
     ):
-        stream_gemm_triton.multiply(x, ends, w13, ends, act, ring, 132, activation, 0.0, 0.0, first)
-        stream_gemm_triton.multiply(act, None, w2, ends, y, ring, 132, "", 0.0, 0.0, second)
+        stream_gemm_triton.multiply(x, ends, w13, ends, act, ring.rows, ring.stages, 132, activation, 0.0, 0.0, first)
+        stream_gemm_triton.multiply(act, None, w2, ends, y, ring.rows, ring.stages, 132, "", 0.0, 0.0, second)
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
 

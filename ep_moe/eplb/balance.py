@@ -34,8 +34,19 @@ def critical_path(ranks: Any, *, dead_ranks: Collection[int] = ()) -> float:
 
 
 def _mean_and_fullest(ranks: Any, dead_ranks: Collection[int]) -> tuple[Floats, Floats]:
-    alive = np.delete(np.asarray(ranks, np.float64), sorted(set(dead_ranks)), axis=1)
+    loads = np.asarray(ranks, np.float64)
+    alive = np.delete(loads, dead_of(loads.shape[1], dead_ranks), axis=1)
+    if not alive.shape[1]:
+        raise ConfigError(f"dead_ranks must leave a rank alive, got all {loads.shape[1]}")
     return alive.mean(1), alive.max(1)
+
+
+def dead_of(ranks: int, dead_ranks: Collection[int]) -> list[int]:
+    """Once each, in order."""
+    for rank in dead_ranks:
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < ranks:
+            raise ConfigError(f"dead_ranks must be ranks in [0, {ranks}), got {rank!r}")
+    return sorted({int(rank) for rank in dead_ranks})
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +116,7 @@ def _received(old: ExpertMap, new: ExpertMap, per_node: int, dead_ranks: Collect
     if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):
         raise ConfigError(f"traffic needs maps alike in E and R, got {old} and {new}")
     has, wants = _held(old), _held(new)
-    has[sorted(set(dead_ranks))] = False
+    has[dead_of(old.num_ranks, dead_ranks)] = False
     near = has.reshape(-1, per_node, old.num_experts).any(1).repeat(per_node, 0)
     come = wants & ~has
     within, without, gone = come & near, come & ~near & has.any(0), come & ~has.any(0)

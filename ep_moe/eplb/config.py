@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ep_moe.eplb.price import Machine
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_count, check_kind, check_positive, is_number
 from ep_moe.placement.placement import Replicas
 
 
@@ -52,14 +53,17 @@ class EPLBConfig:
             ("nodes", 1),
             ("groups", 1),
         ):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ConfigError(f"EPLBConfig.{name} must be an integer of at least {least}, got {value!r}")
+            check_count(f"EPLBConfig.{name}", getattr(self, name), at_least=least)
         if self.interval and self.window > self.interval:
             raise ConfigError(
                 f"EPLBConfig.window must not exceed interval, got window={self.window}, interval={self.interval}"
             )
-        if self.deadline_s is not None and not 0 < self.deadline_s < float("inf"):
-            raise ConfigError(f"EPLBConfig.deadline_s must be a positive number or None, got {self.deadline_s!r}")
-        if not isinstance(self.replicas, Replicas):
-            raise ConfigError(f"EPLBConfig.replicas must be one of {', '.join(map(str, Replicas))}")
+        if self.deadline_s is not None:
+            check_positive("EPLBConfig.deadline_s", self.deadline_s)
+        if not is_number(self.tolerance) or not 0 <= self.tolerance < float("inf"):
+            raise ConfigError(f"EPLBConfig.tolerance must be a number of at least 0, got {self.tolerance!r}")
+        if not is_number(self.enough) or not 0 < self.enough <= 1:
+            raise ConfigError(f"EPLBConfig.enough must be a number above 0 and at most 1, got {self.enough!r}")
+        if self.machine is not None:
+            check_kind("EPLBConfig.machine", self.machine, Machine)
+        check_kind("EPLBConfig.replicas", self.replicas, Replicas)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ep_moe.eplb.migrate import BalancedLayer
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_count
 from ep_moe.parallel.link import Link
 
 
@@ -81,8 +82,7 @@ class LoadRecorder:
     """
 
     def __init__(self, layers: Sequence[BalancedLayer], lockstep: Link, *, steps: int) -> None:
-        if steps < 1:
-            raise ConfigError(f"LoadRecorder.steps must be at least 1, got {steps}")
+        check_count("LoadRecorder.steps", steps, at_least=1)
         self._layers, self._link = list(layers), lockstep
         self._placements = [layer.placement for layer in layers]
         start = torch.stack([placement.expert_load for placement in self._placements])

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ep_moe.eplb.balance import dead_of
 from ep_moe.eplb.candidates import (
     SLACK,
     Fresh,
@@ -191,10 +192,7 @@ def _checked_room(current: Sequence[ExpertMap], slots: Any, dead_ranks: Collecti
         if given.shape not in ((ranks,), (len(current), ranks)) or given.dtype.kind not in "iu" or (given < 0).any():
             raise ConfigError(f"plan needs slots as integers of at least 0, [{ranks}] or [{len(current)}, {ranks}]")
         room = np.broadcast_to(given, (len(current), ranks)).astype(np.int64)
-    for rank in dead_ranks:
-        if not 0 <= rank < ranks:
-            raise ConfigError(f"plan needs dead_ranks in [0, {ranks}), got {rank}")
-        room[:, rank] = 0
+    room[:, dead_of(ranks, dead_ranks)] = 0
     layer = int(np.minimum(room, experts).sum(1).argmin())
     have = int(room[layer].sum())
     if have < experts:

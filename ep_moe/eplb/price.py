@@ -11,7 +11,7 @@ import numpy as np
 from ep_moe.config import MoEConfig
 from ep_moe.eplb.balance import Traffic, loads_by_rank, table_of
 from ep_moe.eplb.packing import Floats, copy_loads, count_copies
-from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_count, check_positive
 from ep_moe.placement.expert_map import ExpertMap
 
 
@@ -32,8 +32,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("hbm_bytes_per_s", "flops", "link_bytes_per_s", "node_link_bytes_per_s"):
-            if not 0 < getattr(self, name) < np.inf:
-                raise ConfigError(f"Machine.{name} must be a positive number, got {getattr(self, name)!r}")
+            check_positive(f"Machine.{name}", getattr(self, name))
 
 
 H200 = Machine(hbm_bytes_per_s=4.24e12, flops=798e12, link_bytes_per_s=366e9, node_link_bytes_per_s=50e9)
@@ -158,7 +157,6 @@ def verdict(
 
     Dead ranks need no price: without them `old` is no choice.
     """
-    if type(within_steps) is not int or within_steps < 1:
-        raise ConfigError(f"within_steps must be an integer of at least 1, got {within_steps!r}")
+    check_count("within_steps", within_steps, at_least=1)
     before, after = (float(time.ms(load, maps, ranks_per_node=ranks_per_node).sum()) for maps in (old, new))
     return Price(before, after, cost_ms(moved, time.machine), within_steps)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.errors import ConfigError
 from ep_moe.experts.layouts import as_rank_major, localized, widened
+from ep_moe.field_checks import check_count
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.prepare import Preparation
@@ -106,10 +106,8 @@ class ExpertsOptions:
     spare_sms: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.spare_sms) is not int or self.spare_sms < 0:
-            raise ConfigError(f"ExpertsOptions.spare_sms must be an integer of at least 0, got {self.spare_sms!r}")
-        if type(self.chunk_rows) is not int or self.chunk_rows < 1:
-            raise ConfigError(f"ExpertsOptions.chunk_rows must be an integer of at least 1, got {self.chunk_rows!r}")
+        check_count("ExpertsOptions.spare_sms", self.spare_sms, at_least=0)
+        check_count("ExpertsOptions.chunk_rows", self.chunk_rows, at_least=1)
 
 
 class Experts(ABC):

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_count
 from ep_moe.parallel.layout import share
 
 EMPTY = -1
@@ -35,8 +36,9 @@ class ExpertMap:
     allow_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("num_experts", self.num_experts)
-        if self.num_ranks < 1 or not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
+        check_count("ExpertMap.num_experts", self.num_experts, at_least=1)
+        check_count("ExpertMap.num_ranks", self.num_ranks, at_least=1)
+        if not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
                 f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
                 f"{self.num_ranks} ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
@@ -79,13 +81,15 @@ class ExpertMap:
     @classmethod
     def round_robin(cls, num_experts: int, num_ranks: int) -> ExpertMap:
         """Expert e on rank e % R."""
+        check_count("ExpertMap.num_experts", num_experts, at_least=1)
+        check_count("ExpertMap.num_ranks", num_ranks, at_least=1)
         return cls.from_ranks([list(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)], num_experts)
 
     @classmethod
     def uneven(cls, counts: Sequence[int]) -> ExpertMap:
         """Experts in order, counts[r] of them on rank r; a rank may hold none."""
-        if any(count < 0 for count in counts):
-            raise ConfigError(f"counts must not be negative, got {list(counts)}")
+        for rank, count in enumerate(counts):
+            check_count(f"counts[{rank}]", count, at_least=0)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         ranks = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
         return cls.from_ranks(ranks, sum(counts))
@@ -93,9 +97,12 @@ class ExpertMap:
     @classmethod
     def redundant(cls, num_experts: int, num_ranks: int, num_redundant: int) -> ExpertMap:
         """E + num_redundant slots in order: the experts once, then again from expert 0."""
-        _check_count("num_ranks", num_ranks)
-        if num_redundant < 0:
-            raise ConfigError(f"num_redundant must not be negative, got {num_redundant}")
+        for name, value, least in (
+            ("num_experts", num_experts, 1),
+            ("num_ranks", num_ranks, 1),
+            ("num_redundant", num_redundant, 0),
+        ):
+            check_count(f"ExpertMap.{name}", value, at_least=least)
         slots = num_experts + num_redundant
         most = -(-slots // num_ranks)
         if most > num_experts:
@@ -201,8 +208,3 @@ class ExpertMap:
 
     def __repr__(self) -> str:
         return f"ExpertMap(E={self.num_experts}, R={self.num_ranks}, cap={self.cap}, redundant={self.num_redundant})"
-
-
-def _check_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"ExpertMap.{name} must be an integer of at least 1, got {value!r}")

@@ -85,6 +85,9 @@ def test_every_new_expert_travels_once(seed, per_node):
         (lambda: traffic([MAP], [], expert_bytes=1), "got 1 and 0"),
         (lambda: traffic([MAP], [ExpertMap.linear(4, 2)], expert_bytes=1), "alike in E and R"),
         (lambda: traffic([MAP], [MAP], expert_bytes=1, ranks_per_node=2), "must divide the 3 ranks of the maps, got 2"),
+        (lambda: traffic([MAP], [MAP], expert_bytes=1, dead_ranks=[3]), "must be ranks in [0, 3), got 3"),
+        (lambda: balancedness([[1, 2]], dead_ranks=["0"]), "must be ranks in [0, 2), got '0'"),
+        (lambda: balancedness([[1, 2]], dead_ranks=[0, 1]), "must leave a rank alive, got all 2"),
     ],
 )
 def test_refusal_names_the_value(call, message):

@@ -366,7 +366,7 @@ def test_dtype_order_and_scale_of_the_load_do_not_matter():
         ({"enough": 0.0}, "enough above 0 and at most 1, got 0.0"),
         ({"enough": 1.1}, "enough above 0 and at most 1, got 1.1"),
         ({"tolerance": -0.1}, "tolerance of at least 0, got -0.1"),
-        ({"dead_ranks": [4]}, "dead_ranks in [0, 4), got 4"),
+        ({"dead_ranks": [4]}, "dead_ranks must be ranks in [0, 4), got 4"),
         ({"slots": [2, 2, 2]}, "[4] or [1, 4]"),
         ({"slots": [2, 2, 2, -1]}, "integers of at least 0"),
     ],

@@ -6,6 +6,7 @@ import pytest
 
 from ep_moe import ConfigError, ExpertMap, MoEConfig
 from ep_moe.eplb import H200, LayerTime, Machine, Price, traffic, verdict
+from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.price import cost_ms
 
 SLOW = Machine(hbm_bytes_per_s=1e3, flops=1e4, link_bytes_per_s=100.0, node_link_bytes_per_s=10.0)
@@ -79,6 +80,29 @@ def test_rates_are_positive(name):
     with pytest.raises(ConfigError) as error:
         dataclasses.replace(H200, **{name: 0.0})
     assert f"Machine.{name} must be a positive number, got 0.0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "must"),
+    [
+        ("tolerance", -0.1, "a number of at least 0"),
+        ("tolerance", float("nan"), "a number of at least 0"),
+        ("tolerance", "0.1", "a number of at least 0"),
+        ("enough", 0.0, "a number above 0 and at most 1"),
+        ("enough", 1.5, "a number above 0 and at most 1"),
+        ("enough", None, "a number above 0 and at most 1"),
+        ("machine", "H200", "a Machine"),
+        ("deadline_s", "5", "a positive number"),
+        ("deadline_s", True, "a positive number"),
+        ("replicas", "spread", "one of "),
+        ("window", 2.0, "an integer of at least 1"),
+    ],
+)
+def test_what_a_plan_needs_is_checked_before_the_first(name, value, must):
+    with pytest.raises(ConfigError) as error:
+        EPLBConfig(**{name: value})
+    assert f"EPLBConfig.{name} must be {must}" in str(error.value)
+    assert f"got {value!r}" in str(error.value)
 
 
 def test_within_steps_is_a_count():
