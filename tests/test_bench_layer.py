@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.all2all import flashinfer_nvlink
-from ep_moe.bench import all2all, floors, layer, layer_report, memory, peers, scaling_model, stages, timing
+from ep_moe.bench import all2all, csv_lines, floors, layer, layer_report, memory, peers, scaling_model, stages, timing
 from ep_moe.bench.experts import Rates
 from ep_moe.bench.layer_report import Line
 from ep_moe.bench.overlap import beside
@@ -210,7 +210,7 @@ def test_tables_csv_and_panels(tmp_path):
     text = console.export_text()
     assert "WRONG" in text
     assert "0.900" in text, "plan / held"
-    layer_report.write(lines, tmp_path / "lines.csv")
+    csv_lines.write(lines, tmp_path / "lines.csv")
     assert repr(layer_report.read(tmp_path / "lines.csv")) == repr(lines)  # some numbers are none
     rows = list(csv.DictReader((tmp_path / "lines.csv").open()))
     assert len(rows) == 8

@@ -17,8 +17,6 @@ load      (--load) FlashInfer's own calls in a workspace with room for EPLB's st
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +31,8 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.bench.csv_lines import write
+from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
@@ -253,15 +253,17 @@ def plot(lines: list[Line], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+@one_sentence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transports", nargs="+", default=list(registry.targets("dispatchers")))
-    parser.add_argument("--hidden", nargs="+", type=int, default=HIDDEN)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    known = list(registry.targets("dispatchers"))
+    parser.add_argument("--transports", nargs="+", choices=known, default=known)
+    parser.add_argument("--hidden", nargs="+", type=positive, default=HIDDEN)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
     parser.add_argument("--load", action="store_true", help="FlashInfer's EPLB statistics riding on dispatch, too")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
-    asked = parser.parse_args()
+    asked = parse(parser, Where.RANKS)
     with EPContext.from_torchrun() as context:
         torch.cuda.set_device(context.device)
         lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens, load=asked.load)
@@ -269,10 +271,7 @@ def main() -> None:
             return
     Console(width=150).print(table(lines, rate))
     if asked.csv is not None:
-        with asked.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([field.name for field in dataclasses.fields(Line)])
-            writer.writerows(dataclasses.astuple(line) for line in lines)
+        write(lines, asked.csv)
     if asked.plot is not None:
         plot(lines, asked.plot)
 

@@ -11,7 +11,6 @@ autotuner on the same rows, and with the tiles that this project found (the raw 
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe import registry
+from ep_moe.bench.csv_lines import write
+from ep_moe.bench.start import Where, one_sentence, parse
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts import cutlass_op
@@ -287,30 +288,16 @@ def table(lines: list[Line], title: str) -> Table:
     return found
 
 
+@one_sentence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--schemes", nargs="+", default=list(COST))
+    parser.add_argument("--schemes", nargs="+", choices=list(COST), default=list(COST))
     parser.add_argument("--csv", type=Path)
-    asked = parser.parse_args()
+    asked = parse(parser, Where.GPU)
     lines = run(asked.models, asked.schemes)
     if asked.csv is not None:
-        with asked.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            columns = (
-                "model",
-                "rows",
-                "kernel",
-                "scheme",
-                "layout",
-                "us",
-                "floor_us",
-                "peer_us",
-                "raw_us",
-                "untuned_us",
-            )
-            writer.writerow(columns)
-            writer.writerows([getattr(line, column) for column in columns] for line in lines)
+        write(lines, asked.csv)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,12 @@ from torch import Tensor
 
 from ep_moe.bench import floors, memory, stages
 from ep_moe.bench.all2all import p2p_rate, slowest
+from ep_moe.bench.csv_lines import write
 from ep_moe.bench.experts import Rates, measure_rates
-from ep_moe.bench.layer_report import Line, plot, stage_table, table, write
+from ep_moe.bench.layer_report import Line, plot, stage_table, table
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
+from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
@@ -307,16 +309,18 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
                 line.plan_bytes, line.held_bytes, line.peak_bytes = dataclasses.astuple(held)
 
 
+@one_sentence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--experts", nargs="+", default=sorted({variant[0] for variant in VARIANTS}))
+    parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
+    kernels = sorted({variant[0] for variant in VARIANTS})
+    parser.add_argument("--experts", nargs="+", choices=kernels, default=kernels)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--memory", nargs="*", type=int, default=(), metavar="T", help="tokens to weigh layers at, too")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
-    asked = parser.parse_args()
+    asked = parse(parser, Where.RANKS)
     torch.cuda.set_device(local_device())
     machine, lines, console = machine_of(), list[Line](), Console(width=150)
     variants = [variant for variant in VARIANTS if variant[0] in asked.experts]

@@ -13,6 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ep_moe.bench.start import Where, one_sentence, parse
+from ep_moe.errors import ConfigError
+
 ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # beyond which a line computes something else
 
 
@@ -97,13 +100,6 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def write(lines: Sequence[Line], file: Path) -> None:
-    with file.open("w", newline="") as target:
-        writer = csv.writer(target, lineterminator="\n")
-        writer.writerow([field.name for field in dataclasses.fields(Line)])
-        writer.writerows(dataclasses.astuple(line) for line in lines)
-
-
 def plot(lines: Sequence[Line], file: Path) -> None:
     """Multiples of the overlapped floor over tokens: a row of panels for each kind of weights, a column for a model."""
     from matplotlib.figure import Figure
@@ -137,10 +133,14 @@ def _key(line: Line) -> tuple[str, str, str, str]:
 
 
 def read(file: Path) -> list[Line]:
-    """What `write` wrote."""
+    """What `csv_lines.write` wrote. ConfigError where it is no such file."""
     kinds = {field.name: str(field.type) for field in dataclasses.fields(Line)}
-    with file.open(newline="") as rows:
-        return [Line(**{name: _value(kinds[name], text) for name, text in row.items()}) for row in csv.DictReader(rows)]
+    try:
+        with file.open(newline="") as text:
+            rows = list(csv.DictReader(text))
+        return [Line(**{name: _value(kinds[name], cell) for name, cell in row.items()}) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a file of bench.layer: {error!r}; write it with --csv") from error
 
 
 def _value(kind: str, text: str) -> Any:
@@ -149,12 +149,13 @@ def _value(kind: str, text: str) -> Any:
     return float(text) if "float" in kind else int(text) if "int" in kind else text
 
 
+@one_sentence
 def main() -> None:
     """Tables and picture of a file that bench.layer wrote: python -m ep_moe.bench.layer_report FILE [--plot F]"""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--plot", type=Path)
-    asked = parser.parse_args()
+    asked = parse(parser, Where.ANYWHERE)
     lines = read(asked.file)
     for key in dict.fromkeys((line.model, line.ranks, line.tokens) for line in lines):
         Console(width=150).print(table([line for line in lines if (line.model, line.ranks, line.tokens) == key]))

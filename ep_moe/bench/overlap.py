@@ -14,7 +14,6 @@ hidden       share of the shared experts' own time that the layer does not take 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import registry
 from ep_moe.bench.all2all import slowest
+from ep_moe.bench.csv_lines import write
+from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.bench.timing import replayed
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
@@ -255,14 +256,16 @@ def shared_table(found: list[Gap]) -> Table:
     return shown
 
 
+@one_sentence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--transports", nargs="+", default=sorted({variant[3] for variant in VARIANTS}))
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    known = sorted({variant[3] for variant in VARIANTS})
+    parser.add_argument("--transports", nargs="+", choices=known, default=known)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
-    asked = parser.parse_args()
+    asked = parse(parser, Where.RANKS)
     torch.cuda.set_device(local_device())
     console = Console(width=130)
     named = [variant for variant in VARIANTS if variant[3] in asked.transports]
@@ -282,10 +285,7 @@ def main() -> None:
         return
     console.print(shared_table(gaps))
     if asked.csv is not None:
-        with asked.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([field.name for field in dataclasses.fields(Line)])
-            writer.writerows(dataclasses.astuple(line) for line in lines)
+        write(lines, asked.csv)
 
 
 if __name__ == "__main__":

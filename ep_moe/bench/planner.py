@@ -30,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
 from ep_moe.eplb.packing import Floats
 from ep_moe.placement.expert_map import ExpertMap
@@ -121,12 +122,13 @@ def measure(
     return cells, planned
 
 
+@one_sentence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepseek", type=Path, help="DeepSeek's eplb.py")
     parser.add_argument("--large", action="store_true", help="512 ranks too: minutes with --deepseek")
-    parser.add_argument("--repeat", type=int, default=9)
-    asked = parser.parse_args()
+    parser.add_argument("--repeat", type=positive, default=9)
+    asked = parse(parser, Where.ANYWHERE)
     theirs = None if asked.deepseek is None else deepseek(asked.deepseek)
     found = Table(title=f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}")
     for name in ("case", "ms", "DS ms", "ratio", "start", "balance", "DS", "worse", "moved", "DS moved"):

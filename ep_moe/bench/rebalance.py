@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe.bench.overlap import batch, build, tune
+from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.eplb.balancer import ExpertBalancer
@@ -173,16 +174,17 @@ def rotated(placed: ExpertMap) -> ExpertMap:
     return dataclasses.replace(placed, physical_to_logical=slots[-placed.cap :] + slots[: -placed.cap])
 
 
+@one_sentence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 128, 1024])
-    parser.add_argument("--bytes-per-step", nargs="+", type=int, default=[4 << 20, 8 << 20, 16 << 20])
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 128, 1024])
+    parser.add_argument("--bytes-per-step", nargs="+", type=positive, default=[4 << 20, 8 << 20, 16 << 20])
     parser.add_argument("--experts", default="flashinfer_cutlass")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--all2all", default="auto")
-    asked = parser.parse_args()
+    asked = parse(parser, Where.RANKS)
     torch.cuda.set_device(local_device())
     config: MoEConfig = load_model_config(asked.model).moe
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)

@@ -36,6 +36,7 @@ from ep_moe.bench.scaling_model import (
     tokens_text,
     wire_bound_from,
 )
+from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.eplb.price import H200
 from ep_moe.errors import ConfigError
@@ -238,19 +239,20 @@ def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
     figure.savefig(file, dpi=100)
 
 
+@one_sentence
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of each rank")
-    parser.add_argument("--totals", nargs="+", type=int, default=TOTALS, help="tokens of the whole job")
-    parser.add_argument("--per-host", type=int, default=PER_HOST, help="ranks that NVLink joins")
+    parser.add_argument("--ranks", nargs="+", type=positive, default=RANKS)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS, help="of each rank")
+    parser.add_argument("--totals", nargs="+", type=positive, default=TOTALS, help="tokens of the whole job")
+    parser.add_argument("--per-host", type=positive, default=PER_HOST, help="ranks that NVLink joins")
     parser.add_argument("--extra-us", nargs="+", type=float, default=EXTRA_US, help="of deduplication at any T")
     parser.add_argument("--measured", nargs="+", type=Path, default=(), help="files of bench.layer or bench.all2all")
-    parser.add_argument("--measured-ranks", type=int, default=4, help="where such a file does not say")
+    parser.add_argument("--measured-ranks", type=positive, default=4, help="where such a file does not say")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
-    asked = parser.parse_args()
+    asked = parse(parser, Where.ANYWHERE)
     console = Console(width=140)
     for name in asked.models:
         print_model(console, name, asked)

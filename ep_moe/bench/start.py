@@ -1,0 +1,79 @@
+"""How a benchmark starts: what it is asked, where it runs and where it writes are checked before anything is timed, and
+what is wrong is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from rich.console import Console
+
+from ep_moe.config import load_model_config
+from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.parallel.groups import TorchrunEnv
+
+
+class Where(enum.Enum):
+    """ANYWHERE: on the CPU too; GPU: in a process with one; RANKS: under torchrun, a GPU each."""
+
+    ANYWHERE = enum.auto()
+    GPU = enum.auto()
+    RANKS = enum.auto()
+
+
+def positive(text: str) -> int:
+    """A type of arguments: an integer of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
+    """The arguments. Raises ConfigError, on all ranks alike, where they or this machine will not do."""
+    asked = parser.parse_args()
+    _check_arguments(asked)
+    _check_machine(where)
+    return asked
+
+
+def one_sentence(main: Callable[[], None]) -> Callable[[], None]:
+    """A benchmark's main, whose errors are those of a user: printed by rank 0, all ranks having the same."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except EPMoEError as error:
+            _end(error)
+
+    return run
+
+
+def _end(error: EPMoEError) -> NoReturn:
+    if not TorchrunEnv.present() or TorchrunEnv.read().rank == 0:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", highlight=False, markup=False)
+    raise SystemExit(2)
+
+
+def _check_arguments(asked: argparse.Namespace) -> None:
+    for name in ("csv", "plot"):
+        file: Path | None = getattr(asked, name, None)
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"--{name} {file} is in a folder that does not exist; make it first")
+    for model in getattr(asked, "models", None) or [getattr(asked, "model", "demo")]:
+        load_model_config(model)
+
+
+def _check_machine(where: Where) -> None:
+    if where is not Where.ANYWHERE and not torch.cuda.is_available():
+        raise ConfigError("this benchmark times kernels on a GPU, and torch sees none here; see ep-moe doctor")
+    if where is Where.RANKS and not TorchrunEnv.present():
+        raise ConfigError(
+            "this benchmark runs on ranks; start it with torchrun --standalone --nproc-per-node gpu -m "
+            "ep_moe.bench.NAME (one GPU a rank)"
+        )

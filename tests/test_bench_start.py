@@ -1,0 +1,87 @@
+"""What a benchmark cannot do is one sentence and exit code 2, before anything is timed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_moe.bench import start
+from ep_moe.bench.start import one_sentence
+from ep_moe.cli import app
+from ep_moe.errors import ConfigError
+
+NEED_RANKS = ("layer", "all2all", "overlap", "rebalance")
+
+
+def ended(monkeypatch, capsys, name, *words, cuda=False):
+    """What it printed, in one line."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"ep_moe.bench.{name}").main()
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "Traceback" not in err
+    return re.sub(r"\s+", " ", err)
+
+
+@pytest.mark.parametrize("name", [*NEED_RANKS, "experts"])
+def test_a_gpu_is_needed(monkeypatch, capsys, name):
+    assert "torch sees none here; see ep-moe doctor" in ended(monkeypatch, capsys, name)
+
+
+@pytest.mark.parametrize("name", NEED_RANKS)
+def test_ranks_are_needed(monkeypatch, capsys, name):
+    for variable in ("TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    assert "start it with torchrun" in ended(monkeypatch, capsys, name, cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        ("layer", "--models nope", "no bundled config is named 'nope'"),
+        ("rebalance", "--model nope", "no bundled config is named 'nope'"),
+        ("experts", "--models qwen3-30b-a3b nope", "no bundled config is named 'nope'"),
+        ("layer", "--tokens 16 0", "argument --tokens: must be an integer of at least 1, got '0'"),
+        ("all2all", "--hidden -1", "--hidden"),
+        ("overlap", "--tokens 1.5", "argument --tokens: must be an integer of at least 1, got '1.5'"),
+        ("rebalance", "--layers x", "argument --layers: must be an integer of at least 1, got 'x'"),
+        ("layer", "--experts nope", "argument --experts: invalid choice: 'nope'"),
+        ("all2all", "--transports nope", "argument --transports: invalid choice: 'nope'"),
+        ("overlap", "--transports nope", "argument --transports: invalid choice: 'nope'"),
+        ("experts", "--schemes nope", "argument --schemes: invalid choice: 'nope'"),
+        ("scaling", "--csv /no/folder.csv", "--csv /no/folder.csv is in a folder that does not exist; make it first"),
+        ("layer", "--plot /no/folder.png", "--plot /no/folder.png is in a folder that does not exist"),
+        ("layer_report", "none.csv", "none.csv is not a file of bench.layer"),
+    ],
+)
+def test_arguments_are_checked_first(monkeypatch, capsys, name, words, sentence):
+    monkeypatch.setattr(start, "_check_machine", lambda where: None)
+    assert sentence in ended(monkeypatch, capsys, name, *words.split())
+
+
+def test_rank_0_says_it_alone(monkeypatch, capsys):
+    @one_sentence
+    def main():
+        raise ConfigError("no")
+
+    for rank, said in (("1", ""), ("0", "error: no\n")):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "here"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            main()
+        assert capsys.readouterr().err == said
+
+
+def test_the_command_ends_as_the_module(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = CliRunner().invoke(app, ["bench", "layer", "--models", "demo"])
+    assert found.exit_code == 2
+    assert "torch sees none here" in found.output
