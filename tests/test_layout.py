@@ -298,3 +298,19 @@ def test_shares_follow_each_other_and_differ_by_one_at_most(total, parts):
     sizes = [stop - start for start, stop in spans]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
+
+
+@pytest.mark.parametrize("tokens", [Tokens.REPLICATED, Tokens.SHARDED])
+@pytest.mark.parametrize(
+    ("dp", "tp", "ep", "etp"), [(1, 1, 1, 1), (4, 1, 4, 1), (2, 2, 4, 1), (1, 4, 2, 2), (2, 2, 1, 4), (2, 4, 2, 4)]
+)
+def test_no_rank_dispatches_more_than_the_bound(dp, tp, ep, etp, tokens):
+    """What `TokenFlow.union` holds: the own rows of all members of an etp group."""
+    sizes = {"world": dp * tp, "dp": dp, "tp": tp, "ep": ep, "etp": etp, "tokens": tokens}
+    layouts = [RankLayout(**sizes, rank=rank) for rank in range(dp * tp)]
+    for count in range(20):
+        own = [count]
+        if tokens is Tokens.REPLICATED:
+            own = [stop - start for start, stop in (share(count, tp, rank) for rank in range(tp))]
+        most = max(sum(own[layouts[rank].tp_rank % len(own)] for rank in group) for group in layouts[0].groups["etp"])
+        assert most <= layouts[0].wire_tokens(count) < most + etp

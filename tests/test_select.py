@@ -9,6 +9,7 @@ import torch
 
 from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, registry
 from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.select import choose, explain
 from ep_moe.types import RowLayout, Weighting
@@ -28,6 +29,11 @@ class Weighing(LocalDispatcher):
 
 class Sibling(LocalDispatcher):
     name = "sibling"
+
+
+class Hasty(LocalDispatcher):
+    name = "hasty"
+    capabilities = dataclasses.replace(LocalDispatcher.capabilities, deterministic=False)
 
 
 class Missing(LocalDispatcher):
@@ -164,6 +170,14 @@ def test_a_named_kernel_is_chosen(plugins):
     row = choose(config(), layout(1), CPU, torch.float32, experts="second")
     assert (row.all2all, row.experts) == ("local", "second")
     assert refusal("local", "reference", experts="second") == "experts='second' was asked for"
+
+
+def test_a_transport_whose_bits_vary_is_refused_where_equal_ones_are_asked_for(plugins):
+    plugins(dispatchers={"hasty": "tests.test_select:Hasty"})
+    wanted = ExpertsOptions(deterministic=True)
+    assert refusal("hasty", "reference", options=wanted) == "hasty is not deterministic"
+    assert choose(config(), layout(1), CPU, torch.float32, all2all="hasty").all2all == "hasty"
+    assert choose(config(), layout(1), CPU, torch.float32, all2all="local", options=wanted).all2all == "local"
 
 
 def test_named_transport_that_cannot_run_names_the_reason_and_those_that_can():
