@@ -165,9 +165,9 @@ class EPContext:
         agreement.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
         made: list[Links] = []
         abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
-        ledger = Ledger(
-            PrefixStore("ledger", store), layout.group("lockstep"), layout.rank, deadline_s=deadline_s, abort=abort
-        )
+        peers = layout.group("lockstep")  # others have nothing to do with what is told here
+        scope = PrefixStore(f"ledger/block{peers[0]}", store)
+        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort)
         made.append(Links(layout, ledger, device, groups))
         agreement.healthy("EPContext", None)  # all have their groups before any uses one
         return cls(layout, device, store, made[0], ledger, max_tokens)

@@ -230,7 +230,8 @@ class Ledger:
 
     def _diagnose(self, cause: str, store: Store | None = None) -> PeerTimeout:
         """Compare two readings of all heartbeats. The first rank to reach a verdict publishes it, because its own
-        exit is what the others see next."""
+        exit is what the others see next. A later failure, of ranks that went on after this one, has another key: by
+        then the one that is furthest behind is not where it was."""
         step = self._step
         store = store or self._store
         text = f"rank {self._rank} lost its peers {step}: {cause}."
@@ -241,8 +242,10 @@ class Ledger:
             before = self._read(store)
             time.sleep(2.5 * self._period)
             self._beat(store)
-            verdict = _compare(step, self._rank, before, self._read(store))
-            verdict = store.compare_set("verdict", "", verdict).decode() or verdict
+            after = self._read(store)
+            verdict = _compare(step, self._rank, before, after)
+            behind = min([step.number, *(entry[1].number for entry in after.values() if entry is not None)])
+            verdict = store.compare_set(f"verdict/{behind}", "", verdict).decode() or verdict
         except RuntimeError:
             return PeerTimeout(f"{text} The store is gone too, so that no rank can be named.")
         return PeerTimeout(f"{text} {verdict} Raise deadline_s (now {self.deadline_s:g} s) if it was only slow.")

@@ -281,6 +281,40 @@ def test_a_ledger_turns_communication_failures_only():
         assert str(ledger._step) == "in gather of moe0 (step 3)"
 
 
+def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
+    """A balancer may lose a rank that was only late, and the layers go on."""
+    store = HashStore()
+    ledgers = [Ledger(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(3)]
+
+    def diagnosed(by, numbers):
+        for ledger, number in zip(ledgers, numbers, strict=True):
+            ledger.leave_at(Step(number, "moe0", "combine", "", True))
+        return [str(ledgers[rank]._diagnose("no answer")) for rank in by]
+
+    try:
+        behind = "Rank 1 is alive but behind: finished combine of moe0 (step 10)."
+        first, again = diagnosed([0, 2], [11, 10, 11])
+        assert behind in first
+        assert behind in again
+        for text in diagnosed([0, 1], [12, 12, 11]):
+            assert "Rank 2 is alive but behind: finished combine of moe0 (step 11)." in text
+            assert behind not in text
+    finally:
+        for ledger in ledgers:
+            ledger.close()
+
+
+def test_the_first_verdict_is_everyones():
+    store = HashStore()
+    ledgers = [Ledger(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(2)]
+    try:
+        assert "Rank 2 shows no sign of life." in str(ledgers[0]._diagnose("no answer"))
+        ledgers[0].close()  # as one whose process ended with that sentence
+        assert "Rank 0" not in str(ledgers[1]._diagnose("no answer"))
+    finally:
+        ledgers[1].close()
+
+
 def test_an_overdue_step_is_aborted_and_named():
     """The watch thread frees a rank that waits on a device: here an event in the place of the device."""
     freed = threading.Event()
