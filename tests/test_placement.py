@@ -93,7 +93,7 @@ def test_id_out_of_range_leaves_out_of_range(bad):
 TOKENS = 4096
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4, 8])
+@pytest.mark.parametrize("replicas", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("stride", [1, 2, 3, 64])
 def test_replicas_are_used_alike(replicas, stride):
     """An expert that every stride-th token chooses: each replica's share lies within 3 standard deviations of what a
@@ -109,6 +109,21 @@ def test_replicas_are_used_alike(replicas, stride):
         used = placement.slot_load[list(expert_map.logical_to_physical[expert])]
         assert used.sum() == TOKENS
         assert (used - even).abs().max() <= 3 * deviation
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5, 6, 7, 16])
+def test_few_rows_use_replicas_alike_too(replicas):
+    """Decode batches have few rows. Of any number of rows in turn that choose an expert, each replica has its share to
+    within the bound for multiples of the golden ratio."""
+    expert_map = ExpertMap.redundant(8, replicas, 8 * replicas - 8)
+    rows = torch.arange(1, TOKENS + 1)
+    bound = 2 + rows.log() / math.log((1 + math.sqrt(5)) / 2)
+    for ep_rank in range(replicas):
+        physical = Placement(expert_map, ep_rank=ep_rank)(routing(torch.arange(8).expand(TOKENS, 8))).ids
+        for expert in range(8):
+            for slot in expert_map.logical_to_physical[expert]:
+                used = (physical[:, expert] == slot).cumsum(0)
+                assert ((used - rows / replicas).abs() <= bound).all()
 
 
 def test_choice_depends_on_row_expert_and_ep_rank_alone():

@@ -19,10 +19,15 @@ from ep_moe.placement.placement_triton import place
 from ep_moe.types import LogicalIds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAPS = [ExpertMap.linear(12, 4), ExpertMap.redundant(10, 4, 6), ExpertMap.uneven([7, 1, 3])]
+MAPS = [
+    ExpertMap.linear(12, 4),
+    ExpertMap.redundant(10, 4, 6),
+    ExpertMap.redundant(4, 3, 8),
+    ExpertMap.uneven([7, 1, 3]),
+]
 
 
-@pytest.mark.parametrize("expert_map", MAPS, ids=["linear", "redundant", "uneven"])
+@pytest.mark.parametrize("expert_map", MAPS, ids=["linear", "redundant", "replicas3", "uneven"])
 @pytest.mark.parametrize("ep_rank", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_same_ids_and_loads(expert_map, ep_rank, dtype):

@@ -16,8 +16,9 @@ from ep_moe.placement.late import LateRouting, Tables
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 
 # Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
-# different experts of a token spread over replicas without a random state or a host sync. Multiples of the golden
-# ratio are spread more evenly than random numbers would be: no mixing step follows.
+# different experts of a token spread over replicas without a random state or a host sync. A row's fraction of the full
+# circle picks among equal arcs: of any N rows in turn each arc has its share to within 2 + log N to the golden ratio's
+# base (Denjoy and Koksma), where random numbers err by the root of N. A remainder of it has no such bound.
 _ROW_FACTOR = 2654435761
 _EXPERT_FACTOR = 2246822519
 _RANK_FACTOR = 3266489917
@@ -86,7 +87,7 @@ class Placement(nn.Module):
         safe = ids.where(valid, 0)
         row = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
         mixed = row * _ROW_FACTOR + safe * _EXPERT_FACTOR + self._ep_rank * _RANK_FACTOR
-        replica = ((mixed & 0xFFFFFFFF) >> 16) % self.replica_count[safe]
+        replica = ((mixed & 0xFFFFFFFF) * self.replica_count[safe]) >> 32
         physical = self.logical_to_physical[safe, replica]
         self._count(safe, physical, valid)
         unknown = torch.where(ids == EMPTY, ids, self.expert_map.num_physical)

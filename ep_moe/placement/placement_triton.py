@@ -65,7 +65,7 @@ def place_ids(given, row, replicas, counts, experts, seed, MOST: tl.constexpr):
     at = safe * MOST
     if MOST > 1:
         mixed = tl.cast(row, tl.int64) * 2654435761 + safe * 2246822519 + seed
-        at += ((mixed & 0xFFFFFFFF) >> 16).to(tl.int32) % tl.load(counts + safe).to(tl.int32)
+        at += ((mixed & 0xFFFFFFFF) * tl.load(counts + safe)) >> 32
     return tl.load(replicas + at), known
 
 
