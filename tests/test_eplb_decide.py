@@ -123,6 +123,16 @@ def test_what_does_not_pay_is_not_carried_out():
     assert found.maps == tuple(NOW)
 
 
+def test_a_planner_that_writes_into_its_load_does_not_change_the_price():
+    def careless(load, current):
+        load[:] = load[:, ::-1]
+        return [ExpertMap.round_robin(8, 4)] * 2
+
+    kept = LOAD.copy()
+    assert decided(planner=careless, machine=H200) == decided(planner=lambda *_: careless(LOAD.copy(), 0), machine=H200)
+    assert (kept == LOAD).all()
+
+
 @pytest.mark.parametrize("maps", [[BASE], [BASE, BASE, BASE], [BASE, None], "ab"])
 def test_maps_of_the_user_are_one_for_each_layer(maps):
     with pytest.raises(ConfigError, match=f"move_to needs an ExpertMap per layer, 2, got {len(maps)}"):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ep_moe.eplb.config import EPLBConfig
-from ep_moe.eplb.connect import Connections, Context, connect, layers_of
+from ep_moe.eplb.connect import Connections, Context, connect
 from ep_moe.eplb.decide import Background, Decision, Planner, decide, default_planner, given, laid_out, loads
 from ep_moe.eplb.load import LoadWindow
 from ep_moe.eplb.migrate import BalancedLayer, Migration
@@ -58,12 +58,12 @@ class ExpertBalancer:
         *,
         planner: Planner | None = None,
     ) -> None:
-        self.config = config or EPLBConfig()
-        self.layers = layers_of(layers)
+        self.config = EPLBConfig() if config is None else config
         self._context = context
-        self._link: Connections = connect(self.layers, context, self.config)
+        self._link: Connections = connect(layers, context, self.config)
+        self.layers = self._link.layers
         self._mover, self._pact = self._link.mover, self._link.pact
-        self._planner = planner or default_planner(self.config)
+        self._planner = planner or default_planner(self.config, [layer.placement.slots for layer in self.layers])
         self._load = LoadWindow(self.layers, self.config.interval, self.config.window)
         self._state, self._since = State.IDLE, 0.0
         self._steps = self._number = 0  # calls of `step`; turns, those of `settle` too
@@ -90,7 +90,8 @@ class ExpertBalancer:
     def step(self) -> None:
         """After each forward, on all ranks. Does not wait for the device; for peers where a transfer on the CPU or an
         exchange begun `sync_every` steps ago has not come yet."""
-        self._steps += self._end is None
+        self._check_on("step")
+        self._steps += 1
         try:
             self._turn()
         finally:
@@ -98,6 +99,7 @@ class ExpertBalancer:
 
     def move_to(self, maps: Sequence[ExpertMap]) -> None:
         """Move the experts to these maps, one per layer, in the steps to come. On all ranks, after the same step."""
+        self._check_on("move_to")
         if self._state is not State.IDLE:
             raise InputError(f"move_to: a rebalance is under way ({self._state.name}); settle() first")
         self._plan(partial(given, maps, len(self.layers)))
@@ -105,6 +107,7 @@ class ExpertBalancer:
 
     def settle(self) -> None:
         """Bring what is under way to its end, without forwards. On all ranks, after the same step."""
+        self._check_on("settle")
         while self._state is not State.IDLE:
             time.sleep(_PAUSE_S)
             self._turn()
@@ -129,10 +132,15 @@ class ExpertBalancer:
         )
 
     def close(self) -> None:
-        """Bring what is under way to its end and give back the process groups. Collective, idempotent."""
-        if self._end is None and not self._link.closed:
+        """Bring what is under way to its end and give back the process groups. Collective, idempotent. Where that end
+        is a rollback, the groups are given back and it raises what `step` would have raised."""
+        if self._end is not None or self._link.closed:
+            return
+        try:
             self.settle()
-            self._link.close()
+        finally:
+            if self._end is None:
+                self._link.close()
 
     def __enter__(self) -> ExpertBalancer:
         return self
@@ -143,9 +151,13 @@ class ExpertBalancer:
 
     # --- this rank's part --------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _check_on(self, call: str) -> None:
         if self._end is not None:
             raise type(self._end)(str(self._end)) from self._end
+        if self._link.closed:
+            raise InputError(f"ExpertBalancer.{call}: this balancer is closed; make another one")
+
+    def _turn(self) -> None:
         self._number += 1
         if self._state is not State.IDLE:
             self._work()

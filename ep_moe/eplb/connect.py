@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeGuard
@@ -42,6 +42,7 @@ class Context(Protocol):
 class Connections:
     """number: of the balancer, among all that this job has made; deadline_s: for the other ranks"""
 
+    layers: list[BalancedLayer]
     mover: Mover
     pact: Pact
     number: int
@@ -57,9 +58,9 @@ class Connections:
             dist.destroy_process_group(group)
 
 
-def connect(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
+def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
     """Agree, then make the groups. Raises ConfigError on all ranks of the world alike."""
-    deadline = _deadline(config, context)
+    layers = layers_of(given)
     checksum = Checksum(torch.device("cpu"))
     stores = [SlotStore(layer.expert_weights, checksum) for layer in layers]
     problem: EPMoEError | None = None
@@ -79,11 +80,12 @@ def connect(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfi
         every = Agreement(
             PrefixStore(f"ep_moe/balancer{number}", base), range(layout.world), layout.rank, context.ledger.deadline_s
         )
-        every.same("ExpertBalancer", flat_facts(config, "EPLBConfig"), problem)
+        every.same("ExpertBalancer", {} if problem is not None else flat_facts(config, "EPLBConfig"), problem)
     elif problem is not None:
         raise problem
     assert staging is not None, "all ranks would have raised"
     groups: list[ProcessGroup] = []
+    deadline = _deadline(config, context)
     pact = Pact(_own(context, "lockstep", "gloo", deadline, groups))
     # NCCL's own timeout would end the process: the balancer's must come first
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
@@ -91,7 +93,7 @@ def connect(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfi
     for layer in layers:
         mover.rehearse(layer)
     context.agreement.healthy("ExpertBalancer", None)  # all are connected before any goes on
-    return Connections(mover, pact, number, deadline, context.agreement, groups)
+    return Connections(layers, mover, pact, number, deadline, context.agreement, groups)
 
 
 def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConfig) -> Staging:
@@ -146,6 +148,15 @@ def _facts(layers: Sequence[BalancedLayer], stores: Sequence[SlotStore], device:
 
 def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> ConfigError | None:
     """What is wrong on this rank, without raising: all ranks must raise together."""
+    if not isinstance(config, EPLBConfig):
+        return ConfigError(f"ExpertBalancer.config must be an EPLBConfig, got {config!r}")
+    if not layers:
+        return ConfigError(
+            "ExpertBalancer.layers must be a model with MoELayers in it, or a list of MoELayers: at least one on "
+            "every pipeline stage"
+        )
+    if len({id(layer) for layer in layers}) < len(layers):
+        return ConfigError(f"ExpertBalancer.layers must have each layer once, got {[layer.name for layer in layers]}")
     if _deadline(config, context) > context.ledger.deadline_s:
         return ConfigError(
             f"EPLBConfig.deadline_s must be at most the context's, {context.ledger.deadline_s:g}, got "
@@ -180,13 +191,12 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
     return None
 
 
-def layers_of(layers: nn.Module | Sequence[BalancedLayer]) -> list[BalancedLayer]:
-    """A model's MoE layers in the order of its modules, or those given."""
-    found = list(layers.modules()) if isinstance(layers, nn.Module) else list(layers)
-    balanced = [layer for layer in found if _balanced(layer)]
-    if not balanced or (not isinstance(layers, nn.Module) and len(balanced) < len(found)):
-        raise ConfigError("ExpertBalancer needs a model with MoELayers in it, or a list of MoELayers, at least one")
-    return balanced
+def layers_of(layers: object) -> list[BalancedLayer]:
+    """A model's MoE layers in the order of its modules, or those given; none where that is neither."""
+    if isinstance(layers, nn.Module):
+        return [layer for layer in layers.modules() if _balanced(layer)]
+    found = list(layers) if isinstance(layers, Iterable) else []
+    return found if all(map(_balanced, found)) else []
 
 
 def _balanced(layer: object) -> TypeGuard[BalancedLayer]:

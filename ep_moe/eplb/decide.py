@@ -59,10 +59,12 @@ class Decision:
         return Room.of_plan(part for parts in self.itineraries for part in parts)
 
 
-def default_planner(config: EPLBConfig) -> Planner:
+def default_planner(config: EPLBConfig, slots: Sequence[Sequence[int]]) -> Planner:
+    """slots: [layers, R], that there is memory for: a map in force that leaves some empty is not for ever"""
+
     def by_load(load: Ints, current: Sequence[ExpertMap]) -> Sequence[ExpertMap]:
         c = config
-        return plan(load, current, groups=c.groups, nodes=c.nodes, tolerance=c.tolerance, enough=c.enough)
+        return plan(load, current, groups=c.groups, nodes=c.nodes, slots=slots, tolerance=c.tolerance, enough=c.enough)
 
     return by_load
 
@@ -73,7 +75,7 @@ def decide(
     """load: int64 [layers, E], a window's routes of all ranks. expert_bytes: of one expert on all its etp ranks."""
     if not load.any():
         return Decision(tuple(current))
-    planned = tuple(planner(load, current))
+    planned = tuple(planner(load.copy(), current))  # who writes into it does not change what the plan is priced by
     if len(planned) != len(current):
         raise ConfigError(f"the planner must return a map per layer, {len(current)}, got {len(planned)}")
     if config.machine is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_moe.eplb.migrate import BalancedLayer
 from ep_moe.eplb.trace import LoadTrace
-from ep_moe.errors import ConfigError
+from ep_moe.errors import ConfigError, InputError
 from ep_moe.field_checks import check_count
 from ep_moe.parallel.link import Link
 
@@ -81,10 +81,14 @@ class LoadRecorder:
     layers: alike in E; lockstep: link of the ranks that run them together; steps: the most that are recorded
     """
 
+    @torch.inference_mode(False)  # or what is made within one could not be written outside
     def __init__(self, layers: Sequence[BalancedLayer], lockstep: Link, *, steps: int) -> None:
         check_count("LoadRecorder.steps", steps, at_least=1)
         self._layers, self._link = list(layers), lockstep
         self._placements = [layer.placement for layer in layers]
+        experts = {layer.name: len(layer.placement.expert_load) for layer in layers}
+        if len(set(experts.values())) != 1:
+            raise ConfigError(f"LoadRecorder.layers must be alike in E, got {experts}; make a recorder for each kind")
         start = torch.stack([placement.expert_load for placement in self._placements])
         self._rows = start.new_zeros(steps + 1, *start.shape)
         self._rows[0] = start
@@ -102,9 +106,9 @@ class LoadRecorder:
 
         A step's tokens are its routes / top_k, of the layer with the most, rounded up.
         """
+        with self._link.ledger.step("record load"):
+            self._check_alike()
         rows = self._rows[: len(self._resets)]
-        if len(rows) == 1:
-            raise ConfigError("LoadRecorder has recorded no step; call step() after each forward")
         resets = torch.tensor(self._resets)
         same = (resets[1:] == resets[:-1]).to(rows.device).unsqueeze(2)
         counts = rows[1:] - rows[:-1] * same
@@ -117,6 +121,18 @@ class LoadRecorder:
         tokens = (-(-counts.sum(2) // top_k)).max(1).values
         names = tuple(layer.name for layer in self._layers)
         return LoadTrace(counts.numpy(), tokens.numpy(), model, names)
+
+    def _check_alike(self) -> None:
+        steps = len(self._resets) - 1
+        problem = None if steps else "LoadRecorder has recorded no step; call step() after each forward"
+        found = [row[0] for row in self._link.agree([steps], problem, self._rows.device)]
+        odd = next((at for at, theirs in enumerate(found) if theirs != found[0]), None)
+        if odd is not None:
+            first, other = self._link.ranks[0], self._link.ranks[odd]
+            raise InputError(
+                f"LoadRecorder has recorded {found[0]} steps on rank {first} and {found[odd]} on rank {other}; give "
+                f"all ranks the same `steps` and call step() after each forward on all of them"
+            )
 
     def _reset_counts(self) -> list[int]:
         return [placement.resets for placement in self._placements]

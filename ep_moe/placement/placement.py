@@ -44,6 +44,7 @@ class Placement(nn.Module):
     expert_load: int64 [E], routes counted per logical expert since `reset_load`; id -1 (padding rows) is not counted
     slot_load: int64 [P], the same per physical expert since `reset_load` or `update`
     resets: how often `reset_load` was called
+    slots: [R], that each rank has memory for; those of the map at construction
     """
 
     logical_to_physical: Tensor  # int64 [E, max_replicas], padded with -1; the replicas that this rank uses
@@ -59,7 +60,7 @@ class Placement(nn.Module):
         self._replicas, self._ranks_per_node = Replicas.SPREAD, expert_map.num_ranks
         self.resets = 0
         self._ahead: tuple[ExpertMap, list[Tensor]] | None = None  # see `prepare`
-        self._slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
+        self.slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
         experts = expert_map.num_experts
         # room for any later plan: no expert needs more replicas than ranks or than spare slots
         self._max_replicas = max(
@@ -138,7 +139,7 @@ class Placement(nn.Module):
                 raise ConfigError(
                     f"Placement.update needs a map with {name}={getattr(old, name)}, got {getattr(expert_map, name)}"
                 )
-        for rank, room in enumerate(self._slots):
+        for rank, room in enumerate(self.slots):
             if expert_map.num_slots(rank) > room:
                 raise ConfigError(
                     f"Placement.update needs a map with at most {room} slots on rank {rank}, as at construction, got "

@@ -76,5 +76,7 @@ def is_off(balancer, layers, kind=PeerTimeout):
     for _ in range(2):
         with pytest.raises(kind, match="the balancer is off"):
             balancer.step()
+        with pytest.raises(kind, match="the balancer is off"):
+            balancer.move_to([layer.placement.expert_map for layer in layers])
     for layer in layers:
         assert_slots(layer)

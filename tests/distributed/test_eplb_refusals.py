@@ -1,0 +1,69 @@
+"""What a balancer refuses, in one sentence and on all ranks: what it is made for, and what is asked of a closed one."""
+
+import torch
+import torch.distributed as dist
+
+from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, ExpertMap, InputError, RebalanceError
+from ep_moe.testing import distributed
+from tests.distributed.cases import same_error
+from tests.distributed.eplb_cases import context_of, make_layers, on_request, random_map
+
+
+@distributed(2)
+def test_what_cannot_be_balanced_is_said_on_all_ranks(world_size):
+    rank = dist.get_rank()
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        for config, sentence in (
+            (on_request(nodes=3), "EPLBConfig.nodes must divide the 2 EP ranks, got 3"),
+            (on_request(groups=3), "EPLBConfig.groups must divide the 10 experts, got 3"),
+            (on_request(deadline_s=21.0), "EPLBConfig.deadline_s must be at most the context's, 20, got 21"),
+            (on_request(bytes_per_step=100 + rank), "EPLBConfig.bytes_per_step: 100 on rank 0, 101 on rank 1"),
+        ):
+            found = same_error(ConfigError, lambda config=config: ExpertBalancer([layer], context, config))
+            assert sentence in found, found
+        layer.expert_weights.requires_grad_(rank == 1)
+        found = same_error(ConfigError, lambda: ExpertBalancer([layer], context, on_request()))
+        assert "rank 1: expert weights of layer moe0 require gradients" in found
+        layer.expert_weights.requires_grad_(False)
+        for wrong, sentence in (
+            (([torch.nn.Linear(2, 2)],), "ExpertBalancer.layers must be a model with MoELayers in it, or a list"),
+            ((torch.nn.Linear(2, 2),), "ExpertBalancer.layers must be a model with MoELayers in it, or a list"),
+            ((None,), "ExpertBalancer.layers must be a model with MoELayers in it, or a list"),
+            (([layer, layer],), "ExpertBalancer.layers must have each layer once, got ['moe0', 'moe0']"),
+            (([layer], {"nodes": 1}), "ExpertBalancer.config must be an EPLBConfig, got {'nodes': 1}"),
+        ):
+            layers, config = wrong if len(wrong) > 1 else (*wrong, None)
+            given = (layers, context, config) if rank else ([layer], context)
+            assert f"rank 1: {sentence}" in same_error(ConfigError, lambda given=given: ExpertBalancer(*given))
+
+
+@distributed(2)
+def test_a_closed_balancer_does_nothing_more(world_size):
+    with context_of() as context:
+        layers = make_layers(context)
+        balancer = ExpertBalancer(layers, context, EPLBConfig(interval=2, window=2, sync_every=1))
+        balancer.close()
+        balancer.close()
+        before = layers[0].placement.expert_map
+        for name, call in (
+            ("step", balancer.step),
+            ("move_to", lambda: balancer.move_to([random_map(2, 8, 1)])),
+            ("settle", balancer.settle),
+        ):
+            sentence = f"ExpertBalancer.{name}: this balancer is closed; make another one"
+            assert same_error(InputError, call) == sentence
+        assert layers[0].placement.expert_map == before
+
+
+@distributed(2)
+def test_a_close_that_rolls_back_gives_back_its_groups(world_size):
+    with context_of() as context:
+        layers = make_layers(context)
+        balancer = ExpertBalancer(layers, context, on_request())
+        balancer.move_to([ExpertMap.linear(10, 2)])
+        assert "needs a map with cap=8, got 5" in same_error(RebalanceError, balancer.close)
+        assert "is closed" in same_error(InputError, balancer.step)
+        with ExpertBalancer(layers, context, on_request()) as balancer:
+            balancer.move_to([random_map(2, 8, 1)])
+        assert layers[0].placement.expert_map == random_map(2, 8, 1)
