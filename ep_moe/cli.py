@@ -25,6 +25,7 @@ from ep_moe.run import DIGITS, RunOptions, RunReport
 from ep_moe.run import run as run_model
 from ep_moe.run_eplb import Rebalanced
 from ep_moe.select import explain_model
+from ep_moe.targets import check_picture, check_target
 from ep_moe.tune import TuneOptions
 from ep_moe.tune import run as run_tune
 from ep_moe.tuned import Tuned
@@ -171,16 +172,13 @@ def plan(
 
     Time is the layer's own model on H200s; see docs/eplb.md.
     """
-    question = plan_report.Question(
-        nodes=nodes, groups=groups, tolerance=tolerance, enough=enough, within_steps=steps_to_pay,
-        bytes_per_weight=bytes_per_weight,
-    )  # fmt: skip
     try:
-        if plot is not None and not plot.parent.is_dir():
-            raise ConfigError(f"--plot {plot} is in a folder that does not exist; make it first")
+        question = plan_report.Question(
+            nodes=nodes, groups=groups, tolerance=tolerance, enough=enough, within_steps=steps_to_pay,
+            bytes_per_weight=bytes_per_weight,
+        )  # fmt: skip
+        check_picture("--plot", plot)
         rows = plan_report.what_if(LoadTrace.load(trace), ranks, redundant or [0], question, model)
-        if plot is not None:
-            plan_report.plot(rows, plot)
     except EPMoEError as error:
         _fail(error)
     _table(plan_report.TITLE, plan_report.COLUMNS, [row.cells() for row in rows])
@@ -189,6 +187,8 @@ def plan(
         _console.print(f"ranks {row.ranks}, redundant {row.redundant}: {row.verdict}", highlight=False, markup=False)
     if all(isinstance(row, plan_report.Impossible) for row in rows):
         raise typer.Exit(1)
+    if plot is not None:
+        plan_report.plot(rows, plot)
 
 
 @app.command(cls=_NumberLists)
@@ -212,8 +212,7 @@ def tune(
     Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
     """
     try:
-        if not out.parent.is_dir():
-            raise ConfigError(f"--out {out} is in a folder that does not exist; make it first")
+        check_target("--out", out)
         options = TuneOptions(
             model=model,
             tokens=tuple(tokens or (1, 16, 128, 1024, 8192)),

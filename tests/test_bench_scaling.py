@@ -300,6 +300,26 @@ def write(file: Path, *lines: str) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model,tokens,us\ndemo,abc,5\n",
+        "model,tokens,us,ranks\ndemo,0,5,2\n",
+        "transport,rows,hidden,tokens,us,captured,wire_bytes,floor_us\n"
+        + "".join(f"local,plain,2048,{count},9,True,0,0.0\n" for count in (1, 16, 128)),
+    ],
+    ids=["no number", "no tokens", "one rank"],
+)
+def test_a_file_of_other_cells_is_refused(tmp_path, monkeypatch, capsys, text):
+    file = tmp_path / "times.csv"
+    file.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["scaling", "--models", "qwen3-30b-a3b", "--measured", str(file)])
+    with pytest.raises(SystemExit) as end:
+        scaling.main()
+    assert end.value.code == 2
+    assert "times.csv holds no times of two ranks or more" in capsys.readouterr().err
+
+
 def test_ranks_weights_and_rows_of_a_measured_line_are_its_own(tmp_path):
     file = write(
         tmp_path / "layer.csv",

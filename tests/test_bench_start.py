@@ -60,11 +60,29 @@ def test_ranks_are_needed(monkeypatch, capsys, name):
         ("scaling", "--csv /no/folder.csv", "--csv /no/folder.csv is in a folder that does not exist; make it first"),
         ("layer", "--plot /no/folder.png", "--plot /no/folder.png is in a folder that does not exist"),
         ("layer_report", "none.csv", "none.csv is not a file of bench.layer"),
+        ("scaling", "--csv .", "--csv . is a folder; name a file in it"),
+        ("scaling", "--plot out.nope", "--plot out.nope must end in one of .png, .svg, .pdf"),
+        ("planner", "--deepseek none.py", "--deepseek none.py is no .py file"),
+        ("layer", "--memory -1", "argument --memory: must be an integer of at least 1, got '-1'"),
+        ("layer", "--tokens 16 --memory 128", "--memory 128 is not among --tokens [16]; add it there"),
+        ("layer", "--models demo", "deals 16 experts to the ranks, as many to each; 3 ranks do not divide them"),
+        ("overlap", "--models demo", "3 ranks do not divide them"),
+        ("rebalance", "--model demo", "3 ranks do not divide them"),
+        ("all2all", "", "deals 128 experts to the ranks, as many to each; 3 ranks do not divide them"),
     ],
 )
 def test_arguments_are_checked_first(monkeypatch, capsys, name, words, sentence):
     monkeypatch.setattr(start, "_check_machine", lambda where: None)
+    ranks = "2" if "memory" in words else "3"
+    for variable, value in {"RANK": "0", "WORLD_SIZE": ranks, "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(variable, value)
     assert sentence in ended(monkeypatch, capsys, name, *words.split())
+
+
+def test_nothing_measured_is_said():
+    start.check_measured([1])
+    with pytest.raises(ConfigError, match="nothing was measured"):
+        start.check_measured([])
 
 
 def test_rank_0_says_it_alone(monkeypatch, capsys):

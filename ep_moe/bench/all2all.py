@@ -32,7 +32,7 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.bench.csv_lines import write
-from ep_moe.bench.start import Where, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, parse, positive
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
@@ -264,9 +264,11 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.RANKS)
+    check_dealt(EXPERTS)
     with EPContext.from_torchrun() as context:
         torch.cuda.set_device(context.device)
         lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens, load=asked.load)
+        check_measured(lines)
         if context.layout.rank:
             return
     Console(width=150).print(table(lines, rate))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.bench.csv_lines import write
-from ep_moe.bench.start import Where, one_sentence, parse
+from ep_moe.bench.start import Where, check_measured, one_sentence, parse
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts import cutlass_op
@@ -296,6 +296,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     asked = parse(parser, Where.GPU)
     lines = run(asked.models, asked.schemes)
+    check_measured(lines)
     if asked.csv is not None:
         write(lines, asked.csv)
 

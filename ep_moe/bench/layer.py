@@ -42,10 +42,11 @@ from ep_moe.bench.experts import Rates, measure_rates
 from ep_moe.bench.layer_report import Line, plot, stage_table, table
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
-from ep_moe.bench.start import Where, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, parse, positive
 from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
@@ -317,10 +318,14 @@ def main() -> None:
     kernels = sorted({variant[0] for variant in VARIANTS})
     parser.add_argument("--experts", nargs="+", choices=kernels, default=kernels)
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--memory", nargs="*", type=int, default=(), metavar="T", help="tokens to weigh layers at, too")
+    parser.add_argument("--memory", nargs="*", type=positive, default=(), metavar="T", help="tokens to weigh layers at")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.RANKS)
+    for model in asked.models:
+        check_dealt(load_model_config(model).moe.num_experts)
+    if missing := sorted({*asked.memory} - {*asked.tokens}):
+        raise ConfigError(f"--memory {missing[0]} is not among --tokens {asked.tokens}; add it there")
     torch.cuda.set_device(local_device())
     machine, lines, console = machine_of(), list[Line](), Console(width=150)
     variants = [variant for variant in VARIANTS if variant[0] in asked.experts]
@@ -345,6 +350,7 @@ def main() -> None:
                 console.print(table(found), stage_table(found))
                 if asked.csv is not None:  # so far: a run that ends early has left something
                     write(lines, asked.csv)
+    check_measured(lines)
     if first and asked.plot is not None:
         plot(lines, asked.plot)
 

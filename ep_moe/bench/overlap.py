@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from ep_moe import registry
 from ep_moe.bench.all2all import slowest
 from ep_moe.bench.csv_lines import write
-from ep_moe.bench.start import Where, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, parse, positive
 from ep_moe.bench.timing import replayed
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
@@ -266,6 +266,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.RANKS)
+    for model in asked.models:
+        check_dealt(load_model_config(model).moe.num_experts)
     torch.cuda.set_device(local_device())
     console = Console(width=130)
     named = [variant for variant in VARIANTS if variant[3] in asked.transports]
@@ -279,6 +281,7 @@ def main() -> None:
                 if dist.get_rank() == 0:
                     console.print(table(found))
         gaps += [gap for count in (16, 128, *asked.tokens) if (gap := shared(model, count)) is not None]
+    check_measured(lines)
     if asked.plot is not None:
         plot(asked.models[0], asked.tokens[-1], most_gained(lines, variants, asked.models[0]), asked.plot)
     if dist.get_rank():

@@ -33,6 +33,7 @@ from rich.table import Table
 from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
 from ep_moe.eplb.packing import Floats
+from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
 
 
@@ -65,11 +66,15 @@ Planner = Callable[[Floats, Case], list[ExpertMap]]
 
 def deepseek(path: Path) -> Callable[[Floats, Case], Any]:
     """`rebalance_experts` of the user's own copy."""
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"--deepseek {path} is no .py file; give the path of a copy of its eplb.py")
     spec = importlib.util.spec_from_file_location("deepseek_eplb", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not hasattr(module, "rebalance_experts"):
+        raise ConfigError(f"--deepseek {path} has no rebalance_experts; give the path of a copy of its eplb.py")
     return lambda load, case: module.rebalance_experts(
         torch.from_numpy(load), case.slots, case.groups, case.nodes, case.ranks
     )

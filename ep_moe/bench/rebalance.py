@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.rebalance [--layers 8] [--tokens 128 ...] ...
 
-A forward is one pass through all layers: a CUDA-graph replay on GPUs, an eager call on a CPU. Its time is the slowest
-rank's, with the `ExpertBalancer.step` behind it. The host is at most two forwards ahead of the device, as in serving.
+A forward is one pass through all layers, a CUDA-graph replay. Its time is the slowest rank's, with the
+`ExpertBalancer.step` behind it. The host is at most two forwards ahead of the device, as in serving.
 
 usual       median before anything moves; slowest: of those
 moving      median and slowest forward while experts move, and how many there were
@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe.bench.overlap import batch, build, tune
-from ep_moe.bench.start import Where, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, one_sentence, parse, positive
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.eplb.balancer import ExpertBalancer
@@ -185,8 +185,9 @@ def main() -> None:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--all2all", default="auto")
     asked = parse(parser, Where.RANKS)
-    torch.cuda.set_device(local_device())
     config: MoEConfig = load_model_config(asked.model).moe
+    check_dealt(config.num_experts)
+    torch.cuda.set_device(local_device())
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))

@@ -253,12 +253,20 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.ANYWHERE)
+    for file in asked.measured:
+        read(file, ("us",))
     console = Console(width=140)
     for name in asked.models:
         print_model(console, name, asked)
     print_wire(console, asked.models, asked)
     for file in asked.measured:
-        print_measured(console, file, asked)
+        try:
+            print_measured(console, file, asked)
+        except (ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"--measured {file} holds no times of two ranks or more ({error}); write it with bench.layer or "
+                f"bench.all2all and --csv"
+            ) from error
     if asked.csv is not None:
         lines = lines_of(asked.models, asked)
         with asked.csv.open("w", newline="") as text:

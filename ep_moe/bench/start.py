@@ -6,8 +6,7 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sized
 from typing import NoReturn
 
 import torch
@@ -16,6 +15,7 @@ from rich.console import Console
 from ep_moe.config import load_model_config
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.targets import check_picture, check_target
 
 
 class Where(enum.Enum):
@@ -33,12 +33,27 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def check_dealt(experts: int) -> None:
+    """For benchmarks whose peers or floors have as many experts on each rank. Raises ConfigError on all ranks alike."""
+    ranks = TorchrunEnv.read().world_size
+    if experts % ranks:
+        raise ConfigError(
+            f"this benchmark deals {experts} experts to the ranks, as many to each; {ranks} ranks do not divide them"
+        )
+
+
 def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
     """The arguments. Raises ConfigError, on all ranks alike, where they or this machine will not do."""
     asked = parser.parse_args()
     _check_arguments(asked)
     _check_machine(where)
     return asked
+
+
+def check_measured(lines: Sized) -> None:
+    """After the measurements, on all ranks."""
+    if not lines:
+        raise ConfigError("nothing was measured: none of what was asked for can run here; see ep-moe doctor")
 
 
 def one_sentence(main: Callable[[], None]) -> Callable[[], None]:
@@ -61,10 +76,8 @@ def _end(error: EPMoEError) -> NoReturn:
 
 
 def _check_arguments(asked: argparse.Namespace) -> None:
-    for name in ("csv", "plot"):
-        file: Path | None = getattr(asked, name, None)
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"--{name} {file} is in a folder that does not exist; make it first")
+    check_target("--csv", getattr(asked, "csv", None))
+    check_picture("--plot", getattr(asked, "plot", None))
     for model in getattr(asked, "models", None) or [getattr(asked, "model", "demo")]:
         load_model_config(model)
 

@@ -18,6 +18,9 @@ def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
     loads = np.asarray(load, np.float64)
     if not len(maps) or loads.shape != (len(maps), maps[0].num_experts):
         raise ConfigError(f"load must be [layers, E] for {len(maps)} maps, got shape {list(loads.shape)}")
+    for layer, held in enumerate(maps):
+        if (held.num_experts, held.num_ranks) != (maps[0].num_experts, maps[0].num_ranks):
+            raise ConfigError(f"maps must be alike in E and R, got {maps[0]} and, in layer {layer}, {held}")
     return np.stack([rank_loads(one[None], table_of(held)[None])[0] for one, held in zip(loads, maps, strict=True)])
 
 

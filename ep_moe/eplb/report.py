@@ -15,7 +15,9 @@ from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import H200, LayerTime, Machine, Price, verdict
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_positive
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.targets import check_picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,9 @@ class Question:
     within_steps: int = 3000
     bytes_per_weight: float = 2.0
     machine: Machine = H200
+
+    def __post_init__(self) -> None:
+        check_positive("bytes_per_weight", self.bytes_per_weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +138,11 @@ def _planned(load: Floats | Ints, old: Sequence[ExpertMap], question: Question) 
 
 
 def plot(rows: Sequence[Answer | Impossible], file: str | Path) -> None:
-    """Heat maps, a pair for each possible combination: each layer's load per rank over its mean, before and after."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a plot needs matplotlib; pip install ep-moe[plot]") from error
+    """Heat maps, a pair for each possible combination: each layer's load per rank over its mean, before and after.
+    Raises ConfigError where `file` cannot be one, or nothing is possible."""
+    check_picture("plot", Path(file))
+    from matplotlib.figure import Figure
+
     answers = [row for row in rows if isinstance(row, Answer)]
     if not answers:
         raise ConfigError("there is nothing to plot: no combination is possible")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from ep_moe.eplb.packing import Ints
 from ep_moe.errors import ConfigError
 
 _FORMAT = 1
+# what NumPy, zipfile and zlib raise for a file that is another one, cut, packed in another way or behind a password
+_UNREADABLE = (
+    OSError, ValueError, EOFError, TypeError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +83,14 @@ class LoadTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> LoadTrace:
+        """Read what `save` wrote; `path` may lack the .npz as it may there."""
+        path = path if Path(path).is_file() else f"{path}.npz"
         if not Path(path).is_file():
-            raise ConfigError(f"load trace {path} does not exist")
+            raise ConfigError(f"load trace {str(path).removesuffix('.npz')} does not exist, nor with .npz behind it")
         try:
             with np.load(path, allow_pickle=False) as file:
                 fields = {name: file[name] for name in file.files}
-        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{path} is not a load trace: {error}; write one with LoadTrace.save") from error
         return cls._of(fields, path)
 

@@ -82,6 +82,7 @@ def test_every_new_expert_travels_once(seed, per_node):
     ("call", "message"),
     [
         (lambda: loads_by_rank([[1, 2]], [MAP]), "got shape [1, 2]"),
+        (lambda: loads_by_rank(np.ones((2, 4)), [MAP, ExpertMap.linear(4, 2)]), "alike in E and R, got ExpertMap(E=4"),
         (lambda: traffic([MAP], [], expert_bytes=1), "got 1 and 0"),
         (lambda: traffic([MAP], [ExpertMap.linear(4, 2)], expert_bytes=1), "alike in E and R"),
         (lambda: traffic([MAP], [MAP], expert_bytes=1, ranks_per_node=2), "must divide the 3 ranks of the maps, got 2"),

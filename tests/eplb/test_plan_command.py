@@ -1,5 +1,7 @@
 """`ep-moe plan`: a row for each combination, from the code that plans online."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -74,6 +76,23 @@ def test_a_trace_of_one_step_has_nothing_to_hold_out():
     assert row.held_out is None
 
 
+def test_what_cannot_be_is_said_before_anything_is_planned(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_report, "what_if", None)
+    for words, sentence in (
+        (("--plot", str(tmp_path / "a.nope")), "must end in one of .png, .svg, .pdf"),
+        (("--plot", str(tmp_path / "none" / "a.png")), "in a folder that does not exist; make it first"),
+        (("--plot", str(tmp_path)), "is a folder; name a file in it"),
+        (("--bytes-per-weight", "0"), "bytes_per_weight must be a positive number, got 0.0"),
+        (("--bytes-per-weight", "nan"), "bytes_per_weight must be a positive number, got nan"),
+    ):
+        assert sentence in ask(file, "--ranks", "2", *words, code=2).replace("\n", " ")
+
+
+def test_reasons_are_shown_where_there_is_nothing_to_plot(file, tmp_path):
+    output = ask(file, "--ranks", "16", "--plot", str(tmp_path / "a.png"), code=1)
+    assert "ranks 16, redundant 0: impossible" in output
+
+
 def test_plot_needs_something_to_show(tmp_path):
     rows = plan_report.what_if(TRACE, [4, 16], [0, 4], plan_report.Question())
     plan_report.plot(rows, tmp_path / "plan.png")
@@ -84,7 +103,7 @@ def test_plot_needs_something_to_show(tmp_path):
 
 
 def test_plot_without_matplotlib_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         plan_report.plot(plan_report.what_if(TRACE, [4], [0], plan_report.Question()), tmp_path / "plan.png")
     assert "pip install ep-moe[plot]" in str(error.value)

@@ -80,6 +80,29 @@ def test_an_array_alone_is_refused(tmp_path):
     assert "trace.npy is not a load trace" in str(error.value)
 
 
+def test_a_damaged_or_other_archive_is_refused(tmp_path):
+    file = tmp_path / "trace.npz"
+    LoadTrace(COUNTS, np.ones(4, np.int64)).save(file)
+    good = file.read_bytes()
+    at = good.index(b"counts.npy") + len(b"counts.npy")  # its bytes follow
+    file.write_bytes(good[: at + 30] + bytes(8) + good[at + 38 :])
+    with pytest.raises(ConfigError, match="is not a load trace"):
+        LoadTrace.load(file)
+    behind = good.index(b"PK\x01\x02")
+    for offset, value in ((8, 1), (10, 99)):  # encrypted; packed by a method that does not exist
+        changed = bytearray(good)
+        changed[behind + offset] = value
+        file.write_bytes(changed)
+        with pytest.raises(ConfigError, match="is not a load trace"):
+            LoadTrace.load(file)
+
+
+def test_the_ending_may_be_left_out_as_where_it_was_saved(tmp_path):
+    trace = LoadTrace(COUNTS, np.ones(4, np.int64))
+    trace.save(tmp_path / "trace")
+    assert (LoadTrace.load(tmp_path / "trace").counts == trace.counts).all()
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError) as error:
         LoadTrace.load(tmp_path / "nowhere.npz")
