@@ -55,8 +55,7 @@ def rebalance(
     with ExpertBalancer(list(layers), context, config) as balancer:
         for number in range(_PASSES * steps):
             under_way = balancer.state is not State.IDLE
-            moved = balancer.stats().rebalances > 0 and balancer.state is not State.MOVING
-            if moved or (number > steps and not under_way):
+            if before and balancer.state not in (State.PLANNING, State.MOVING):
                 break
             start = time.perf_counter()
             forward(number % steps)

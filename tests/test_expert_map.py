@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +77,14 @@ def test_equal_maps_compare_equal_whoever_made_them():
     assert hash(ExpertMap.linear(6, 2)) == hash(ExpertMap.redundant(6, 2, 0))
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda row: [np.int64(one) for one in row]])
+def test_integers_of_any_library_make_the_same_map(kind):
+    made = ExpertMap.from_ranks([kind([2, 0]), kind([1, 2])], 3)
+    assert made == ExpertMap(3, 2, (2, 0, 1, 2)) == ExpertMap(3, 2, kind([2, 0, 1, 2]))
+    assert hash(made) == hash(ExpertMap(3, 2, kind([2, 0, 1, 2])))
+    assert ExpertMap.from_json(made.to_json()) == made
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -85,8 +95,18 @@ def test_equal_maps_compare_equal_whoever_made_them():
         (lambda: ExpertMap(2, 2, ()), "num_ranks=2 ranks, got 0 slots"),
         (lambda: ExpertMap(2, 0, (0, 1)), "ExpertMap.num_ranks must be an integer of at least 1, got 0"),
         (lambda: ExpertMap(2, 2.0, (0, 1)), "num_ranks must be an integer of at least 1, got 2.0"),
-        (lambda: ExpertMap(3, 1, (0, 1, 3)), "physical_to_logical[2] must be -1 or in [0, 3), got 3"),
-        (lambda: ExpertMap(3, 1, (0, -2, 1)), "physical_to_logical[1] must be -1 or in [0, 3), got -2"),
+        (lambda: ExpertMap(3, 1, (0, 1, 3)), "physical_to_logical[2] must be -1 or an integer in [0, 3), got 3"),
+        (lambda: ExpertMap(3, 1, (0, -2, 1)), "physical_to_logical[1] must be -1 or an integer in [0, 3), got -2"),
+        (
+            lambda: ExpertMap.from_ranks([[0, 1.0]], 2),
+            "physical_to_logical[1] must be -1 or an integer in [0, 2), got 1.0",
+        ),
+        (lambda: ExpertMap(2, 1, (0, True)), "physical_to_logical[1] must be -1 or an integer in [0, 2), got True"),
+        (
+            lambda: ExpertMap.from_ranks([0, 1], 2),
+            "ExpertMap.from_ranks: ranks[0] must be a sequence of experts, got 0",
+        ),
+        (lambda: ExpertMap(2, 1, 5), "ExpertMap.physical_to_logical must be a sequence of experts, got 5"),
         (lambda: ExpertMap(4, 2, (0, -1, 2, -1)), "no slot for logical expert 1 (2 missing in all)"),
         (lambda: ExpertMap(2, 2, (0, -1, 1, 1)), "logical expert 1 twice on rank 1"),
         (lambda: ExpertMap.from_ranks([[0, 0], [1]], 2), "logical expert 0 twice on rank 0"),
@@ -233,11 +253,11 @@ def test_hand_written_file_may_leave_out_empty_slots_at_the_end():
         (json.dumps(GOOD | {"format": 2}), "format 2, this version reads 1"),
         (json.dumps({k: v for k, v in GOOD.items() if k != "ranks"}), "ranks"),
         (json.dumps(GOOD | {"ranks": None}), "not an ExpertMap file"),
-        (json.dumps(GOOD | {"ranks": [["a", "b"], ["c"]]}), "got a"),
+        (json.dumps(GOOD | {"ranks": [["a", "b"], ["c"]]}), "got 'a'"),
         (json.dumps(GOOD | {"ranks": [[0.0, 1], [2]]}), "0.0"),
         (json.dumps(GOOD | {"num_experts": "3"}), "num_experts must be an integer"),
         (json.dumps(GOOD | {"num_experts": 4}), "no slot for logical expert 3"),
-        (json.dumps(GOOD | {"ranks": [[0, 1], [7]]}), "must be -1 or in [0, 3), got 7"),
+        (json.dumps(GOOD | {"ranks": [[0, 1], [7]]}), "must be -1 or an integer in [0, 3), got 7"),
     ],
 )
 def test_bad_file_is_refused(tmp_path, text, message):

@@ -141,6 +141,7 @@ def test_rebalanced(options):
     assert found.after > found.before or alone
     assert (found.sent_bytes > 0) is not alone
     assert found.usual_ms > 0
+    assert not alone or found.forwards < 10 * 8, "it waits for what will not come"  # 8 forwards read the text
 
 
 def critical_path(loads: list[list[int]]) -> float:

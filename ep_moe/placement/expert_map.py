@@ -7,10 +7,12 @@ and kernels that know only an even split therefore serve any placement: they are
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from pathlib import Path
+from typing import Any
 
 from ep_moe.errors import ConfigError
 from ep_moe.field_checks import check_count
@@ -38,6 +40,8 @@ class ExpertMap:
     def __post_init__(self) -> None:
         check_count("ExpertMap.num_experts", self.num_experts, at_least=1)
         check_count("ExpertMap.num_ranks", self.num_ranks, at_least=1)
+        if type(self.physical_to_logical) is not tuple:  # a list has no hash
+            object.__setattr__(self, "physical_to_logical", _whole("physical_to_logical", self.physical_to_logical))
         if not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
                 f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
@@ -59,7 +63,8 @@ class ExpertMap:
         for slot, expert in enumerate(self.physical_to_logical):
             if type(expert) is not int or not EMPTY <= expert < self.num_experts:
                 raise ConfigError(
-                    f"ExpertMap.physical_to_logical[{slot}] must be -1 or in [0, {self.num_experts}), got {expert}"
+                    f"ExpertMap.physical_to_logical[{slot}] must be -1 or an integer in [0, {self.num_experts}), got "
+                    f"{expert!r}"
                 )
 
     def _refuse_twice(self, rank: int) -> None:
@@ -118,8 +123,9 @@ class ExpertMap:
         cls, ranks: Sequence[Sequence[int]], num_experts: int, *, allow_duplicates: bool = False
     ) -> ExpertMap:
         """The user's own: for each rank the logical experts of its slots in order (-1 for an empty slot)."""
+        ranks = [_whole(f"from_ranks: ranks[{rank}]", slots) for rank, slots in enumerate(ranks)]
         cap = max([len(slots) for slots in ranks] + [1])
-        table = [list(slots) + [EMPTY] * (cap - len(slots)) for slots in ranks]
+        table = [[*slots, *[EMPTY] * (cap - len(slots))] for slots in ranks]
         flat = tuple(expert for slots in table for expert in slots)
         return cls(num_experts, len(ranks), flat, allow_duplicates)
 
@@ -208,3 +214,17 @@ class ExpertMap:
 
     def __repr__(self) -> str:
         return f"ExpertMap(E={self.num_experts}, R={self.num_ranks}, cap={self.cap}, redundant={self.num_redundant})"
+
+
+def _whole(name: str, values: object) -> tuple[Any, ...]:
+    """Integers of NumPy and torch as Python's; what is none stays, to be refused with its place."""
+    if not isinstance(values, Iterable):
+        raise ConfigError(f"ExpertMap.{name} must be a sequence of experts, got {values!r}")
+    return tuple(map(_integer, values))
+
+
+def _integer(value: Any) -> Any:
+    try:
+        return index(value)
+    except TypeError:
+        return value

@@ -24,6 +24,7 @@ def distributed(
     Under plain pytest the ranks are forked gloo processes on this machine's CPU. Under `torchrun -m pytest` the body
     runs on torchrun's ranks (NCCL where there are GPUs), where their number is the one asked for, and is skipped
     otherwise, on all ranks alike. The body's arguments must be picklable; it may take `world_size`.
+    deadline_s: for the whole body on forked ranks, which are then ended; torchrun's ranks have 60 s for each collective
     expect_dead: ranks that the body ends, or lets hang, on purpose; such a test runs on forked ranks only.
     """
     import pytest
