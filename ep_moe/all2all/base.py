@@ -2,7 +2,8 @@
 
 True for every transport, and tested by one suite: T may differ per rank and be 0; id -1 is dropped; a token whose
 experts share a rank travels there once (where `dedup`); results are valid until combine; identity experts give
-`x * sum(weights)`; all ranks raise together on a bad call; per-call state lives in the handle.
+`x * sum(weights)`; what is given is left as it was; all ranks raise together on a bad call; per-call state lives in the
+handle.
 """
 
 from __future__ import annotations

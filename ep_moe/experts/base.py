@@ -197,7 +197,7 @@ class Experts(ABC):
     def __call__(self, received: Received, out: Tensor | PeerRows | None = None) -> Tensor | PeerRows:
         """The experts' output for each received row, in the same rows; under Weighting.EXPERTS multiplied by the
         weights and summed over the row's local experts, exactly zero where it has none, as in slots that this rank does
-        not have. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are undefined.
+        not have. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are undefined. What is given is left as it was.
 
         out: contiguous, [..., H] for `received.x`, the layer's dtype; where it is written to. Default a new tensor.
             `received.peer_out`, for kernels that can: then rows without a local expert are left as they are

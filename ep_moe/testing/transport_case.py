@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.errors import InputError, PeerTimeout
 from ep_moe.experts.layouts import localized
+from ep_moe.parallel.groups import default_store
 from ep_moe.parallel.link import Link
 from ep_moe.testing.transport_rows import CAP, expected, identity, moved, rounded, routes, rows, same, tolerance
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing
 
 DispatcherFactory = Callable[[Geometry, Link], Dispatcher]
+Result = TypeVar("Result")
 
 
 class Case:
@@ -39,10 +43,12 @@ class Case:
     def dispatch(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None) -> Received:
         return self.dispatch_start(x, routing, max_tokens).wait()
 
-    def dispatch_start(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None) -> Pending[Received]:
+    def dispatch_start(
+        self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None, problem: str | None = None
+    ) -> Pending[Received]:
         """Of plain rows, which are rounded here if the transport does not."""
         data, scale = (x, None) if self.rounds else rounded(x, self.shape)
-        return self.dispatcher.dispatch_start(data, routing, x_scale=scale, max_tokens=max_tokens)
+        return self.dispatcher.dispatch_start(data, routing, problem, x_scale=scale, max_tokens=max_tokens)
 
     @property
     def rounds(self) -> bool:
@@ -73,25 +79,51 @@ def run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.dev
     case = Case(dispatcher, device, to_peers)
     try:
         check(case)
-    except PeerTimeout:
-        raise
     except Exception as error:
-        case.faults.append(f"{type(error).__name__}: {error}")
+        case.faults.append(_text(error))
     tell(check, case)
 
 
 def tell(check: Callable[..., None], case: Case) -> None:
     """Raise on all ranks alike what any found."""
-    dispatcher = case.dispatcher
-    told: list[list[str]] = [[] for _ in range(case.ranks)]
-    dist.all_gather_object(told, case.faults)
-    wrong = [rank for rank, faults in enumerate(told) if faults]
+    what = check.__name__.replace("_", " ").strip()
+    details = f"top_k {case.shape.top_k}, {case.shape.dtype}, {case.shape.wire}{', to peers' if case.to_peers else ''}"
+    _tell(f"{case.dispatcher.name}: {what} ({details})", case.dispatcher.link, case.faults)
+
+
+def together(what: str, link: Link, call: Callable[[], Result]) -> Result:
+    """What `call` returns here, where it returns on all ranks; else AssertionError on all of them."""
+    found, faults = list[Result](), list[str]()
+    try:
+        found.append(call())
+    except Exception as error:
+        faults.append(_text(error))
+    _tell(what, link, faults)
+    return found[0]
+
+
+def _tell(what: str, link: Link, faults: Sequence[str]) -> None:
+    """Through the store: where a rank has raised its peers may wait for it in a collective, until their deadline."""
+    told = {0: list(faults)}
+    if link.size > 1:
+        store = default_store()
+        turn = store.add(f"ep_moe/contract/turns/{link.rank}", 1)
+        keys = [f"ep_moe/contract/{turn}/{rank}" for rank in range(link.size)]
+        store.set(keys[link.rank], json.dumps(told[0]))
+        try:
+            store.wait(keys, timedelta(seconds=3 * link.ledger.deadline_s + 30))
+        except RuntimeError:  # an end of its own: what was said is told
+            keys = [key if store.check([key]) else "" for key in keys]
+        told = {rank: json.loads(store.get(key)) if key else ["it never came"] for rank, key in enumerate(keys)}
+    wrong = [rank for rank in told if told[rank]]
     if wrong:
-        name = check.__name__.replace("_", " ").strip()
-        raise AssertionError(
-            f"{dispatcher.name}: {name} (top_k {case.shape.top_k}, {case.shape.dtype}, {case.shape.wire}"
-            f"{', to peers' if case.to_peers else ''}) on ranks {wrong}; rank {wrong[0]}: {told[wrong[0]][0]}"
-        )
+        # who waited in vain for another is none the wiser than that one
+        cause = min(wrong, key=lambda rank: told[rank][0].startswith(PeerTimeout.__name__))
+        raise AssertionError(f"{what} on ranks {wrong}; rank {cause}: {told[cause][0]}")
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def said(call: Callable[[], object]) -> str:

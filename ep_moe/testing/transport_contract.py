@@ -21,19 +21,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
+from ep_moe.all2all.base import DispatcherCapabilities, Geometry
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
 from ep_moe.experts.layouts import as_rank_major, localized
+from ep_moe.parallel.link import Link
 from ep_moe.testing.distributed import rank_device
-from ep_moe.testing.transport_case import Case, DispatcherFactory, run, said
+from ep_moe.testing.transport_case import Case, DispatcherFactory, run, together
 from ep_moe.testing.transport_endings import (
     a_peer_that_comes_too_late,
     a_peer_that_never_comes,
     one_token_too_many,
 )
+from ep_moe.testing.transport_promises import (
+    captured_and_replayed,
+    equal_calls_give_equal_bits,
+    gradients_flow,
+    what_is_wrong_on_one_rank_is_raised_on_all,
+)
 from ep_moe.testing.transport_rows import (
     CAP,
+    COUNTS,
     FP8_TENSOR,
     HIDDEN,
     MAX_TOKENS,
@@ -44,12 +52,8 @@ from ep_moe.testing.transport_rows import (
     rounded,
     routes,
     rows,
-    tolerance,
 )
 from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout
-
-REPLAYS = 1000
-COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
 
 
 def check_dispatcher(
@@ -73,21 +77,21 @@ def check_dispatcher(
         for top_k in top_ks:
             for dtype in dtypes if top_k == top_ks[-1] else dtypes[:1]:
                 shape = geometry(context.layout.ep, top_k, dtype)
-                _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
+                _check_shape(factory, shape, context.links["ep"], device)
         for wire in _wires(can):
-            shape = geometry(context.layout.ep, top_ks[-1], dtypes[0], wire)
-            _check_shape(lambda shape=shape: factory(shape, context.links["ep"]), device)  # type: ignore[misc]
-    if can.host_sync:
+            _check_shape(factory, geometry(context.layout.ep, top_ks[-1], dtypes[0], wire), context.links["ep"], device)
+    if can.host_sync and dist.get_world_size() > 1:
         a_peer_that_never_comes(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
-    elif device.type == "cuda":
+    elif device.type == "cuda" and dist.get_world_size() > 1:
         a_peer_that_comes_too_late(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
     if can.static:
         one_token_too_many(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
 
 
 def _capabilities(factory: DispatcherFactory, context: EPContext) -> DispatcherCapabilities:
-    probe = factory(geometry(context.layout.ep, 2, torch.bfloat16), context.links["ep"])
-    probe.destroy()
+    link = context.links["ep"]
+    probe = together("made", link, lambda: factory(geometry(context.layout.ep, 2, torch.bfloat16), link))
+    together(f"{probe.name}: destroy", link, probe.destroy)
     return probe.capabilities
 
 
@@ -98,16 +102,16 @@ def _wires(can: DispatcherCapabilities) -> list[Wire]:
     return dispatch + [Wire(combine=name) for name in sorted(can.combine_formats - {"plain"})]
 
 
-def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> None:
-    dispatcher = make()
+def _check_shape(factory: DispatcherFactory, shape: Geometry, link: Link, device: torch.device) -> None:
+    dispatcher = together("made", link, lambda: factory(shape, link))
     for to_peers in (False, True) if dispatcher.capabilities.peer_out else (False,):
         for check in CHECKS:
             run(check, dispatcher, device, to_peers)
-    dispatcher.destroy()
-    dispatcher.destroy()  # idempotent
-    again = make()
+    together(f"{dispatcher.name}: destroy", link, dispatcher.destroy)
+    together(f"{dispatcher.name}: destroy, again", link, dispatcher.destroy)
+    again = together(f"{dispatcher.name}: made, again", link, lambda: factory(shape, link))
     run(uneven_and_empty_ranks, again, device)
-    again.destroy()
+    together(f"{dispatcher.name}: destroy", link, again.destroy)
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------
@@ -116,7 +120,10 @@ def _check_shape(make: Callable[[], Dispatcher], device: torch.device) -> None:
 def uneven_and_empty_ranks(case: Case) -> None:
     for counts in COUNTS:
         x, routing, wanted = case.call(counts[case.rank % 4])
+        given = [t.clone() for t in (x, routing.ids, routing.weights)]
         case.same(case.once(x, routing), wanted, f"T={counts}")
+        for name, now, was in zip(("x", "ids", "weights"), (x, routing.ids, routing.weights), given, strict=True):
+            case.that(torch.equal(now, was), f"T={counts}: {name} must be left as they were")
 
 
 def rows_go_where_they_belong(case: Case) -> None:
@@ -210,17 +217,6 @@ def nan_stays_with_its_owner(case: Case) -> None:
         case.that(bool((y[nothing] == 0).all()), "rows without an expert must be zero")
 
 
-def equal_calls_give_equal_bits(case: Case) -> None:
-    if not case.dispatcher.capabilities.deterministic:
-        return
-    x = torch.randn(MAX_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(case.rank))
-    x = x.to(case.shape.dtype).to(case.device)
-    routing = moved(routes(case.rank, MAX_TOKENS, case.ranks, case.shape.top_k), case.device)
-    first = case.once(x, routing)
-    for _ in range(5):
-        case.same(case.once(x, routing), first, "again")
-
-
 @contextmanager
 def _uninitialised_is_nan(device: torch.device) -> Iterator[None]:
     """Memory that nobody has written since holds NaN."""
@@ -298,54 +294,13 @@ def _delay(device: torch.device, generator: torch.Generator) -> None:
         time.sleep(share * 0.002)
 
 
-def captured_and_replayed(case: Case) -> None:
-    """Other rows, routes and numbers of tokens in each of 1,000 replays; a transport that cannot must say so."""
-    if case.device.type != "cuda":
-        return
-    g, device = case.shape, case.device
-    x = torch.zeros(MAX_TOKENS, HIDDEN, dtype=g.dtype, device=device)
-    ids = torch.full((MAX_TOKENS, g.top_k), -1, dtype=torch.int64, device=device)
-    routing = PhysicalRouting(PhysicalIds(ids), torch.zeros(ids.shape, device=device))
-    graph = torch.cuda.CUDAGraph()
-    if not case.dispatcher.capabilities.cuda_graph:
-        _refuses_capture(case, graph, x, routing)
-        return
-    case.once(x, routing)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        y = case.once(x, routing)
-    batches = []
-    for seed in range(8):
-        tokens = (0, 1, MAX_TOKENS, 7)[(seed + case.rank) % 4]
-        new = rows(case.rank + seed, MAX_TOKENS, g.dtype, g.wire)
-        to = routes(case.rank + seed, MAX_TOKENS, case.ranks, g.top_k)
-        to.ids[tokens:] = -1  # rows that fill a batch up to its captured size
-        batches.append((new.to(device), moved(to, device), expected(new, to).to(device)))
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for replay in range(REPLAYS):
-        new, to, wanted = batches[replay % len(batches)]
-        x.copy_(new)
-        routing.ids.copy_(to.ids)
-        routing.weights.copy_(to.weights)
-        graph.replay()
-        wrong += ((y.float() - wanted.float()).abs() > tolerance(g) * wanted.float().abs()).any()
-    case.that(int(wrong) == 0, f"{int(wrong)} of {REPLAYS} replays differ")
-
-
-def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing: PhysicalRouting) -> None:
-    def capture() -> None:
-        with torch.cuda.graph(graph):
-            case.dispatch(x, routing)
-
-    sentence = said(capture)
-    case.that("cannot be captured" in sentence, f"a capture must name those that can be captured, got {sentence!r}")
-
-
 CHECKS: tuple[Callable[[Case], None], ...] = (
     uneven_and_empty_ranks,
     rows_go_where_they_belong,
     views_are_taken,
     rows_that_come_plain_are_rounded_as_before_the_wire,
+    what_is_wrong_on_one_rank_is_raised_on_all,
+    gradients_flow,
     two_in_flight,
     nan_stays_with_its_owner,
     equal_calls_give_equal_bits,

@@ -21,14 +21,15 @@ def one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torc
         case = Case(factory(shape, context.links["ep"]), device)
         x, routing, wanted = case.call(MAX_TOKENS)
         case.same(case.once(x, routing), wanted, "at capacity")
-        sentence = f"rank 1: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"
-        if case.rank == 1:
+        odd = case.ranks - 1
+        sentence = f"rank {odd}: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"
+        if case.rank == odd:
             more, to, _ = case.call(MAX_TOKENS + 1)
             case.that(sentence in said(lambda: case.dispatcher.dispatch(more, to)), "one too many was not refused")
         else:
             y = case.once(x, routing).cpu()
             ids = routing.ids.cpu()
-            touched = ((ids // shape.cap == 1) & (ids >= 0)).any(1)
+            touched = ((ids // shape.cap == odd) & (ids >= 0)).any(1)
             case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
             case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
         dist.barrier()

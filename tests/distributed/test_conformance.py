@@ -107,7 +107,7 @@ def p2p_copies(shape: Geometry, link: Link) -> Dispatcher:
     return p2p(shape, link, CopyEngines)
 
 
-@distributed(2, 4)
+@distributed(1, 2, 4)
 @pytest.mark.parametrize("make", [p2p, p2p_many, p2p_copies], ids=["cells", "kernels", "copies"])
 def test_nvlink_p2p(make, world_size):
     if rank_device().type == "cuda" and (why := nvlink_p2p.NVLinkP2PDispatcher.available()):
@@ -256,6 +256,75 @@ class Zeros:
         self.get_combine_input_buffer = library.get_combine_input_buffer
 
 
+class WritesItsInput(TorchAll2AllDispatcher):
+    def _combine(self, y, handle, out):
+        self.weights.zero_()
+        return super()._combine(y, handle, out)
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        self.weights = routing.weights
+        return super()._dispatch(x, x_scale, routing, problem, max_tokens)
+
+
+class NoProblem(TorchAll2AllDispatcher):
+    """Forgets what the caller has found."""
+
+    def dispatch_start(self, x, routing, problem=None, **options):
+        return super().dispatch_start(x, routing, **options)
+
+
+class AnyId(TorchAll2AllDispatcher):
+    """Takes an id of no expert for an empty one."""
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        known = (routing.ids >= 0) & (routing.ids < self.geometry.num_physical)
+        ids = PhysicalIds(routing.ids.where(known, -1))
+        return super()._dispatch(x, x_scale, PhysicalRouting(ids, routing.weights), problem, max_tokens)
+
+
+class NoGradients(TorchAll2AllDispatcher):
+    def _combine(self, y, handle, out):
+        return super()._combine(y.detach().requires_grad_(y.requires_grad), handle, out)
+
+
+class RaisesOnOneRank(TorchAll2AllDispatcher):
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        if self.link.rank == 1 and len(x) == 5:
+            raise ValueError("boom")
+        return super()._dispatch(x, x_scale, routing, problem, max_tokens)
+
+
+class NotMadeOnOneRank(TorchAll2AllDispatcher):
+    def __init__(self, shape, link):
+        super().__init__(shape, link)
+        if link.rank == 1:
+            raise ValueError("no memory")
+
+
+class DestroyedOnce(TorchAll2AllDispatcher):
+    gone = False
+
+    def destroy(self):
+        if self.gone and self.link.rank == 1:
+            raise ValueError("it is gone")
+        self.gone = True
+
+
+@distributed(2)
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (RaisesOnOneRank, r"torch_a2a: uneven and empty ranks .* on ranks \[0, 1\]; rank 1: ValueError: boom"),
+        (NotMadeOnOneRank, r"made on ranks \[1\]; rank 1: ValueError: no memory"),
+        (DestroyedOnce, r"torch_a2a: destroy, again on ranks \[1\]; rank 1: ValueError: it is gone"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_one_rank_raises_is_said_on_all(wrong, sentence, world_size):
+    with pytest.raises(AssertionError, match=sentence):
+        check_dispatcher(wrong, top_ks=(2,), dtypes=(torch.bfloat16,), deadline_s=4)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
 def test_the_suite_sees_what_refusals_lack(world_size):
@@ -272,6 +341,10 @@ def test_the_suite_sees_what_refusals_lack(world_size):
         (ForeignIds, "local ids out of range"),
         (SharedState, "two in flight"),
         (LastRowLost, "uneven and empty ranks"),
+        (WritesItsInput, "weights must be left as they were"),
+        (NoProblem, "what is wrong on one rank .*problem was not raised"),
+        (AnyId, "what is wrong on one rank .*id 16 was not refused"),
+        (NoGradients, "gradients flow .*gradient of x"),
         (Untyped, "uneven and empty ranks .*fp8_tensor"),
         (Unscaled, "uneven and empty ranks .*fp8_tensor"),
         (CoarseScales, "rows that come plain are rounded as before the wire .*fp8_block.*other bits"),

@@ -1,0 +1,117 @@
+"""Checks of what a transport promises beside rows that arrive: refusals that all ranks hear, gradients, equal bits,
+captured calls."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import PLAIN_WIRE
+from ep_moe.testing.transport_case import Case, said
+from ep_moe.testing.transport_rows import COUNTS, HIDDEN, MAX_TOKENS, expected, moved, routes, rows, tolerance
+from ep_moe.types import PhysicalIds, PhysicalRouting
+
+REPLAYS = 1000
+
+
+def what_is_wrong_on_one_rank_is_raised_on_all(case: Case) -> None:
+    """A caller's problem, and an id of no expert; calls go on after it. Transports that wait on the host: for the
+    others there is `one_token_too_many`."""
+    if not case.dispatcher.capabilities.host_sync:
+        return
+    for odd in {0, case.ranks - 1}:
+        x, routing, wanted = case.call(4, seed=odd)
+        here = case.rank == odd
+        problem = "planted by the caller" if here else None
+        told = said(partial(_waited, case, x, routing, problem))
+        case.that("planted by the caller" in told, f"rank {odd}'s problem was not raised, got {told!r}")
+        for beyond in (case.shape.num_physical, -2):
+            ids = routing.ids.clone()
+            if here:
+                ids[-1, -1] = beyond
+            wrong = PhysicalRouting(PhysicalIds(ids), routing.weights)
+            told = said(partial(_waited, case, x, wrong))
+            case.that(bool(told), f"rank {odd}'s id {beyond} was not refused")
+        case.same(case.once(x, routing), wanted, "after a refusal")
+
+
+def _waited(case: Case, x: Tensor, routing: PhysicalRouting, problem: str | None = None) -> None:
+    case.dispatch_start(x, routing, problem=problem).wait()
+
+
+def gradients_flow(case: Case) -> None:
+    """To rows and weights, of the few columns that a gradient comes to: sums of few small integers, exact in any dtype
+    and order."""
+    if not case.dispatcher.capabilities.differentiable or case.shape.wire != PLAIN_WIRE:
+        return
+    for counts in COUNTS[:4]:
+        x, routing, _ = case.call(counts[case.rank % 4])
+        x, weights = x.requires_grad_(), routing.weights.requires_grad_()
+        slope = torch.zeros_like(x).detach()
+        slope[:, :3] = torch.tensor([1.0, -1.0, 2.0])
+        out = case.once(x, routing)
+        out.backward(slope)
+        chosen = routing.ids >= 0
+        case.same(_grad(x), slope * weights.masked_fill(~chosen, 0).sum(1, keepdim=True).to(x.dtype), "gradient of x")
+        own = (x * slope).float().sum(1, keepdim=True).expand(chosen.shape).masked_fill(~chosen, 0)
+        case.same(_grad(weights), own.detach(), "gradient of the weights")
+
+
+def _grad(given: Tensor) -> Tensor:
+    return torch.zeros_like(given) if given.grad is None else given.grad
+
+
+def equal_calls_give_equal_bits(case: Case) -> None:
+    if not case.dispatcher.capabilities.deterministic:
+        return
+    x = torch.randn(MAX_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(case.rank))
+    x = x.to(case.shape.dtype).to(case.device)
+    routing = moved(routes(case.rank, MAX_TOKENS, case.ranks, case.shape.top_k), case.device)
+    first = case.once(x, routing)
+    for _ in range(5):
+        case.same(case.once(x, routing), first, "again")
+
+
+def captured_and_replayed(case: Case) -> None:
+    """Other rows, routes and numbers of tokens in each of 1,000 replays; a transport that cannot must say so."""
+    if case.device.type != "cuda":
+        return
+    g, device = case.shape, case.device
+    x = torch.zeros(MAX_TOKENS, HIDDEN, dtype=g.dtype, device=device)
+    ids = torch.full((MAX_TOKENS, g.top_k), -1, dtype=torch.int64, device=device)
+    routing = PhysicalRouting(PhysicalIds(ids), torch.zeros(ids.shape, device=device))
+    graph = torch.cuda.CUDAGraph()
+    if not case.dispatcher.capabilities.cuda_graph:
+        _refuses_capture(case, graph, x, routing)
+        return
+    case.once(x, routing)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = case.once(x, routing)
+    batches = []
+    for seed in range(8):
+        tokens = (0, 1, MAX_TOKENS, 7)[(seed + case.rank) % 4]
+        new = rows(case.rank + seed, MAX_TOKENS, g.dtype, g.wire)
+        to = routes(case.rank + seed, MAX_TOKENS, case.ranks, g.top_k)
+        to.ids[tokens:] = -1  # rows that fill a batch up to its captured size
+        batches.append((new.to(device), moved(to, device), expected(new, to).to(device)))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for replay in range(REPLAYS):
+        new, to, wanted = batches[replay % len(batches)]
+        x.copy_(new)
+        routing.ids.copy_(to.ids)
+        routing.weights.copy_(to.weights)
+        graph.replay()
+        wrong += ((y.float() - wanted.float()).abs() > tolerance(g) * wanted.float().abs()).any()
+    case.that(int(wrong) == 0, f"{int(wrong)} of {REPLAYS} replays differ")
+
+
+def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing: PhysicalRouting) -> None:
+    def capture() -> None:
+        with torch.cuda.graph(graph):
+            case.dispatch(x, routing)
+
+    sentence = said(capture)
+    case.that("cannot be captured" in sentence, f"a capture must name those that can be captured, got {sentence!r}")
