@@ -97,6 +97,17 @@ class Drifts(Wrong):
         return y * (1 + 2.0**-7 * (type(self).calls % 2)) if self.options.deterministic else y
 
 
+class InputConsumed(Wrong):
+    def after(self, y, received):
+        received.x.zero_()
+        return y
+
+
+class EightChoicesAreTooMany(Wrong):
+    def after(self, y, received):
+        return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 8 else y
+
+
 class BiasOnEveryRank(ReferenceExperts):
     def compute(self, received, out):
         self.weights.etp = dataclasses.replace(self.weights.etp, rank=0)
@@ -112,6 +123,8 @@ class BiasOnEveryRank(ReferenceExperts):
         (NotInPlace, "it must write into `out`"),
         (NanSpreads, "NaN in rows without an expert"),
         (Drifts, "equal calls must give equal bits"),
+        (InputConsumed, "x must be left as it was"),
+        (EightChoicesAreTooMany, "times what rounding may cause"),
         (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -27,6 +27,7 @@ from ep_moe.weights.schemes import SCHEMES, Scheme
 from ep_moe.workspace import Workspaces
 
 SLOTS, TOP_K, HIDDEN, INNER = 5, 3, 256, 256
+TOP_KS = (1, 2, 8)  # with fewer rows
 ROWS = (33, 1, 0, 257)
 WIRES = (
     Wire(dispatch="fp8_block"),
@@ -68,6 +69,7 @@ def check_experts(
                     if kind.why_not(config, dtype, 1, SCHEMES[scheme]) is None:
                         _check_layer(Layer(kind, config, SCHEMES[scheme], dtype, device))
                         checked += 1
+            _check_top_ks(kind, config, SCHEMES[scheme], dtype, device)
     assert checked, f"{kind.name}: its capabilities name nothing that it serves"
     return checked
 
@@ -125,11 +127,23 @@ class Layer:
             rounds=self.rounds,
         )
 
+    def run(self, received: Received, out: Tensor | None = None) -> Tensor:
+        """The kernel's output; what it was given is as before."""
+        ids = None if received.wire_ids is None else received.wire_ids.ids
+        given = {name: value for name, value in (vars(received) | {"ids": ids}).items() if isinstance(value, Tensor)}
+        before = {name: tensor.clone() for name, tensor in given.items()}
+        y = self.experts(received, out)
+        for name, was in before.items():
+            same = torch.equal(given[name].view(torch.uint8), was.view(torch.uint8))  # NaN too
+            _that(same, self, f"{received.layout.value}: {name} must be left as it was")
+        return y
+
     def rows(self, count: int, weighting: Weighting = Weighting.EXPERTS) -> Received:
         """RANK_MAJOR rows with up to K local experts each, some with none."""
         generator = torch.Generator().manual_seed(count)
-        ids = torch.rand(count, SLOTS, generator=generator).topk(TOP_K).indices
-        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
+        width = max(SLOTS, self.config.top_k)
+        ids = torch.rand(count, width, generator=generator).topk(self.config.top_k).indices
+        ids = torch.where((torch.rand(ids.shape, generator=generator) < 0.4) | (ids >= SLOTS), -1, ids)
         ids[3:5] = -1
         weights = torch.rand(ids.shape, generator=generator) + 0.1
         x = torch.randn(count, self.config.hidden_size, generator=generator).to(self.dtype)
@@ -161,6 +175,17 @@ def _check_layer(layer: Layer) -> None:
         _captured(layer)
 
 
+def _check_top_ks(
+    kind: type[Experts], config: MoEConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device
+) -> None:
+    for top_k in TOP_KS:
+        other = dataclasses.replace(config, top_k=top_k)
+        if kind.why_not(other, dtype, 1, scheme) is None:
+            layer = Layer(kind, other, scheme, dtype, device)
+            for count in ROWS[:2]:
+                _rank_major(layer, layer.rows(count))
+
+
 def _that(condition: object, layer: Layer, fault: str) -> None:
     if not condition:
         raise AssertionError(f"{layer}: {fault}")
@@ -168,7 +193,7 @@ def _that(condition: object, layer: Layer, fault: str) -> None:
 
 def _rank_major(layer: Layer, received: Received) -> None:
     out = torch.full_like(received.x, torch.nan)
-    y = layer.experts(received, out)
+    y = layer.run(received, out)
     what = f"{len(received.x)} rows, {received.weighting.value}"
     _that(y.data_ptr() == out.data_ptr(), layer, f"{what}: it must write into `out` and return it")
     found = worst(y, *layer.wanted(received))
@@ -180,10 +205,10 @@ def _rank_major(layer: Layer, received: Received) -> None:
 
 def _rows_of_nobody(layer: Layer) -> None:
     received = layer.rows(ROWS[0])
-    expected = layer.experts(received).clone()
+    expected = layer.run(received).clone()
     assert received.local_ids is not None
     received.x[(received.local_ids < 0).all(1)] = torch.nan
-    y = layer.experts(received)
+    y = layer.run(received)
     close = worst(y, expected.double(), 2 * layer.wanted(dataclasses.replace(received, x=received.x.nan_to_num()))[1])
     _that(close <= 1, layer, "NaN in rows without an expert reached others, or did not become zero")
 
@@ -198,7 +223,7 @@ def _as_it_travelled(layer: Layer) -> None:
     ids[:, 1][none[:, 1]] = base  # of this rank, but with weight 0
     wire = WireIds(PhysicalIds(ids.int()), base)
     weights = received.weights.masked_fill(none, 0.0)
-    y = layer.experts(dataclasses.replace(received, local_ids=None, wire_ids=wire, weights=weights))
+    y = layer.run(dataclasses.replace(received, local_ids=None, wire_ids=wire, weights=weights))
     found = worst(y, *layer.wanted(received))
     _that(found <= 1, layer, f"wire ids: off by {found:.3g} times what rounding may cause")
     for written in WIRES:
@@ -210,7 +235,7 @@ def _as_written(layer: Layer, received: Received, wire: Wire) -> None:
     wide = torch.float32 if wire.dispatch in layer.experts.row_formats else layer.dtype
     plain = dataclasses.replace(received, x=widen_rows(data, scale, wire, wide))
     rows = dataclasses.replace(received, x=data, x_scale=scale, format=wire.dispatch, input_scale=wire.input_scale)
-    y = layer.experts(rows)
+    y = layer.run(rows)
     what = f"rows in {wire.dispatch}"
     _that(y.dtype == layer.dtype, layer, f"the output of {what} must be {layer.dtype}, not {y.dtype}")
     found = worst(y, *layer.wanted(plain))
@@ -221,7 +246,7 @@ def _slots_of_wider_ranks(layer: Layer) -> None:
     """A transport has room for the widest rank's slots, and may fill rows there."""
     x = torch.ones(SLOTS + 2, 3, layer.config.hidden_size, dtype=layer.dtype, device=layer.device)
     counts = torch.full((SLOTS + 2,), 2, dtype=torch.int32, device=layer.device)
-    y = layer.experts(
+    y = layer.run(
         Received(x=x, layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None, expert_counts=counts)
     )
     _that((y[SLOTS:, :2] == 0).all(), layer, "rows in slots that the rank does not have must be zero")
@@ -262,7 +287,7 @@ def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
 
 
 def _other_layout(layer: Layer, received: Received, ids: Tensor) -> None:
-    y = layer.experts(received)
+    y = layer.run(received)
     _that(y.shape == received.x.shape, layer, f"{received.layout.value}: the output must have the rows' shape")
     flat = dataclasses.replace(
         received,
@@ -287,7 +312,7 @@ def _pieces_sum_to_the_whole(layer: Layer) -> None:
         piece = Layer(
             layer.kind, layer.config, layer.scheme, layer.dtype, layer.device, Link(None, (0, 1), rank, Ledger())
         )
-        total += piece.experts(received).double()
+        total += piece.run(received).double()
         own = [{name: cut(layer.config, name, t, 2, rank) for name, t in expert.items()} for expert in layer.tensors]
         halved = dataclasses.replace(layer.config, intermediate_size=layer.config.intermediate_size // 2)
         assert received.local_ids is not None
