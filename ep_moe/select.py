@@ -14,7 +14,7 @@ import torch
 from ep_moe import registry
 from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import BackendUnavailable, ConfigError
-from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.fused.base import INSIDE, FusedExperts
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.expert_map import ExpertMap
@@ -250,7 +250,7 @@ def _refusal(
         return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
     if options.deterministic and not can.deterministic:
         return f"{transport} is not deterministic"
-    gpu = _gpu_problem(kernel, computer, scheme, device)
+    gpu = computer.platform_problem(scheme, device)
     why: str | None = gpu or computer.why_not(config, dtype, layout.etp, scheme, options)
     return why
 
@@ -290,15 +290,3 @@ def untried(kernel: str, device: torch.device) -> str | None:
     if run_on is None or found in run_on:
         return None
     return f"{kernel} was NOT RUN on compute capability {found[0]}.{found[1]} yet"
-
-
-def _gpu_problem(kernel: str, computer: type[Experts], scheme: Scheme, device: torch.device) -> str | None:
-    lowest, highest = computer.compute_capability(scheme.name)
-    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if found >= (lowest or found) and found <= (highest or found):
-        return None
-    low, high = (None if bound is None else ".".join(map(str, bound)) for bound in (lowest, highest))
-    wanted = f"{low} or newer" if high is None else f"{high} or older" if low is None else f"{low} to {high}"
-    what = "" if scheme.plain else f" for quantization {scheme.name}"
-    here = f"this one has {found[0]}.{found[1]}" if device.type == "cuda" else f"this is a {device.type}"
-    return f"{kernel} needs a GPU of compute capability {low if low == high else wanted}{what}, {here}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from ep_moe import Activation, registry
 from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.testing import check_experts
+from ep_moe.testing.kernel_contract import computed_on
 from ep_moe.types import Received
+from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES
 from tests.test_flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
@@ -19,6 +23,7 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
 
+@pytest.mark.timeout(400)  # float64 on a CPU that other processes may share
 @pytest.mark.parametrize("scheme", ["fp8_block", "int4_fp8"])
 def test_reference_quantised(scheme):
     assert check_experts(ReferenceExperts, device=CPU, schemes=[scheme], activations=[Activation.SWIGLU]) == 6
@@ -44,6 +49,14 @@ def test_on_a_gpu(name, monkeypatch):
     if why := registry.why_not("experts", name):
         pytest.skip(why)
     assert check_experts(registry.load("experts", name), device=GPU) > 0
+
+
+def test_only_what_a_gpu_computes_is_tried_on_it():
+    everywhere = {"none", "fp8_static", "fp8_dynamic"}
+    for found, computed in (((9, 0), set(SM90_SCHEMES)), ((10, 0), everywhere.union(SM100_SCHEMES)), ((8, 0), set())):
+        with mock.patch("torch.cuda.get_device_capability", return_value=found):
+            assert set(computed_on(GPU, FlashInferCutlassExperts)) == computed
+    assert set(computed_on(CPU, FlashInferCutlassExperts)) == {*SM90_SCHEMES, *SM100_SCHEMES}
 
 
 # --- errors that it must see ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
+from ep_moe import devices
 from ep_moe.kernels.launches import First, Forms, Recorded, at_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -257,12 +258,10 @@ def transport_calls(workspace):
 @pytest.mark.parametrize("wire", ["plain", "fp8_block"])
 def test_a_form_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypatch):
     """A transport's launches by their forms, after all the others, and as if each came first."""
-    from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
     from ep_moe.config import Wire
     from tests.test_waiting_loops import workspace
 
-    for module in (p2p_cells_triton, p2p_kernels_triton):
-        monkeypatch.setattr(module, "starts_early", lambda device: True)
+    monkeypatch.setattr(devices, "starts_early", lambda device: True)
     monkeypatch.setattr("ep_moe.kernels.launches._FORMS", 1000)
     made = workspace(256, 2, Wire(dispatch=wire))
     calls, shared, first = transport_calls(made), made.forms, []

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ep_moe import ExpertMap, MoEConfig
+from ep_moe import ExpertMap, MoEConfig, devices
 from ep_moe.experts import (
     fp8_block_hopper_triton,
     fp8_block_kernels,
@@ -31,7 +31,6 @@ from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.kernels import early_triton
 from ep_moe.kernels.nvrtc import SHARED
 from ep_moe.types import LocalIds, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -164,7 +163,7 @@ def test_whole_steps_compile(kind, scheme, rows, answers):
 
     with (
         mock.patch.object(JITFunction, "run", compiled),
-        mock.patch.object(early_triton, "starts_early", return_value=True),
+        mock.patch.object(devices, "starts_early", return_value=True),
         mock.patch.object(hopper_gemm, "grouped_gemm") as products,
     ):
         built(kind, scheme)(received, out)

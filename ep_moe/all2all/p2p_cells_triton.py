@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe import devices
 from ep_moe.all2all.p2p_memory import PIECE, Workspace, answer_bytes, answer_dtype
-from ep_moe.devices import multiprocessors, starts_early
 from ep_moe.kernels.cells_triton import any_of, late_cells, put_cells, still_missing
 from ep_moe.kernels.early_triton import await_previous, early, let_next_start
 from ep_moe.kernels.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
@@ -58,7 +58,7 @@ def _first_send(
     block = _block(words)
     grid = (bound, g.num_ranks, cdiv(words, block))
     # what starts early takes room, and these programs must all run at once: one a multiprocessor does beside it
-    leads = alone and math.prod(grid) <= multiprocessors(x.device)
+    leads = alone and math.prod(grid) <= devices.multiprocessors(x.device)
     changing = (x if rounds else x.view(torch.int32), None if x_scale is None else x_scale.view(torch.int32), *rest)
     fixed = (
         placing.seed,
@@ -92,7 +92,7 @@ def _first_send(
         "CELLS": places["row_cells"].shape[2],
         "PUT": put,
         "TAKE": take,
-        "EARLY": leads and starts_early(x.device),
+        "EARLY": leads and devices.starts_early(x.device),
     }
     return First(_send, grid, changing, fixed, constants)
 

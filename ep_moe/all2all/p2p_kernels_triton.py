@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ep_moe import devices
 from ep_moe.all2all.p2p_memory import Workspace, answer_bytes, answer_dtype
-from ep_moe.devices import starts_early
 from ep_moe.kernels.early_triton import await_previous, early, let_next_start
 from ep_moe.kernels.flags_triton import last_to_count, tell, wait
 from ep_moe.kernels.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
@@ -78,7 +78,7 @@ def _first_send(
         "SCALE_BLOCK": next_power_of_2(max(scale_words, 1)),
         "ROUNDS": rounds,
         "SMALLEST": SMALLEST,
-        "EARLY": alone and starts_early(x.device),
+        "EARLY": alone and devices.starts_early(x.device),
         "num_warps": 8 if g.row_bytes > 4096 else 4,
     }
     # a row takes longer where it is rounded, and more of them at once hide that

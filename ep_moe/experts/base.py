@@ -167,6 +167,19 @@ class Experts(ABC):
         return cls.capabilities.min_compute_capability, cls.capabilities.max_compute_capability
 
     @classmethod
+    def platform_problem(cls, scheme: Scheme, device: torch.device) -> str | None:
+        """None, or why this device does not compute a scheme."""
+        lowest, highest = cls.compute_capability(scheme.name)
+        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        if found >= (lowest or found) and found <= (highest or found):
+            return None
+        low, high = (None if bound is None else ".".join(map(str, bound)) for bound in (lowest, highest))
+        wanted = f"{low} or newer" if high is None else f"{high} or older" if low is None else f"{low} to {high}"
+        what = "" if scheme.plain else f" for quantization {scheme.name}"
+        here = f"this one has {found[0]}.{found[1]}" if device.type == "cuda" else f"this is a {device.type}"
+        return f"{cls.name} needs a GPU of compute capability {low if low == high else wanted}{what}, {here}"
+
+    @classmethod
     def why_not(
         cls,
         config: MoEConfig,

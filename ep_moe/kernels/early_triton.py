@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ep_moe.devices import starts_early
+from ep_moe import devices
 
 
 def early(device: torch.device, soon: bool = True) -> dict[str, bool]:
     """How a kernel with a parameter EARLY is launched to start early, where the device can and `soon` asks for it."""
-    return {"EARLY": True, "launch_pdl": True} if soon and starts_early(device) else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if soon and devices.starts_early(device) else {"EARLY": False}
 
 
 @triton.jit
