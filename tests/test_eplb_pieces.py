@@ -1,6 +1,6 @@
 """Changes of map in pieces: every map on the way is whole, and no larger a step than cycles need."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,10 +92,28 @@ def test_pieces_move_no_byte_twice():
     )
 
 
-def test_nothing_is_added_to_a_cycle_that_is_too_large():
-    """Not even what another rank writes."""
-    old = ExpertMap.from_ranks([[0, 1], [2, 3], [2, 4]], 5)
-    new = ExpertMap.from_ranks([[1, 0], [2, 3], [3, 4]], 5)
-    between = ExpertMap.from_ranks([[1, 0], [2, 3], [2, 4]], 5)
-    assert pieces(old, new, 1) == [between, new]
-    assert pieces(old, new, 2) == [new]
+def test_beside_a_cycle_that_is_too_large_only_other_ranks_write():
+    old = ExpertMap.from_ranks([[0, 1, 5], [2, 3, 5], [2, 4, 5]], 6)
+    new = ExpertMap.from_ranks([[1, 0, 4], [2, 3, 5], [3, 4, 5]], 6)
+    between = ExpertMap.from_ranks([[1, 0, 5], [2, 3, 5], [3, 4, 5]], 6)
+    assert pieces(old, new, 1) == pieces(old, new, 2) == [between, new]
+    assert pieces(old, new, 3) == [new]
+
+
+@st.composite
+def replaced(draw):
+    """Two maps whose replicas differ, each rank's first slots being the same."""
+    ranks, own, spare = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    experts = st.lists(st.integers(0, ranks * own - 1), min_size=spare, max_size=spare)
+    flats = [[e for r in range(ranks) for e in [*range(r * own, (r + 1) * own), *draw(experts)]] for _ in range(2)]
+    return [ExpertMap(ranks * own, ranks, tuple(flat), allow_duplicates=True) for flat in flats]
+
+
+@unhurried
+@given(pairs() | replaced(), st.integers(1, 8))
+def test_no_two_pieces_could_be_one(maps, most):
+    old, new = maps
+    way = [old, *pieces(old, new, most)]
+    written = [[len(changed_slots(a, b, rank)) for rank in range(old.num_ranks)] for a, b in pairwise(way)]
+    for one, other in combinations(written, 2):
+        assert any(a and b and a + b > most for a, b in zip(one, other, strict=True)), (one, other)

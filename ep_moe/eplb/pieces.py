@@ -17,20 +17,25 @@ def pieces(old: ExpertMap, new: ExpertMap, most: int, *, pause: Callable[[], Non
     `most` slots, or as many as a cycle of experts that change places needs. Pure: the same on all ranks.
 
     pause: called now and then, for a thread that is not to take all the time"""
-    groups = _groups(old, new)
-    twice = old.allow_duplicates or new.allow_duplicates
-    way: list[ExpertMap] = []
-    slots, written = list(old.physical_to_logical), Counter[int]()
-    for group in groups:
+    found: list[tuple[list[int], Counter[int]]] = []  # slots of a piece, and how many of them each rank writes
+    for group in _groups(old, new):
         pause()
         needs = _writes(group, new)
-        if written and (max(written.values()) > most or any(written[rank] + needs[rank] > most for rank in needs)):
-            way.append(ExpertMap(new.num_experts, new.num_ranks, tuple(slots), twice))
-            written.clear()
-        for slot in group:
-            slots[slot] = new.physical_to_logical[slot]
-        written += needs
-    return [*way, new] if groups else way
+        for slots, written in found:  # the first with room, where a rank that writes nothing takes a cycle of any size
+            if all(not written[rank] or written[rank] + count <= most for rank, count in needs.items()):
+                slots.extend(group)
+                written.update(needs)
+                break
+        else:
+            found.append((list(group), needs))
+    way, held = list[ExpertMap](), list(old.physical_to_logical)
+    for slots, _ in found[:-1]:
+        pause()
+        for slot in slots:
+            held[slot] = new.physical_to_logical[slot]
+        twice = old.allow_duplicates or new.allow_duplicates
+        way.append(ExpertMap(new.num_experts, new.num_ranks, tuple(held), twice))
+    return [*way, new] if found else way
 
 
 def _writes(group: Iterable[int], new: ExpertMap) -> Counter[int]:

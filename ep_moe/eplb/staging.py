@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe.eplb.schedule import Itinerary, parcel
 
 _MADE_AT_ONCE = 32 << 20  # bytes of memory in one step
-_CYCLE = 8  # experts of a rank that change places together: more are rare in what `planner.plan` returns
+_CYCLE = 8  # experts of a rank that change places together: more are rare for loads that are not steep
 
 
 @dataclass(frozen=True)

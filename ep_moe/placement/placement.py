@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -185,9 +186,11 @@ class Placement(nn.Module):
     def _tables(self, expert_map: ExpertMap) -> list[Tensor]:
         """Of a map, on the host; pinned for a GPU: a map is put in force between two forwards, without a wait."""
         used = [self._used(ids, expert_map.cap) for ids in expert_map.logical_to_physical]
-        table = [[*ids, *[EMPTY] * (self._max_replicas - len(ids))] for ids in used]
         pinned = self.replica_count.is_cuda
-        return [torch.tensor(values, dtype=torch.int64, pin_memory=pinned) for values in (table, [*map(len, used)])]
+        count = torch.tensor([*map(len, used)], dtype=torch.int64, pin_memory=pinned)
+        table = torch.full((len(used), self._max_replicas), EMPTY, dtype=torch.int64, pin_memory=pinned)
+        table[torch.arange(self._max_replicas) < count.unsqueeze(1)] = torch.tensor([*chain.from_iterable(used)])
+        return [table, count]
 
     def _used(self, ids: tuple[int, ...], cap: int) -> tuple[int, ...]:
         """Those of an expert's physical ids that this rank's tokens go to."""
