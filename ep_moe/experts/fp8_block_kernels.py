@@ -66,11 +66,11 @@ def config_for(m: int, num_experts: int, n: int, k: int, *, hopper: bool = True,
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return GemmConfig(block_m, 128, stages=4, programs=2)
     if activated:
-        return GemmConfig(64, 256, stages=5, hopper=True) if rows <= 96 else GemmConfig(128, 256, hopper=True)
+        return GemmConfig(64, 256, stages=5, hopper=True) if rows <= 64 else GemmConfig(128, 256, hopper=True)
     many = num_experts * n >= 1024 * 256  # tiles enough that the last round of them hardly counts
     if rows <= 48 and not many:
         return GemmConfig(64, 128, stages=4, hopper=True, programs=2)
-    if rows <= (96 if many else 160):
+    if rows <= 256:
         return GemmConfig(64, 256, stages=5, hopper=True)
     if n % 256:
         return GemmConfig(128, 128, stages=6, hopper=True)
@@ -111,9 +111,6 @@ def grouped_gemm_activate(
     starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """`grouped_gemm` and `activate_and_quantize` in one kernel, with no rounding between; where `has_hopper`.
-
-    With K = 2048 this takes what `grouped_gemm` alone takes. With K = 7168 and hundreds of rows an expert it was slower
-    than the two: the tensor cores wait for the activation, and there is less memory traffic to save.
 
     b: e4m3 [L, 2 * I, K], gate first, then up (with `up_first` the other way round), or [L, I, K] for RELU2
     out: e4m3 [M, I] or [L, cap, I]; out_scale: float32 [M, I / 128] or [L, cap, I / 128]; the rest as in those two.
