@@ -32,6 +32,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "bf16_triton": "ep_moe.experts.bf16_triton:Bf16TritonExperts",
         "fp8_tensor_triton": "ep_moe.experts.fp8_tensor_triton:Fp8TensorTritonExperts",
         "fp8_block_triton": "ep_moe.experts.fp8_block_triton:Fp8BlockTritonExperts",
+        "fp8_dynamic_triton": "ep_moe.experts.fp8_dynamic_triton:Fp8DynamicTritonExperts",
         "flashinfer_cutlass": "ep_moe.experts.flashinfer_cutlass:FlashInferCutlassExperts",
         "flashinfer_cutedsl": "ep_moe.experts.flashinfer_cutedsl:FlashInferCuteDslExperts",
         "flashinfer_trtllm": "ep_moe.experts.flashinfer_trtllm:FlashInferTrtllmExperts",

@@ -42,7 +42,8 @@ def test_flashinfer_cutlass_emulated(scheme, emulated):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @pytest.mark.parametrize(
-    "name", ["bf16_triton", "flashinfer_cutlass", "fp8_block_triton", "fp8_tensor_triton", "reference"]
+    "name",
+    ["bf16_triton", "flashinfer_cutlass", "fp8_block_triton", "fp8_dynamic_triton", "fp8_tensor_triton", "reference"],
 )
 def test_on_a_gpu(name, monkeypatch):
     monkeypatch.undo()

@@ -50,8 +50,8 @@ def reason(kernel: str, scheme: str = "none", dtype: torch.dtype = BF16, *, devi
 @pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_hopper_has_a_kernel_for_every_scheme(scheme):
     found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES[scheme])
-    own = {"none": "bf16_triton", "fp8_block": "fp8_block_triton", "fp8_static": "fp8_tensor_triton"}
-    assert found.experts == own.get(scheme, "flashinfer_cutlass")
+    own = {"none": "bf16", "fp8_block": "fp8_block", "fp8_static": "fp8_tensor", "fp8_dynamic": "fp8_dynamic"}
+    assert found.experts == (f"{own[scheme]}_triton" if scheme in own else "flashinfer_cutlass")
     assert reason("flashinfer_cutlass", scheme) is None
     assert reason("reference", scheme) is None
 
@@ -85,6 +85,9 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
     assert chosen("none", torch.float16) == "flashinfer_cutlass"
     assert chosen("none", inner=192) == "flashinfer_cutlass"
     assert chosen("fp8_static", inner=192) == "flashinfer_cutlass"
+    assert chosen("fp8_dynamic", inner=192) == "flashinfer_cutlass"
+    assert chosen("fp8_dynamic", expert_bias=True) == "flashinfer_cutlass"
+    assert chosen("fp8_dynamic", torch.float16) == "fp8_dynamic_triton"
     assert chosen("fp8_block", torch.float16) == "fp8_block_triton"
     assert chosen("none", torch.float32) == "reference"
     assert chosen("mxfp4", torch.float16) == "reference"
@@ -142,6 +145,9 @@ def test_missing_libraries(monkeypatch):
         ("fp8_tensor_triton", "fp8_static", BF16, {"hidden": 192},
          "hidden_size must be a multiple of 128 in bfloat16, got 192"),
         ("fp8_block_triton", "none", BF16, {}, "quantization none is not among fp8_block"),
+        ("fp8_dynamic_triton", "fp8_block", BF16, {}, "quantization fp8_block is not among fp8_dynamic"),
+        ("fp8_dynamic_triton", "fp8_dynamic", torch.float16, {"inner": 192},
+         "intermediate_size / etp must be a multiple of 128 in float16, got 192"),
         ("fp8_block_triton", "fp8_block", BF16, {"expert_bias": True},
          "it has no expert biases (expert_bias=True)"),
         ("fp8_block_triton", "fp8_block", torch.float32, {}, "dtype float32 is not among bfloat16, float16"),

@@ -226,7 +226,7 @@ def test_where_nothing_can_run_that_is_said():
         (
             {"experts": "cutlas"},
             "no backend among experts is named 'cutlas'; there are bf16_triton, fp8_tensor_triton, fp8_block_triton, "
-            "flashinfer_cutlass, flashinfer_cutedsl, flashinfer_trtllm, reference, and fused ones: "
+            "fp8_dynamic_triton, flashinfer_cutlass, flashinfer_cutedsl, flashinfer_trtllm, reference, and fused ones: "
             "flashinfer_mega_bf16, ",
         ),
     ],

@@ -30,6 +30,7 @@ RUN = {
     "bf16_triton": "1, 2 and 4 H200",
     "fp8_tensor_triton": "1, 2 and 4 H200",
     "fp8_block_triton": "1, 2 and 4 H200",
+    "fp8_dynamic_triton": "1 H200",
     "flashinfer_mega_bf16": "4 H200, one host; on CPU, gloo, over an emulation",
     "flashinfer_mega_fp8": "4 H200, one host; on CPU, gloo, over an emulation",
     "flashinfer_trtllm_monolithic": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",

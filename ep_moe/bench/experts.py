@@ -47,6 +47,7 @@ VARIANTS = (
     ("flashinfer_cutlass", "fp8_static"),
     ("fp8_tensor_triton", "fp8_static"),
     ("flashinfer_cutlass", "fp8_dynamic"),
+    ("fp8_dynamic_triton", "fp8_dynamic"),
     ("flashinfer_cutlass", "fp8_block"),
     ("fp8_block_triton", "fp8_block"),
     ("flashinfer_cutlass", "mxfp4"),
