@@ -17,7 +17,6 @@ from ep_moe import ExpertMap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
-from ep_moe.experts.layouts import as_rank_major
 from ep_moe.kernels.fp8_rows import round_blocks
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Received, RowLayout, Weighting
@@ -39,10 +38,11 @@ def scales_apart() -> list[dict[str, torch.Tensor]]:
 
 def in_blocks(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As `fp8_block` has it, made without `PerBlock`."""
-    return own | {
-        f"{name}_scale": torch.full([size // 128 for size in own[name].shape], float(own[f"{name}_scale"]))
-        for name in ("w13", "w2")
-    }
+    scales = {}
+    for name in ("w13", "w2"):
+        blocks = [size // 128 for size in own[name].shape]
+        scales[f"{name}_scale"] = torch.full(blocks, float(own[f"{name}_scale"]), device=DEVICE)
+    return own | scales
 
 
 def build(kind: type[Experts], scheme: str, tensors: list[dict[str, torch.Tensor]], **options) -> Experts:
@@ -67,16 +67,18 @@ def both(**options) -> tuple[Experts, Experts, list[dict[str, torch.Tensor]]]:
     return dynamic, build(Fp8BlockTritonExperts, "fp8_block", blocks, **options), blocks
 
 
+def within(y, tensors, x, ids, weights) -> None:
+    expected, limit = expected_and_limit(SMALL[0], SCHEMES["fp8_block"], tensors, x, ids, weights, BF16)
+    assert worst(y, expected, CUT_OFF * limit) <= 1
+
+
 @pytest.mark.parametrize("count", COUNTS, ids=str)
 def test_the_bits_of_the_same_numbers_in_blocks(count):
     dynamic, block, tensors = both()
     received = rows(*SMALL, count)
     y = dynamic(received)
     assert torch.equal(y, block(received))
-    tensors = [{name: tensor.to(DEVICE) for name, tensor in own.items()} for own in tensors]
-    given = received.x, received.local_ids, received.weights, BF16
-    expected, limit = expected_and_limit(SMALL[0], SCHEMES["fp8_block"], tensors, *given)
-    assert worst(y, expected, CUT_OFF * limit) <= 1
+    within(y, tensors, received.x, received.local_ids, received.weights)
 
 
 @pytest.mark.parametrize("count", [40, sorted_first(130)], ids=str)
@@ -91,7 +93,7 @@ def test_rows_that_travelled_in_blocks(count):
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="grouped rows are multiplied by kernels for Hopper")
 @pytest.mark.parametrize("weighting", list(Weighting), ids=lambda w: w.value)
 def test_grouped_rows(weighting):
-    dynamic, block, _ = both()
+    dynamic, block, tensors = both()
     counts = torch.tensor([40, 0, 7, 1, 33], device=DEVICE)
     x = torch.randn(int(counts.sum()), SMALL[0].hidden_size, device=DEVICE).to(BF16)
     weights = torch.rand(len(x), device=DEVICE) if weighting is Weighting.EXPERTS else None
@@ -99,4 +101,5 @@ def test_grouped_rows(weighting):
     received = Received(x, RowLayout.CONTIGUOUS, weighting, None, weights=weights, expert_offsets=offsets)
     y = dynamic(received)
     assert torch.equal(y, block(received))
-    torch.testing.assert_close(y, dynamic(as_rank_major(received, SMALL[1])), rtol=2**-6, atol=2**-6)
+    ids = torch.repeat_interleave(torch.arange(len(counts), device=DEVICE), counts).unsqueeze(1)
+    within(y, tensors, x, ids, None if weights is None else weights.unsqueeze(1))
