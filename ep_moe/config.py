@@ -159,8 +159,7 @@ class Wire:
 
     dispatch: "plain", in the layer's dtype, or "fp8_block", in E4M3 with a float32 scale for each 128 columns
         (DeepSeek-V3's activations): half the bytes. Rounded once, before the wire: a kernel that takes such rows
-        (`fp8_block_triton`, `fp8_dynamic_triton`) gives the same bits as from plain ones, which it would round alike;
-        others widen them.
+        (`fp8_block_triton`) gives the same bits as from plain ones, which it would round alike; others widen them.
         "mxfp8", E4M3 with an E8M0 scale for each 32 columns, and "nvfp4", E2M1 with an E4M3 scale for each 16, for
         Blackwell's kernels of these formats. "fp8_tensor", E4M3 under one scale and none beside the rows, for
         per-tensor fp8 with calibrated scales (`fp8_static`)

@@ -1,5 +1,5 @@
-"""`fp8_dynamic_triton` against `fp8_block_triton` on the same numbers, bit for bit, and against the float64 oracle;
-on a CPU the kernels for few rows in Triton's interpreter, on Hopper the others too."""
+"""`fp8_dynamic_triton` against `fp8_block_triton` on the same numbers, bit for bit, where it goes the same way, and
+against the float64 oracle; on a CPU in Triton's interpreter. Many rows: tests/gpu/test_fp8_dynamic_triton_gpu.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe import ExpertMap
+from ep_moe import ExpertMap, MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
@@ -25,12 +25,12 @@ from ep_moe.weights.schemes import SCHEMES
 from ep_moe.workspace import Workspaces
 from tests.test_bf16_triton import BF16, CUT_OFF, DEVICE, SMALL, rows, sorted_first
 
-COUNTS = [1, 3, 60, sorted_first(130), sorted_first(2000)]
+DYNAMIC = SCHEMES["fp8_dynamic"]
 
 
-def scales_apart() -> list[dict[str, torch.Tensor]]:
+def scales_apart(config: MoEConfig, slots: int) -> list[dict[str, torch.Tensor]]:
     """Experts whose two scales differ from each other's, and from other experts', by powers of two."""
-    found = [random_expert(SMALL[0], SCHEMES["fp8_dynamic"], expert, BF16, DEVICE) for expert in range(SMALL[1])]
+    found = [random_expert(config, DYNAMIC, expert, BF16, DEVICE) for expert in range(slots)]
     for expert, own in enumerate(found):
         own["w13_scale"], own["w2_scale"] = own["w13_scale"] * 2 ** (expert % 2), own["w2_scale"] / 2 ** (expert % 3)
     return found
@@ -45,26 +45,29 @@ def in_blocks(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return own | scales
 
 
-def build(kind: type[Experts], scheme: str, tensors: list[dict[str, torch.Tensor]], **options) -> Experts:
+def build(
+    kind: type[Experts], config: MoEConfig, tensors: list[dict[str, torch.Tensor]], dtype: torch.dtype = BF16, **options
+) -> Experts:
+    (scheme,) = kind.capabilities.schemes
     weights = ExpertWeights(
-        SMALL[0],
-        ExpertMap.uneven([SMALL[1], SMALL[0].num_experts - SMALL[1]]),
+        config,
+        ExpertMap.uneven([len(tensors), config.num_experts - len(tensors)]),
         device=DEVICE,
-        dtype=BF16,
+        dtype=dtype,
         scheme=SCHEMES[scheme],
         preparation=kind.preparation,
         trainable=False,
     )
     for expert, own in enumerate(tensors):
         weights.update_expert(expert, own)
-    return kind(SMALL[0], weights, Workspaces(DEVICE), ExpertsOptions(**options))
+    return kind(config, weights, Workspaces(DEVICE), ExpertsOptions(**options))
 
 
-def both(**options) -> tuple[Experts, Experts, list[dict[str, torch.Tensor]]]:
-    tensors = scales_apart()
+def both(dtype: torch.dtype = BF16) -> tuple[Experts, Experts, list[dict[str, torch.Tensor]]]:
+    tensors = scales_apart(*SMALL)
     blocks = [in_blocks(own) for own in tensors]
-    dynamic = build(Fp8DynamicTritonExperts, "fp8_dynamic", tensors, **options)
-    return dynamic, build(Fp8BlockTritonExperts, "fp8_block", blocks, **options), blocks
+    dynamic = build(Fp8DynamicTritonExperts, SMALL[0], tensors, dtype)
+    return dynamic, build(Fp8BlockTritonExperts, SMALL[0], blocks, dtype), blocks
 
 
 def within(y, tensors, x, ids, weights) -> None:
@@ -72,7 +75,7 @@ def within(y, tensors, x, ids, weights) -> None:
     assert worst(y, expected, CUT_OFF * limit) <= 1
 
 
-@pytest.mark.parametrize("count", COUNTS, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 60])
 def test_the_bits_of_the_same_numbers_in_blocks(count):
     dynamic, block, tensors = both()
     received = rows(*SMALL, count)
@@ -81,7 +84,7 @@ def test_the_bits_of_the_same_numbers_in_blocks(count):
     within(y, tensors, received.x, received.local_ids, received.weights)
 
 
-@pytest.mark.parametrize("count", [40, sorted_first(130)], ids=str)
+@pytest.mark.parametrize("count", [40, sorted_first(130), sorted_first(2000)], ids=str)
 def test_rows_that_travelled_in_blocks(count):
     dynamic, block, _ = both()
     received = rows(*SMALL, count)
@@ -103,3 +106,23 @@ def test_grouped_rows(weighting):
     assert torch.equal(y, block(received))
     ids = torch.repeat_interleave(torch.arange(len(counts), device=DEVICE), counts).unsqueeze(1)
     within(y, tensors, x, ids, None if weights is None else weights.unsqueeze(1))
+
+
+def test_what_goes_by_row():
+    """Many plain rows of bf16 layers, where its GEMM compiles."""
+    dynamic, half = both()[0], both(torch.float16)[0]
+
+    def by_row(experts: Experts, received: Received, compiles: bool = True) -> bool:
+        experts._compiles = compiles
+        return experts._by_row(received, received.local_ids)
+
+    many = rows(*SMALL, 2000)
+    assert by_row(dynamic, many)
+    assert not by_row(dynamic, rows(*SMALL, 60))
+    wide = dataclasses.replace(SMALL[0], num_experts=64, top_k=2)  # a 32nd of all rows for each
+    experts = build(Fp8DynamicTritonExperts, wide, scales_apart(wide, 5))
+    assert [by_row(experts, rows(wide, 5, count)) for count in (100, 300, 340)] == [False, False, True]
+    assert not by_row(dynamic, many, compiles=False)
+    assert not by_row(half, many)
+    data, scale = round_blocks(many.x)
+    assert not by_row(dynamic, dataclasses.replace(many, x=data, x_scale=scale, format="fp8_block"))

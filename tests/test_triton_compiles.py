@@ -29,6 +29,7 @@ from ep_moe.experts import (
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
 from ep_moe.kernels.nvrtc import SHARED
@@ -139,6 +140,7 @@ def built(kind: type[Experts], scheme: str) -> Experts:
 @pytest.mark.parametrize("rows", [2, 40, 200, 4000])
 @pytest.mark.parametrize(("kind", "scheme"), [
     (Bf16TritonExperts, "none"), (Fp8TensorTritonExperts, "fp8_static"), (Fp8BlockTritonExperts, "fp8_block"),
+    (Fp8DynamicTritonExperts, "fp8_dynamic"),
 ])  # fmt: skip
 def test_whole_steps_compile(kind, scheme, rows, answers):
     """In their forms for Hopper, but for what NVRTC compiles."""

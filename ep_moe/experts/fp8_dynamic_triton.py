@@ -1,16 +1,30 @@
-"""`fp8_dynamic_triton`: experts in fp8 with one scale a matrix, on Hopper by the kernels of `fp8_block_triton`.
+"""`fp8_dynamic_triton`: experts in fp8 with one scale a matrix, whose activations get theirs from the rows, on Hopper
+by this project's own kernels.
 
-Rows, and activations between the products, are rounded with a scale for each row and 128 columns: finer than one for
-all rows of a call, and nothing has to be measured, or bounded, before.
+Many rows have one scale each (`fp8_row_op`). Few ones, those that travelled in fp8_block, those that are grouped
+already and those of fp16 layers have one for each 128 columns, and go the way of `fp8_block_triton`, which finds the
+scale of a matrix at each of its blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from ep_moe.experts import fp8_row_op
 from ep_moe.experts.fp8_block_op import BLOCK
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.layouts import expected_pairs
+from ep_moe.experts.operator import home_of, told_of
+from ep_moe.kernels import nvrtc
+from ep_moe.kernels.launches import Launch
+from ep_moe.types import PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.per_block import PerBlock
+
+FEW = 10  # rows of an expert up to which `few_rows` is faster; on an H200
 
 
 class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
@@ -19,3 +33,55 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     capabilities = dataclasses.replace(
         Fp8BlockTritonExperts.capabilities, schemes=frozenset({"fp8_dynamic"}), alignment_bytes=2 * BLOCK
     )
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._compiles = nvrtc.missing() is None
+
+    def workspace_bytes(self) -> int:
+        config, slots = self.config, self.weights.num_slots
+        if not slots:
+            return 0
+        inner = config.intermediate_size // self.weights.etp.size
+        by_row = fp8_row_op.scratch_bytes(self.picks, config.hidden_size, inner, slots)
+        return max(super().workspace_bytes(), by_row)
+
+    def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
+        weights, config, wire = self.weights, self.config, received.wire_ids
+        ids = received.local_ids if wire is None else wire.ids
+        if ids is None or not self._by_row(received, ids):
+            super().step(received, out, peers, launch)
+            return
+        fp8_row_op.fp8_row_moe(
+            out,
+            self.workspace(),
+            received.x,
+            ids,
+            0 if wire is None else wire.base,
+            *told_of(wire),
+            received.weights if received.weighting is Weighting.EXPERTS else None,
+            weights.get_parameter("w13"),
+            weights.get_parameter("w13_scale")[:, 0, 0],
+            weights.get_parameter("w2"),
+            weights.get_parameter("w2_scale")[:, 0, 0],
+            config.activation.value,
+            config.activation_alpha,
+            config.activation_limit,
+            expected_pairs(config, weights.num_slots, ids.shape[1]),
+            self.picks,
+            self.options.spare_sms,
+            *home_of(peers),
+            launch=launch,
+        )
+
+    def _by_row(self, received: Received, ids: Tensor) -> bool:
+        if received.layout is not RowLayout.RANK_MAJOR or received.format != "plain":
+            return False
+        if self.weights.dtype != torch.bfloat16 or not self._compiles:
+            return False
+        from ep_moe.experts import few_rows
+
+        slots, w2 = self.weights.num_slots, self.weights.get_parameter("w2")
+        rows = len(ids) * expected_pairs(self.config, slots, ids.shape[1]) / slots
+        cut = few_rows.Cut.of_blocks(ids.numel(), rows, self.config.hidden_size, w2.numel())
+        return cut is None or (cut.sort and rows > FEW)

@@ -2,7 +2,7 @@
 //
 // One thread copies operands into a ring of stages (TMA); two groups of four warps multiply 128 rows of weights each, of
 // the tile's 256, with the tile's rows (wgmma) and write what comes out, turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, and the name of the activation, if there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -135,6 +135,20 @@ struct Out {
   int n, group;
   float alpha, limit;
   int turn;
+  const float* row_scale;
+};
+
+// Scales of a tile's rows: a lane has those of row `lane`, `lane` + 32 and so on, and shows them to its warp.
+struct RowScales {
+  float own[SCALED_ROWS ? MOST / 32 : 1];
+
+  __device__ __forceinline__ void load(const float* scale, const Walk& tiles) {
+#pragma unroll
+    for (int i = 0; i < MOST / 32; i++) own[i] = __ldg(scale + tiles.row + min(32 * i + (int)threadIdx.x % 32, tiles.count - 1));
+  }
+  __device__ __forceinline__ float at(int j, int odd) const {  // of row 8 * j + 2 * (lane % 4) + odd
+    return __shfl_sync(~0u, own[j / 4], j % 4 * 8 + threadIdx.x % 4 * 2 + odd);
+  }
 };
 
 // Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two.
@@ -164,13 +178,17 @@ __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, 
 }
 
 // 16 rows of a group's results, from row 8 * j on, into their boxes.
-__device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int j, u32 box, const Out& to, float scale,
-                                           float factor) {
+__device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int j, u32 box, const Out& to,
+                                           const RowScales& rows, float scale, float factor) {
   const int warp = threadIdx.x / 32 % 4, matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8;
+  float by[2][2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) by[i / 2][i % 2] = SCALED_ROWS ? scale * rows.at(j + i / 2, i % 2) : scale;
   // m: 64 rows of weights; next: 8 rows; i: 8 rows of weights, where a gate's `up` is the second; odd: row
   auto value = [&](int m, int next, int i, int odd) {
     const float* own = &sum[m][4 * (j + next) + odd];
-    const float by = IN_BYTES == 1 ? scale : 1.0f, result = activate(own[2 * i] * by, own[2] * by, to.alpha, to.limit);
+    const float one = IN_BYTES == 1 ? by[next][odd] : 1.0f;
+    const float result = activate(own[2 * i] * one, own[2] * one, to.alpha, to.limit);
     return OUT_BYTES == 1 ? result * factor : result;
   };
   auto two = [&](int m, int next, int i) { return two_bf16(value(m, next, i, 0), value(m, next, i, 1)); };
@@ -196,11 +214,13 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int 
 // The same instructions for all widths: each with its own would be more than a multiprocessor's instruction cache keeps
 // while other kernels run, and fetching them took a fifth of a product's time.
 __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Walk& tiles, Out& to, float scale, float factor) {
+  RowScales rows;
+  if constexpr (SCALED_ROWS) rows.load(to.row_scale, tiles);
   auto stage = [&](int start) {
 #pragma unroll
     for (int row = 0; row < CHUNK_ROWS && start + row < MOST; row += STEP)
       if (start + row < tiles.width)
-        stage_step(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, scale, factor);
+        stage_step(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, rows, scale, factor);
   };
   stage(0);
 #pragma unroll
@@ -307,10 +327,11 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // wide, step: a, in boxes of so many rows. ends: of each expert's rows. n: columns of out. units: of an expert's weights,
 // as their map counts them. most: rows of a tile.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
+// With SCALED_ROWS a_scale is of each row.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     hopper_gemm(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
                 char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
-                float a_factor, int a_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
+                float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
   extern __shared__ __align__(1024) char memory[];
   const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
   char* chunks = memory + stages * stage_bytes;
@@ -327,11 +348,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     if (threadIdx.x == 128 * GROUPS) copy(weights, wide, step, ring, tiles, units, k_blocks);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0};
+    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale};
     while (tiles.next()) {
       float scale = a_factor, factor = 1.0f;
-      if (a_scale) scale *= a_scale[tiles.expert * a_step];
-      if (b_scale) scale *= b_scale[tiles.expert];
+      if (a_scale && !SCALED_ROWS) scale *= a_scale[tiles.expert * a_step];
+      if (b_scale) scale *= b_scale[tiles.expert * b_step];
       if (out_scale) factor = 1.0f / out_scale[tiles.expert];
       float sum[2][MOST / 2];
 #define WIDTH(I) \

@@ -1,5 +1,5 @@
-"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix. For few rows:
-`stream_gemm`, `few_rows`.
+"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix, or one
+a matrix of weights and one a row. For few rows: `stream_gemm`, `few_rows`.
 
 In CUDA C++, with weights as the left operand of the tensor cores, so that a tile is as wide as an expert's rows ask
 for, in steps of 16: Triton's shapes are powers of two.
@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ep_moe.devices import multiprocessors
+from ep_moe.experts.fp8_row_kernels import RowScales
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.kernels import nvrtc
 from ep_moe.kernels.launches import Launch, at_once
@@ -63,7 +64,7 @@ def _programs(w: Tensor, spare_sms: int) -> int:
 
 def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
-    alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | None = None,
+    alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | RowScales | None = None,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
@@ -78,17 +79,18 @@ def grouped_gemm(
     gated = activation is not None and activation.gated
     n, depth = rows // 2 if gated else rows, LINE // itemsize
     a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
+    b_step = 1 if b_scale is None else b_scale.stride(0)
     weights, unit = _weights(b, gated, out.element_size())
     arguments = [
         (weights, None),
         *((nvrtc.tensor_map(a.data_ptr(), itemsize, (k, len(a)), (k,), (depth, box)), None) for box in (WIDE, STEP)),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, a_scale, b_scale, out_scale)),
         (1.0 if a_factor is None else a_factor, c_float),
-        *((number, c_int) for number in (a_step or 0, experts, len(a), n, rows // unit, k // depth)),
+        *((number, c_int) for number in (a_step or 0, b_step, experts, len(a), n, rows // unit, k // depth)),
         *((number, c_int) for number in (tiles.rows, tiles.stages)),
         *((number, c_float) for number in (alpha, limit)),
     ]
-    form = options(itemsize, out.element_size(), activation)
+    form = options(itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales))
     function = nvrtc.kernel(source(itemsize), "hopper_gemm", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
     launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
@@ -99,11 +101,14 @@ def shared_bytes(tiles: Tiles, experts: int) -> int:
     return tiles.stages * (WEIGHTS + tiles.rows) * LINE + 16 * 1024 + 16 * tiles.stages + 4 * (2 * experts + 1)
 
 
-def options(itemsize: int, out_bytes: int, activation: Activation | None) -> tuple[str, ...]:
+def options(
+    itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False
+) -> tuple[str, ...]:
     """What `source` is compiled with."""
     gated = activation is not None and activation.gated
-    form = f"-DIN_BYTES={itemsize}", f"-DOUT_BYTES={out_bytes}", f"-DGATED={int(gated)}"
-    return form if activation is None else (*form, f"-D{activation.value.upper()}")
+    given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
+    form = [f"-D{name}={value}" for name, value in given.items()]
+    return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 
 
 def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:

@@ -1,0 +1,60 @@
+"""Rows in E4M3 with one scale each, and the scales of products of such rows with matrices that have one scale each.
+
+Nothing here allocates or waits for the device: whoever calls brings every output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ep_moe.devices import multiprocessors
+from ep_moe.kernels.grids import cdiv, next_power_of_2
+from ep_moe.kernels.launches import Launch, at_once
+from ep_moe.row_formats import SMALLEST
+
+# on an H200
+PROGRAMS = 16  # a multiprocessor
+TILE = 4096  # values of a program at once, if that is a row
+
+
+@dataclass(frozen=True)
+class RowScales:
+    """Of a product's operands in E4M3: value = number * scale. They are multiplied in after the sums, in float32.
+
+    rows: float32 [M]; weights: float32 [L], of any stride
+    """
+
+    rows: Tensor
+    weights: Tensor
+
+    def given(self) -> tuple[Any, ...]:
+        """As `MatrixScales.given`."""
+        return 1.0, self.rows, 0, self.weights, None
+
+
+def round_rows(
+    x: Tensor, out: Tensor, scale: Tensor, *, slots: Tensor | None = None, counts: Tensor | None = None,
+    launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """scale = amax / 448 of a row, out = x / scale rounded to the nearest e4m3. An amax below 1e-10 counts as 1e-10.
+    Values that are no number stay none.
+
+    x: bf16 [N, H]; out: e4m3 [M, H]; scale: float32 [M]
+    slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are left
+        as they are. None for row n to row n
+    counts: int32 [1], on the device: only so many of the first rows are made. launch: how the kernel is launched
+    """
+    from ep_moe.experts import fp8_row_kernels_triton as kernels
+
+    rows, size = x.shape
+    width = next_power_of_2(size)
+    tall = max(1, TILE // width)
+    launch(
+        kernels.round_rows, (min(cdiv(rows, tall), PROGRAMS * multiprocessors(x.device)),),
+        x, slots, counts, out, scale, rows, out.shape[0], size,
+        SMALLEST=SMALLEST, TOP_K=1 if slots is None else slots.shape[1], ROWS=tall, WIDTH=width,
+        num_warps=4 if width <= TILE else 8,
+    )  # fmt: skip
