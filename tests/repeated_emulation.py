@@ -21,6 +21,7 @@ from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
 from ep_moe.graphs import repeated
 from ep_moe.parallel.groups import Links
@@ -118,7 +119,7 @@ def driver(monkeypatch):
     able = dataclasses.replace(NVLinkP2PDispatcher.capabilities, **anywhere)
     monkeypatch.setattr(NVLinkP2PDispatcher, "capabilities", able)
     anywhere |= {"min_compute_capability": None, "max_compute_capability": None}
-    for kernel in (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8TensorTritonExperts):
+    for kernel in (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8DynamicTritonExperts, Fp8TensorTritonExperts):
         able = dataclasses.replace(kernel.capabilities, **anywhere)
         monkeypatch.setattr(kernel, "capabilities", able)
         monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))

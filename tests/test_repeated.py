@@ -33,6 +33,7 @@ KINDS = {
     "fp8 in blocks": {
         "experts": "fp8_block_triton", "quantization": "fp8_block", "wire": Wire(dispatch="fp8_block"),
     },
+    "fp8 without calibration": {"experts": "fp8_dynamic_triton", "quantization": "fp8_dynamic"},
     "fp8 per tensor": {
         "experts": "fp8_tensor_triton", "quantization": "fp8_static",
         "wire": Wire(dispatch="fp8_tensor", input_scale=0.1),
@@ -50,6 +51,7 @@ def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, conte
         able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
         monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
     layer = built(context, **KINDS[experts])
+    more = {"answers given": few_bytes == 0, "fp8 without calibration": True}  # to send; to round
     for _ in range(2):
         forward(layer, *given(MOST, dtype=ids))
     for tokens in (1, MOST, 0, 2):
@@ -58,7 +60,7 @@ def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, conte
             assert repeats(layer, rows, routing)
             made = launches(driver, layer, layer.forward_routed, rows, routing)
             assert made == launches(driver, layer, layer.run, rows, routing)
-            assert len(made[0]) == 5 + (experts == "answers given" and few_bytes == 0)
+            assert len(made[0]) == 5 + more.get(experts, False)
 
 
 @torch.no_grad()
