@@ -122,6 +122,24 @@ class EightChoicesAreTooMany(Wrong):
         return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 8 else y
 
 
+class RowsWithoutGradient(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, x=received.x.detach())
+
+
+class WeightsWithoutGradient(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, weights=None if received.weights is None else received.weights.detach())
+
+
+class GradientOfOtherColumns(ReferenceExperts):
+    def compute(self, received, out):
+        w2 = self.weights.get_parameter("w2")
+        if w2.requires_grad:
+            w2.register_hook(lambda gradient: gradient.roll(1, 2))
+        return super().compute(received, out)
+
+
 class BiasOnEveryRank(ReferenceExperts):
     def compute(self, received, out):
         self.weights.etp = dataclasses.replace(self.weights.etp, rank=0)
@@ -138,6 +156,9 @@ class BiasOnEveryRank(ReferenceExperts):
         (NanSpreads, "NaN in rows without an expert"),
         (Drifts, "equal calls must give equal bits"),
         (InputConsumed, "x must be left as it was"),
+        (RowsWithoutGradient, "the gradient of x is wrong"),
+        (WeightsWithoutGradient, "the gradient of weights is wrong"),
+        (GradientOfOtherColumns, "the gradient of w2 of slot 0 is wrong"),
         (EightChoicesAreTooMany, "times what rounding may cause"),
         (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
     ],

@@ -3,7 +3,8 @@
     def test_my_kernel():
         check_experts(MyExperts, device=torch.device("cuda"))
 
-Outputs are compared with float64 on the dequantised weights, within the bound of `expert_oracle`.
+Outputs are compared with float64 on the dequantised weights, within the bound of `expert_oracle`; gradients, of kernels
+that promise them, with autograd's (`kernel_gradients`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.kernel_gradients import EXACT, exact_expert, gradients
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights, cut
 from ep_moe.weights.schemes import SCHEMES, Scheme
@@ -96,9 +98,13 @@ class Layer:
         device: torch.device,
         etp: Link | None = None,
         options: ExpertsOptions | None = None,
+        *,
+        tensors: list[dict[str, Tensor]] | None = None,
+        trainable: bool = False,
     ) -> None:
         self.config, self.scheme, self.dtype, self.device, self.kind = config, scheme, dtype, device, kind
-        self.tensors = [random_expert(config, scheme, expert, dtype, device) for expert in range(SLOTS)]
+        random = (random_expert(config, scheme, expert, dtype, device) for expert in range(SLOTS))
+        self.tensors = list(random) if tensors is None else tensors
         weights = ExpertWeights(
             config,
             ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
@@ -107,10 +113,10 @@ class Layer:
             dtype=dtype,
             scheme=scheme,
             preparation=kind.preparation,
-            trainable=False,
+            trainable=trainable,
         )
-        for expert, tensors in enumerate(self.tensors):
-            weights.update_expert(expert, tensors)
+        for expert, own in enumerate(self.tensors):
+            weights.update_expert(expert, own)
         self.experts = kind(config, weights, Workspaces(device), options)
 
     def __str__(self) -> str:
@@ -183,6 +189,8 @@ def _check_layer(layer: Layer) -> None:
         _equal_bits(layer)
     if layer.kind.capabilities.cuda_graph and layer.device.type == "cuda":
         _captured(layer)
+    if layer.kind.capabilities.differentiable and layer.scheme.plain and layer.config.activation in EXACT:
+        _gradients(layer)
 
 
 def _check_top_ks(
@@ -364,3 +372,11 @@ def _captured(layer: Layer) -> None:
     graph.replay()
     found = worst(out, *layer.wanted(static))
     _that(found <= 1, layer, f"replayed with other rows: off by {found:.3g} times what rounding may cause")
+
+
+def _gradients(layer: Layer) -> None:
+    config, dtype, device = layer.config, layer.dtype, layer.device
+    tensors = [exact_expert(config, expert, dtype, device) for expert in range(SLOTS)]
+    exact = Layer(layer.kind, config, layer.scheme, dtype, device, tensors=tensors, trainable=True)
+    for name, (found, wanted) in gradients(exact).items():
+        _that(torch.equal(found.double(), wanted), layer, f"the gradient of {name} is wrong")
