@@ -73,48 +73,41 @@ def fp8_row_moe(
     """
     from ep_moe.experts.pair_kernels import Home, passes
 
-    step = _Step(launch, workspace, w13, w13_scale, w2, w2_scale, Activation(activation), alpha, limit)
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
     coming = None if told is None or calls is None else (told, calls)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
-        step(out if to else out[part], to, x[part], found, coming, expected, spare_sms)
+        _pass(
+            launch, out if to else out[part], to, workspace, x[part], found, coming, w13, w13_scale, w2, w2_scale,
+            Activation(activation), alpha, limit, expected, spare_sms,
+        )  # fmt: skip
         coming = None  # what comes later is here by then
 
 
-class _Step:
-    """One call's weights and scratch memory."""
+def _pass(
+    launch: Launch, out: Tensor, home: Home | None, workspace: Tensor, x: Tensor,
+    found: tuple[Tensor, Tensor | None, int], coming: Told | None, w13: Tensor, w13_scale: Tensor, w2: Tensor,
+    w2_scale: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
+) -> None:  # fmt: skip
+    """found: ids [N, K], weights and base; coming: `told` of `group_pairs`"""
+    from ep_moe.experts import pair_kernels
+    from ep_moe.experts.fp8_row_kernels import RowScales, round_rows
+    from ep_moe.experts.hopper_gemm import grouped_gemm, tiles_for
 
-    def __init__(
-        self, launch: Launch, workspace: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor,
-        activation: Activation, alpha: float, limit: float,
-    ) -> None:  # fmt: skip
-        self.launch, self.workspace = launch, workspace
-        self.w13, self.w13_scale, self.w2, self.w2_scale = w13, w13_scale, w2, w2_scale
-        self.activation, self.alpha, self.limit = activation, alpha, limit
-
-    def __call__(
-        self, out: Tensor, home: Home | None, x: Tensor, found: tuple[Tensor, Tensor | None, int],
-        coming: Told | None, expected: float, spare_sms: int,
-    ) -> None:  # fmt: skip
-        """found: ids [N, K], weights and base; coming: `told` of `group_pairs`"""
-        from ep_moe.experts import pair_kernels
-        from ep_moe.experts.fp8_row_kernels import RowScales, round_rows
-        from ep_moe.experts.hopper_gemm import grouped_gemm, tiles_for
-
-        launch, picks, (slots, hidden, inner) = self.launch, found[0].numel(), self.w2.shape
-        own = carve(self.workspace, shapes(picks, hidden, inner, slots))
-        lists = pair_kernels.list_pairs(own, *found, slots, told=coming, launch=launch)
-        rows = own["y"].view(FP8).view(-1, hidden)[:picks]
-        round_rows(x, rows, own["row_scale"], slots=lists.slots, launch=launch)
-        first, second = (tiles_for(len(x) * expected / slots, w, spare_sms) for w in (self.w13, self.w2))
-        grouped_gemm(
-            rows, self.w13, lists.ends, own["act"], first, activation=self.activation, alpha=self.alpha,
-            limit=self.limit, spare_sms=spare_sms, scales=RowScales(own["row_scale"], self.w13_scale), launch=launch,
-        )  # fmt: skip
-        round_rows(own["act"], own["act_numbers"], own["act_scale"], counts=lists.ends[-1:], launch=launch)
-        grouped_gemm(
-            own["act_numbers"], self.w2, lists.ends, own["y"], second, spare_sms=spare_sms,
-            scales=RowScales(own["act_scale"], self.w2_scale), launch=launch,
-        )  # fmt: skip
-        pair_kernels.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home, launch=launch)
+    picks, (slots, hidden, inner) = found[0].numel(), w2.shape
+    own = carve(workspace, shapes(picks, hidden, inner, slots))
+    act, numbers, y = own["act"], own["act_numbers"], own["y"]
+    lists = pair_kernels.list_pairs(own, *found, slots, told=coming, launch=launch)
+    rows = y.view(FP8).view(-1, hidden)[:picks]
+    round_rows(x, rows, own["row_scale"], slots=lists.slots, launch=launch)
+    first, second = (tiles_for(len(x) * expected / slots, w, spare_sms) for w in (w13, w2))
+    grouped_gemm(
+        rows, w13, lists.ends, act, first, activation=activation, alpha=alpha, limit=limit, spare_sms=spare_sms,
+        scales=RowScales(own["row_scale"], w13_scale), launch=launch,
+    )  # fmt: skip
+    round_rows(act, numbers, own["act_scale"], counts=lists.ends[-1:], launch=launch)
+    grouped_gemm(
+        numbers, w2, lists.ends, y, second, spare_sms=spare_sms, scales=RowScales(own["act_scale"], w2_scale),
+        launch=launch,
+    )  # fmt: skip
+    pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, launch=launch)
