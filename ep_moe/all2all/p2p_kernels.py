@@ -70,7 +70,8 @@ def _announce(
 ) -> None:
     g, first, tokens = workspace.geometry, workspace.rank * bound, len(routing.ids)
     valid = (routing.ids >= 0) & (routing.ids < g.num_physical)
-    ids, weights = torch.full((bound, g.top_k), -1, dtype=torch.int32), torch.zeros(bound, g.top_k)
+    ids = routing.ids.new_full((bound, g.top_k), -1, dtype=torch.int32)
+    weights = routing.weights.new_zeros(bound, g.top_k)
     ids[:tokens], weights[:tokens] = torch.where(valid, routing.ids, -1).int(), routing.weights.where(valid, 0.0)
     workspace.sent[:bound] = ids
     for peer in workspace.peers:
@@ -145,7 +146,7 @@ def receive(
 
 def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
     g, tokens = workspace.geometry, len(out)
-    ids, total = workspace.sent[:tokens], torch.zeros(tokens, g.hidden_size)
+    ids, total = workspace.sent[:tokens], out.new_zeros(tokens, g.hidden_size, dtype=torch.float32)
     for rank in range(g.num_ranks):
         here = ((ids // g.cap == rank) & (ids >= 0)).any(1, keepdim=True)
         rows = workspace.places["arrived"][rank * bound : rank * bound + tokens]

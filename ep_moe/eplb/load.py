@@ -27,7 +27,7 @@ class LoadWindow:
         self._event: torch.cuda.Event | None = None
         self._before = torch.stack([placement.expert_load for placement in self._placements])
         self._counts = torch.empty_like(self._before)
-        self._on_host = torch.empty(self._counts.shape, dtype=torch.int64, pin_memory=self._counts.is_cuda)
+        self._on_host = torch.empty_like(self._counts, device="cpu", pin_memory=self._counts.is_cuda)
         # once, since a forward would wait for kernels that are loaded meanwhile
         self._open()
         self.close()
@@ -109,7 +109,7 @@ class LoadRecorder:
         with self._link.ledger.step("record load"):
             self._check_alike()
         rows = self._rows[: len(self._resets)]
-        resets = torch.tensor(self._resets)
+        resets = torch.tensor(self._resets, device="cpu")
         same = (resets[1:] == resets[:-1]).to(rows.device).unsqueeze(2)
         counts = rows[1:] - rows[:-1] * same
         if self._link.size > 1:
@@ -117,7 +117,7 @@ class LoadRecorder:
                 dist.all_reduce(counts, group=self._link.group)
         # the members of an etp group count the same rows
         counts = counts.cpu() // self._layers[0].expert_weights.etp.size
-        top_k = torch.tensor([layer.expert_weights.config.top_k for layer in self._layers])
+        top_k = torch.tensor([layer.expert_weights.config.top_k for layer in self._layers], device="cpu")
         tokens = (-(-counts.sum(2) // top_k)).max(1).values
         names = tuple(layer.name for layer in self._layers)
         return LoadTrace(counts.numpy(), tokens.numpy(), model, names)

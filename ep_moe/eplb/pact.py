@@ -127,10 +127,10 @@ class Pact:
         self._told: tuple[Tensor, dist.Work | None] | None = None
 
     def tell(self, facts: Facts) -> None:
-        own = torch.tensor(list(map(int, vars(facts).values())), dtype=torch.int64)
+        own = torch.tensor(list(map(int, vars(facts).values())), dtype=torch.int64, device="cpu")
         every, work = own, None
         if self.link.size > 1:
-            every = torch.empty(self.link.size * len(own), dtype=torch.int64)
+            every = own.new_empty(self.link.size * len(own))
             work = all_gather_single(every, own, group=self.link.group, async_op=True)
         self._told = every, work
 

@@ -32,7 +32,7 @@ class Rows:
             table.append([address, words, self._firsts[-1], self._begins[-1]])
             self._firsts.append(self._firsts[-1] + words)
             self._begins.append(self._begins[-1] + cdiv(words, _BLOCK))
-        on_host = torch.tensor(table, dtype=torch.int64, pin_memory=factors.is_cuda)
+        on_host = torch.tensor(table, dtype=torch.int64, device="cpu", pin_memory=factors.is_cuda)
         self._table = on_host.to(factors.device, non_blocking=True)
         self._checksum = (factors, powers, scratch)
         self._programs, self._tail = self._begins[-1], self._firsts[-1]

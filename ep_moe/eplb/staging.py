@@ -65,7 +65,7 @@ class Staging:
         self._outbox = self._empty(kept.outbox)
         self.damage = torch.zeros(slots, dtype=torch.int64, device=device)
         self.pairs = torch.zeros(slots, 2, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(slots, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.seen = torch.zeros(slots, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     @property
     def bytes(self) -> int:

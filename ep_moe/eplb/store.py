@@ -113,8 +113,8 @@ class SlotStore:
         """Before `write`, the device is told which row goes to which slot, in int64 [>= slots, 2] of its own."""
         listed = [(slot, row.data_ptr()) for slot, row in rows.items()]
         # of one size, so that memory is there; a copy under way keeps it
-        on_host = torch.empty(self.slots, 2, dtype=torch.int64, pin_memory=pairs.is_cuda)
-        on_host[: len(listed)] = torch.tensor(listed, dtype=torch.int64).view(len(listed), 2)
+        on_host = torch.empty(self.slots, 2, dtype=torch.int64, device="cpu", pin_memory=pairs.is_cuda)
+        on_host[: len(listed)] = torch.tensor(listed, dtype=torch.int64, device="cpu").view(len(listed), 2)
         pairs[: self.slots].copy_(on_host, non_blocking=True)
 
     def write(self, rows: Mapping[int, Tensor], pairs: Tensor) -> None:

@@ -27,7 +27,7 @@ def clean_ids(
         valid = valid & (weights != 0)
     top_k = ids.shape[1]
     same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)  # [N, K, K]
-    repeated = (same & torch.ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
+    repeated = (same & ids.new_ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
     out_ids.copy_(torch.where(valid & ~repeated, ids, -1))
     if weights is not None and out_weights is not None:
         merged = torch.where(same, weights.unsqueeze(1), 0.0).sum(2)

@@ -52,7 +52,7 @@ def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor
     if x.is_cuda:
         _triton().round_by(x, input_scale, out)
         return out
-    return out.copy_((x.float() / torch.tensor(input_scale)).clamp(-_FP8_MAX, _FP8_MAX))
+    return out.copy_((x.float() / x.new_tensor(input_scale, dtype=torch.float32)).clamp(-_FP8_MAX, _FP8_MAX))
 
 
 def widen_by(x: Tensor, input_scale: float, dtype: torch.dtype) -> Tensor:

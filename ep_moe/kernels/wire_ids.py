@@ -44,8 +44,8 @@ def to_distinct(
     top_k = ids.shape[1]
     valid = (ids >= 0) & (ids < num_physical)
     same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & valid.unsqueeze(1)  # [T, K, K]
-    keep = valid & ~(same & torch.ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
-    others = (home + torch.arange(top_k)) % num_physical
+    keep = valid & ~(same & ids.new_ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
+    others = (home + torch.arange(top_k, device=ids.device)) % num_physical
     free = ~((others.unsqueeze(1) == ids.unsqueeze(1)) & valid.unsqueeze(1)).any(2)  # [T, K] of `others`
     nth_free, nth_wanted = free.cumsum(1), (~keep).cumsum(1)
     mine = (nth_wanted.unsqueeze(2) == nth_free.unsqueeze(1)) & free.unsqueeze(1)

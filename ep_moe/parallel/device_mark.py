@@ -12,7 +12,7 @@ class DeviceMark:
     def __init__(self, device: torch.device) -> None:
         self._asked = 0
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     def set(self) -> None:
         """Behind everything that the current stream has been given."""

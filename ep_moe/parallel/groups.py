@@ -159,7 +159,7 @@ def device_mesh(layout: RankLayout, view: str, device_type: str) -> DeviceMesh:
         "etp": layout.etp,
     }
     axes = MESH_AXES[view]
-    ranks = torch.arange(layout.world).view([sizes[axis] for axis in axes])
+    ranks = torch.arange(layout.world, device="cpu").view([sizes[axis] for axis in axes])
     return DeviceMesh(device_type, ranks, mesh_dim_names=axes)
 
 

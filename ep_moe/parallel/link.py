@@ -66,7 +66,7 @@ class Link:
         filler = [0] * (self.size + 1 - count)
         asked = sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
         asked = asked if torch.is_grad_enabled() else 0
-        header = torch.tensor([problem is not None, where, asked, *filler], dtype=torch.int64).to(device)
+        header = torch.tensor([problem is not None, where, asked, *filler], dtype=torch.int64, device=device)
         rows = self.exchange(torch.cat([header, *facts]))
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:

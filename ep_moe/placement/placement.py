@@ -186,10 +186,13 @@ class Placement(nn.Module):
     def _tables(self, expert_map: ExpertMap) -> list[Tensor]:
         """Of a map, on the host; pinned for a GPU: a map is put in force between two forwards, without a wait."""
         used = [self._used(ids, expert_map.cap) for ids in expert_map.logical_to_physical]
+        # a layer is made under `torch.device`, where what names no device would be on that one
+        how: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
         pinned = self.replica_count.is_cuda
-        count = torch.tensor([*map(len, used)], dtype=torch.int64, pin_memory=pinned)
-        table = torch.full((len(used), self._max_replicas), EMPTY, dtype=torch.int64, pin_memory=pinned)
-        table[torch.arange(self._max_replicas) < count.unsqueeze(1)] = torch.tensor([*chain.from_iterable(used)])
+        count = torch.tensor([*map(len, used)], pin_memory=pinned, **how)
+        table = torch.full((len(used), self._max_replicas), EMPTY, pin_memory=pinned, **how)
+        filled = torch.arange(self._max_replicas, **how) < count.unsqueeze(1)
+        table[filled] = torch.tensor([*chain.from_iterable(used)], **how)
         return [table, count]
 
     def _used(self, ids: tuple[int, ...], cap: int) -> tuple[int, ...]:

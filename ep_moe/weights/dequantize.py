@@ -17,6 +17,6 @@ def dequantize_fp8_blocks(weight: Tensor, scale: Tensor, *, row: int = 0, column
     Returns float32 [r, c].
     """
     rows, columns = weight.shape
-    row_block = (torch.arange(rows) + row % FP8_BLOCK) // FP8_BLOCK
-    column_block = (torch.arange(columns) + column % FP8_BLOCK) // FP8_BLOCK
+    row_block = (torch.arange(rows, device=weight.device) + row % FP8_BLOCK) // FP8_BLOCK
+    column_block = (torch.arange(columns, device=weight.device) + column % FP8_BLOCK) // FP8_BLOCK
     return weight.float() * scale.float()[row_block.unsqueeze(1), column_block]

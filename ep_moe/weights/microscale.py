@@ -33,7 +33,7 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Ten
     and the codes of blocks whose scale is zero, which mean zero whatever they are.
     """
     blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
-    encode = 1 / torch.as_tensor(global_scale, dtype=torch.float32)  # a number stays on the host, also in a capture
+    encode = 1 / _single(global_scale)
     largest = blocks.abs().amax(-1)
     # versions of torch differ in what a cast of more than 448 gives
     scale = (encode * (largest * (1 / E2M1_MAX))).clamp(max=E4M3_MAX).to(_FP8)
@@ -44,8 +44,14 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Ten
 
 def dequantize_nvfp4(data: Tensor, scale: Tensor, global_scale: Tensor | float) -> Tensor:
     """The inverse up to rounding: float32 [..., c]. global_scale: a scalar or [..., 1]."""
-    factor = scale.float() * torch.as_tensor(global_scale, dtype=torch.float32)
-    return _scaled(e2m1_values(data), factor)
+    return _scaled(e2m1_values(data), scale.float() * _single(global_scale))
+
+
+def _single(global_scale: Tensor | float) -> Tensor:
+    """In float32; a number stays on the host, also in a capture."""
+    if isinstance(global_scale, Tensor):
+        return global_scale.float()
+    return torch.tensor(global_scale, dtype=torch.float32, device="cpu")
 
 
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:

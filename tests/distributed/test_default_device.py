@@ -1,0 +1,68 @@
+"""Layers where torch makes new tensors elsewhere than on the host unless told, as after
+`torch.set_default_device("cuda")` or under `torch.device("cuda")`: what is kept on the host says so itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, Wire
+from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.eplb.load import LoadRecorder
+from ep_moe.experts.wire_rows import round_rows, widen_rows
+from ep_moe.testing import distributed, rank_device
+from ep_moe.weights.dequantize import dequantize_fp8_blocks
+from tests.distributed.eplb_cases import CONFIG, on_request, random_map
+from tests.distributed.test_layer_static import on_the_cpu
+from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
+
+
+@distributed(2)
+@pytest.mark.parametrize("all2all", ["allgather", "torch_a2a", "nvlink_p2p"])
+@torch.no_grad()
+def test_calls_and_moves(all2all, world_size):
+    device, rank = rank_device(), dist.get_rank()
+    elsewhere = torch.device("meta") if device.type == "cpu" else device  # memory that the host cannot read
+    if device.type == "cpu":
+        on_the_cpu(NVLinkP2PDispatcher)
+    elif all2all == "nvlink_p2p" and (why := NVLinkP2PDispatcher.available()):
+        pytest.skip(why)
+    x, routing = integer_rows(5 - rank, CONFIG.hidden_size, rank), integer_routing(5 - rank, CONFIG, rank)
+    expected, x, routing = oracle(CONFIG, x, routing), x.to(device), moved(routing, device)
+    with elsewhere, EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=8) as context:
+        placed = ExpertMap.redundant(CONFIG.num_experts, 2, 2)
+        layer = MoELayer(CONFIG, context, expert_map=placed, all2all=all2all, device=device).requires_grad_(False)
+        with torch.device("cpu"):
+            fill(layer)
+        assert_same(layer.forward_routed(x, routing), expected, "made there")
+        with ExpertBalancer([layer], context, on_request()) as balancer:
+            balancer.move_to([random_map(2, placed.cap, 3)])
+            while balancer.stats().rebalances == 0:
+                assert_same(layer.forward_routed(x, routing), expected, "while experts move")
+                balancer.step()
+        assert layer.placement.expert_map != placed
+        recorder = LoadRecorder([layer], context.links["lockstep"], steps=1)
+        assert_same(layer.forward_routed(x, routing), expected, "after they moved")
+        recorder.step()
+        assert recorder.finish().counts.sum() == sum(layer.stats().rank_load) > 0
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_tensor", input_scale=0.1), Wire(dispatch="mxfp8"),
+     Wire(dispatch="nvfp4", input_scale=0.1)],
+    ids=lambda wire: wire.dispatch,
+)  # fmt: skip
+def test_rows_of_the_wire(wire):
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    expected = widen_rows(*round_rows(x, wire), wire, torch.float32)
+    with torch.device("meta"):
+        assert_same(widen_rows(*round_rows(x, wire), wire, torch.float32), expected)
+
+
+def test_checkpoints_blocks():
+    weight, scale = torch.ones(130, 200).to(torch.float8_e4m3fn), torch.arange(4.0).view(2, 2)
+    expected = dequantize_fp8_blocks(weight, scale)
+    with torch.device("meta"):
+        assert_same(dequantize_fp8_blocks(weight, scale), expected)
