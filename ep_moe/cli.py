@@ -65,7 +65,10 @@ def run(
     redundant: Annotated[int, typer.Option(help="Experts that have a second copy.")] = 0,
     eplb: Annotated[bool, typer.Option(help="Rebalance the experts, and read the text again.")] = False,
     wire: Annotated[
-        str, typer.Option(help="Rows on their way out, as Wire.dispatch, that need no scale: plain, fp8_block, mxfp8.")
+        str,
+        typer.Option(
+            help="Rows on their way out, as Wire.dispatch, that need no scale: plain, fp8_block, fp8_row, mxfp8."
+        ),
     ] = "plain",
     tuned: Annotated[
         Path | None, typer.Option(help="File of ep-moe tune; in the place of --all2all, --experts.")
@@ -120,7 +123,7 @@ def explain(
         int | None, typer.Option(help="Most tokens of a rank in one call; default any number.")
     ] = None,
     wire: Annotated[
-        str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_tensor, mxfp8, nvfp4.")
+        str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4.")
     ] = "plain",
 ) -> None:
     """Print every pair of transport and kernel for a model on this machine: chosen, possible, or why not."""
@@ -201,7 +204,7 @@ def tune(
     ] = None,
     quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
     wire: Annotated[
-        str, typer.Option(help="Rows on their way out, as Wire.dispatch: plain, fp8_block, fp8_tensor, ...")
+        str, typer.Option(help="Rows on their way out, as Wire.dispatch: plain, fp8_block, fp8_row, ...")
     ] = "plain",
     dtype: Annotated[str | None, typer.Option(help="Default bfloat16 on GPUs, float32 on the CPU.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels' own tuning.")] = None,

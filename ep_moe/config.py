@@ -160,9 +160,10 @@ class Wire:
     dispatch: "plain", in the layer's dtype, or "fp8_block", in E4M3 with a float32 scale for each 128 columns
         (DeepSeek-V3's activations): half the bytes. Rounded once, before the wire: a kernel that takes such rows
         (`fp8_block_triton`) gives the same bits as from plain ones, which it would round alike; others widen them.
-        "mxfp8", E4M3 with an E8M0 scale for each 32 columns, and "nvfp4", E2M1 with an E4M3 scale for each 16, for
-        Blackwell's kernels of these formats. "fp8_tensor", E4M3 under one scale and none beside the rows, for
-        per-tensor fp8 with calibrated scales (`fp8_static`)
+        "fp8_row", E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton`. "fp8_tensor", E4M3 under
+        one scale and none beside the rows, for per-tensor fp8 with calibrated scales (`fp8_static`). "mxfp8", E4M3 with
+        an E8M0 scale for each 32 columns, and "nvfp4", E2M1 with an E4M3 scale for each 16, for Blackwell's kernels of
+        these formats
     combine: "plain", or "fp8", in E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
         (2**-4 of its size) and clamped to 448
     input_scale: of "fp8_tensor" and "nvfp4" rows, and only of these: what their numbers, or these times their scales,
@@ -175,7 +176,7 @@ class Wire:
     input_scale: float | None = None
 
     def __post_init__(self) -> None:
-        formats = ("plain", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4")
+        formats = ("plain", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4")
         for name, known in (("dispatch", formats), ("combine", ("plain", "fp8"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")

@@ -93,6 +93,26 @@ def test_rows_that_travelled_in_blocks(count):
     assert torch.equal(dynamic(travelled), block(travelled))
 
 
+def by_row(received: Received) -> Received:
+    """As it travels in fp8_row."""
+    data, scale = round_blocks(received.x, received.x.shape[1])
+    return dataclasses.replace(received, x=data, x_scale=scale, format="fp8_row")
+
+
+@pytest.mark.parametrize("count", [1, 40, sorted_first(130)], ids=str)
+def test_few_rows_that_travelled_with_one_scale(count):
+    """It stands for each 128 columns."""
+    dynamic, block, tensors = both()
+    received = rows(*SMALL, count)
+    received.x[::3] *= 8  # rows' scales are apart, so that another's shows
+    travelled = by_row(received)
+    blocks = travelled.x_scale.repeat(1, SMALL[0].hidden_size // 128)
+    y = dynamic(travelled)
+    assert torch.equal(y, block(dataclasses.replace(travelled, x_scale=blocks, format="fp8_block")))
+    assert travelled.x_scale is not None
+    within(y, tensors, travelled.x.float() * travelled.x_scale, received.local_ids, received.weights)
+
+
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="grouped rows are multiplied by kernels for Hopper")
 @pytest.mark.parametrize("weighting", list(Weighting), ids=lambda w: w.value)
 def test_grouped_rows(weighting):
@@ -104,25 +124,31 @@ def test_grouped_rows(weighting):
     received = Received(x, RowLayout.CONTIGUOUS, weighting, None, weights=weights, expert_offsets=offsets)
     y = dynamic(received)
     assert torch.equal(y, block(received))
+    travelled = by_row(received)
+    blocks = travelled.x_scale.repeat(1, SMALL[0].hidden_size // 128)
+    wanted = block(dataclasses.replace(travelled, x_scale=blocks, format="fp8_block"))
+    assert torch.equal(dynamic(travelled), wanted)
     ids = torch.repeat_interleave(torch.arange(len(counts), device=DEVICE), counts).unsqueeze(1)
     within(y, tensors, x, ids, None if weights is None else weights.unsqueeze(1))
 
 
 def test_what_goes_by_row():
-    """Many plain rows of bf16 layers, where its GEMM compiles."""
+    """Many rows of bf16 layers, plain or with a scale each, where its GEMM compiles."""
     dynamic, half = both()[0], both(torch.float16)[0]
 
-    def by_row(experts: Experts, received: Received, compiles: bool = True) -> bool:
+    def goes(experts: Experts, received: Received, compiles: bool = True) -> bool:
         experts._compiles = compiles
         return experts._by_row(received, received.local_ids)
 
     many = rows(*SMALL, 2000)
-    assert by_row(dynamic, many)
-    assert not by_row(dynamic, rows(*SMALL, 60))
+    assert goes(dynamic, many)
+    assert not goes(dynamic, rows(*SMALL, 60))
     wide = dataclasses.replace(SMALL[0], num_experts=64, top_k=2)  # a 32nd of all rows for each
     experts = build(Fp8DynamicTritonExperts, wide, scales_apart(wide, 5))
-    assert [by_row(experts, rows(wide, 5, count)) for count in (100, 300, 340)] == [False, False, True]
-    assert not by_row(dynamic, many, compiles=False)
-    assert not by_row(half, many)
+    assert [goes(experts, rows(wide, 5, count)) for count in (100, 300, 340)] == [False, False, True]
+    assert not goes(dynamic, many, compiles=False)
+    assert not goes(half, many)
     data, scale = round_blocks(many.x)
-    assert not by_row(dynamic, dataclasses.replace(many, x=data, x_scale=scale, format="fp8_block"))
+    assert not goes(dynamic, dataclasses.replace(many, x=data, x_scale=scale, format="fp8_block"))
+    assert goes(dynamic, by_row(many))
+    assert not goes(dynamic, by_row(rows(*SMALL, 60)))

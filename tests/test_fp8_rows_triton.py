@@ -11,6 +11,7 @@ from tests.test_fp8_block_kernels import DEVICE, E4M3
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.experts.fp8_block_kernels import quantize_rows
+from ep_moe.experts.fp8_row_kernels import round_rows
 from ep_moe.kernels import fp8_rows_triton
 
 
@@ -43,20 +44,22 @@ def test_a_scale_that_is_a_whole_number(scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [(1, 128), (7, 1920), (0, 128)])
-def test_blocks(size, dtype):
+@pytest.mark.parametrize(("size", "block"), [
+    ((1, 128), 128), ((7, 1920), 128), ((0, 128), 128), ((7, 1920), 1920), ((5, 7168), 7168), ((4, 384), 384),
+])  # fmt: skip
+def test_blocks(size, block, dtype):
     """Exact ones as above: a 448 in each block of E4M3 numbers, and so the scale of that block is its factor."""
     generator = torch.Generator().manual_seed(sum(size))
     codes = torch.randint(0, 0x7F, size, dtype=torch.uint8, generator=generator)
-    x = codes.view(E4M3).float().unflatten(-1, (-1, 128))
+    x = codes.view(E4M3).float().unflatten(-1, (-1, block))
     x[..., 5] = 448
     x = (x * torch.randint(-6, 7, (*x.shape[:-1], 1), generator=generator).float().exp2()).flatten(-2).to(dtype)
-    x[3:4, 128:256] = 0
-    rows, blocks = size[0], size[1] // 128
+    x[3:4] = 0
+    rows, blocks = size[0], size[1] // block
     found = torch.full((rows + 1, size[1]), 5.0, device=DEVICE).to(E4M3)
     scale = torch.full((rows + 1, blocks), 7.0, device=DEVICE)
     fp8_rows_triton.round_blocks(x.to(DEVICE), found[:rows], scale[:rows])
-    wanted, wanted_scale = fp8_rows.round_blocks(x)
+    wanted, wanted_scale = fp8_rows.round_blocks(x, block)
     assert torch.equal(found[:rows].cpu().view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale[:rows].cpu(), wanted_scale)
     assert (found[rows:].float() == 5).all(), "beyond the end"
@@ -72,5 +75,17 @@ def test_blocks_have_the_bits_that_kernels_round_to(dtype):
     scale, wanted_scale = (torch.full((9, 5), 7.0, device=DEVICE) for _ in range(2))
     fp8_rows_triton.round_blocks(x, found, scale)
     quantize_rows(x, wanted, wanted_scale)
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32))
+
+
+def test_rows_have_the_bits_that_kernels_round_to():
+    x = torch.randn(9, 640, generator=torch.Generator().manual_seed(0)).mul(torch.logspace(-6, 2, 640)).bfloat16()
+    x[2], x[3, 130], x[4, 5], x[5, 300] = 0, torch.nan, 3e4, torch.inf
+    x = x.to(DEVICE)
+    found, wanted = (torch.full(x.shape, 1.0, device=DEVICE).to(E4M3) for _ in range(2))
+    scale, wanted_scale = (torch.full((9, 1), 7.0, device=DEVICE) for _ in range(2))
+    fp8_rows_triton.round_blocks(x, found, scale)
+    round_rows(x, wanted, wanted_scale)
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32))

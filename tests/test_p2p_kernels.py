@@ -14,6 +14,7 @@ from ep_moe.all2all.p2p_memory import Workspace
 from ep_moe.config import Wire
 from ep_moe.experts.wire_rows import round_rows
 from ep_moe.kernels.fp8_rows import round_by
+from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.testing.transport_rows import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes
@@ -64,7 +65,8 @@ def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
-    "wire", [Wire(), Wire(dispatch="fp8_block"), FP8_TENSOR, NVFP4, Wire(combine="fp8")],
+    "wire",
+    [Wire(), Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR, NVFP4, Wire(combine="fp8")],
     ids=lambda wire: f"{wire.dispatch}, {wire.combine}",
 )  # fmt: skip
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), [
@@ -153,7 +155,8 @@ def stale_cells(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    "wire", [Wire(), Wire(dispatch="fp8_block"), FP8_TENSOR, NVFP4, Wire(combine="fp8")],
+    "wire",
+    [Wire(), Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR, NVFP4, Wire(combine="fp8")],
     ids=lambda wire: f"{wire.dispatch}, {wire.combine}",
 )  # fmt: skip
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype", "ids_dtype"), [
@@ -222,7 +225,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             assert ours.calls.tolist() == [8 + call, 0, 8 + call, 0, 0]
 
 
-FP8_WIRES = [Wire(dispatch="fp8_block"), FP8_TENSOR]
+FP8_WIRES = [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR]
 TOKENS = (7, 0, 3)  # of each rank, under a bound of 7
 
 
@@ -239,7 +242,7 @@ def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | N
     if wire.input_scale is not None:
         fp8_rows_triton.round_by(x, wire.input_scale, out)
         return out, None
-    scale = torch.empty(len(x), x.shape[1] // 128, device=DEVICE)
+    scale = torch.empty(len(x), ROW_FORMATS[wire.dispatch].scales(x.shape[1]), device=DEVICE)
     fp8_rows_triton.round_blocks(x, out, scale)
     return out, scale
 

@@ -34,6 +34,9 @@ KINDS = {
         "experts": "fp8_block_triton", "quantization": "fp8_block", "wire": Wire(dispatch="fp8_block"),
     },
     "fp8 without calibration": {"experts": "fp8_dynamic_triton", "quantization": "fp8_dynamic"},
+    "fp8 rows without calibration": {
+        "experts": "fp8_dynamic_triton", "quantization": "fp8_dynamic", "wire": Wire(dispatch="fp8_row"),
+    },
     "fp8 per tensor": {
         "experts": "fp8_tensor_triton", "quantization": "fp8_static",
         "wire": Wire(dispatch="fp8_tensor", input_scale=0.1),

@@ -355,7 +355,10 @@ def test_explain_prints_the_table_of_a_model():
         ("--config demo --dp 3 --ep 2", "error: ep . etp must divide dp . tp"),
         ("--config demo --dtype int8", "error: dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ("--config demo --quantization x", "error: quantization must be one of none, .* got 'x'"),
-        ("--config demo --wire fp4", r"error: Wire\.dispatch must be one of plain, fp8_block, fp8_tensor, mxfp8"),
+        (
+            "--config demo --wire fp4",
+            r"error: Wire\.dispatch must be one of plain, fp8_block, fp8_row, fp8_tensor, mxfp8",
+        ),
         ("--config demo --all2all x", "error: no backend among dispatchers is named 'x'"),
     ],
 )

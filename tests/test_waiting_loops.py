@@ -33,6 +33,7 @@ BF16, TOKENS, TOP_K = torch.bfloat16, 16, 8
 WIRES = {
     "plain": Wire(),
     "fp8_block": Wire(dispatch="fp8_block"),
+    "fp8_row": Wire(dispatch="fp8_row"),
     "fp8_tensor": Wire(dispatch="fp8_tensor", input_scale=0.02),
     "answers in E4M3": Wire(dispatch="fp8_tensor", combine="fp8", input_scale=0.02),
 }

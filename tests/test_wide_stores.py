@@ -27,6 +27,7 @@ CELLS = {
     "FEW": 32,
     "CELLS": 1042,
     "WORDS": 1024,
+    "WHOLE": 4096,
     "BLOCK": 512,
     "PUT": True,
     "EARLY": True,

@@ -26,7 +26,7 @@ from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.placement.late import given_ids
-from ep_moe.row_formats import ROW_FORMATS, RowFormat
+from ep_moe.row_formats import ROW_FORMATS, WHOLE_ROW, RowFormat
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
 Result = TypeVar("Result")
@@ -163,9 +163,12 @@ class Dispatcher(ABC):
                 return f"{cls.name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
         form = ROW_FORMATS[wire.dispatch]
         unit = form.block * can.scale_alignment_bytes // form.scale.itemsize  # columns with so many bytes of scales
-        if form.block and hidden_size % unit:
+        if form.block > 0 and hidden_size % unit:
             wanted = f"a multiple of {unit} with {wire.dispatch} rows"
             return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
+        if form.block == WHOLE_ROW and form.scale.itemsize % can.scale_alignment_bytes:
+            wanted = f"a multiple of {can.scale_alignment_bytes} bytes of scales"
+            return f"{cls.name} wants {wanted} in a row, and {wire.dispatch} rows have {form.scale.itemsize}"
         if can.max_ranks is not None and ranks > can.max_ranks:
             return f"{cls.name} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={ranks}"
         if can.max_top_k is not None and top_k > can.max_top_k:

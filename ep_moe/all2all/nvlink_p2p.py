@@ -64,7 +64,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         devices=frozenset({"cuda"}),
         dispatch_formats=frozenset(ROW_FORMATS),
         combine_formats=frozenset({"plain", "fp8"}),
-        rounds=frozenset({"fp8_block", "fp8_tensor"}),
+        rounds=frozenset({"fp8_block", "fp8_row", "fp8_tensor"}),
         static=True,
         peer_out=True,
         places=True,

@@ -26,7 +26,7 @@ from ep_moe import devices
 from ep_moe.all2all.p2p_memory import PIECE, Workspace, answer_bytes, answer_dtype
 from ep_moe.kernels.cells_triton import any_of, late_cells, put_cells, still_missing
 from ep_moe.kernels.early_triton import await_previous, early, let_next_start
-from ep_moe.kernels.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
+from ep_moe.kernels.fp8_rows_triton import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under, of_e4m3, to_e4m3
 from ep_moe.kernels.grids import cdiv, next_power_of_2
 from ep_moe.kernels.launches import First, aligned
 from ep_moe.placement.late import Placing, to_place
@@ -83,6 +83,7 @@ def _first_send(
         "TOP_K": g.top_k,
         "WIDTH": next_power_of_2(g.top_k),
         "WORDS": words,
+        "WHOLE": next_power_of_2(g.hidden_size),
         "BLOCK": block,
         "SCALES": scale_words,
         "SCALE_BLOCK": block // 32 if rounds == "fp8_block" else next_power_of_2(max(scale_words, 1)),
@@ -107,7 +108,7 @@ def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
     peers, calls, sent, cells, rows, scales, got_ids, got_weights, cells_at, bound, num_physical, cap,
     MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +131,9 @@ def _send(
         id = tl.load(ids + token * TOP_K + pick, mask=given, other=-1)  # noqa: A001
         weight = tl.load(weights + token * TOP_K + pick, mask=given, other=0.0)
         # read beside the ids, not after them
-        row, scale = _row(x, x_scale, input_scale, token, tokens, word, step, scaled, WORDS, SCALES, ROUNDS, SMALLEST)
+        row, scale = _row(
+            x, x_scale, input_scale, token, tokens, word, step, scaled, WORDS, WHOLE, SCALES, ROUNDS, SMALLEST
+        )
         if MOST:
             logical, counted = id, tl.load(counting) != 0
             id, known = place_ids(logical, token, replicas, counts, experts, seed, MOST)  # noqa: A001
@@ -158,9 +161,10 @@ def _send(
 @triton.jit
 def _row(
     x, x_scale, input_scale, token, tokens, word, step, scaled,
-    WORDS: tl.constexpr, SCALES: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
+    WORDS: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """Words of a row and its scales as they travel; ROUNDS: of plain numbers, four to a word."""
+    """Words of a row and its scales as they travel; ROUNDS: of plain numbers, four to a word. WHOLE: at least a row's
+    numbers, which each of its programs looks at for the row's one scale."""
     inside = (word < WORDS) & (token < tokens)
     scale = step
     if ROUNDS == "":
@@ -169,7 +173,13 @@ def _row(
             scale = tl.load(x_scale + token * SCALES + step, mask=scaled & (token < tokens))
     else:
         plain = x + token * WORDS * 4
-        if ROUNDS == "fp8_block":
+        if ROUNDS == "fp8_row":
+            every = tl.arange(0, WHOLE)
+            whole = tl.load(plain + every, mask=(every < WORDS * 4) & (token < tokens), other=0.0).to(tl.float32)
+            scale = e4m3_step(tl.max(tl.abs(whole), 0), SMALLEST)
+            row = _words(e4m3_under(_fours(plain, word, inside), scale).to(tl.uint8, bitcast=True))
+            scale = tl.broadcast_to(scale, step.shape).to(tl.int32, bitcast=True)
+        elif ROUNDS == "fp8_block":
             value = _fours(plain, word, inside)
             value, scale = e4m3_blocks(tl.reshape(value, [step.shape[0], 128]), SMALLEST)
             row = _words(tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4]))

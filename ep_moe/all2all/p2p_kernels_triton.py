@@ -165,12 +165,12 @@ def _send_rows(
             id, known = place_ids(id, at, replicas, counts, experts, seed, MOST)  # noqa: A001
             id = tl.where(known, id, -1)  # noqa: A001
         owner = tl.where((id >= 0) & (id < num_physical), (id // cap).to(tl.int32), RANKS)
-        row = tl.load(x + at * ELEMENTS + element, mask=element < ELEMENTS)
-        if ROUNDS == "fp8_block":
-            row, scale = e4m3_blocks(tl.reshape(row.to(tl.float32), [SCALE_BLOCK, 128]), SMALLEST)
-            row, scale = tl.reshape(row, [BLOCK]).to(tl.uint8, bitcast=True), scale.to(tl.int32, bitcast=True)
-        elif ROUNDS == "fp8_tensor":
+        row = tl.load(x + at * ELEMENTS + element, mask=element < ELEMENTS, other=0)
+        if ROUNDS == "fp8_tensor":
             row = e4m3_by(row.to(tl.float32), input_scale)
+        elif ROUNDS != "":
+            row, scale = e4m3_blocks(tl.reshape(row.to(tl.float32), [SCALE_BLOCK, BLOCK // SCALE_BLOCK]), SMALLEST)
+            row, scale = tl.reshape(row, [BLOCK]).to(tl.uint8, bitcast=True), scale.to(tl.int32, bitcast=True)
         elif SCALES:
             scale = tl.load(x_scale + at * SCALES + step, mask=step < SCALES)
         place = RANK * tl.cast(bound, tl.int64) + token

@@ -104,7 +104,7 @@ def first_product(
 
     x: [N, H]; ids: int [N, K]; weights: float32 [N, K] or None; w13: [L, 2 * I, H], gate first ([L, I, H] without a
     gate); out: [at least N * K, I], rows of pairs that are not ours are left as they are
-    w13_scale, x_scale: float32 [L, 2 * I / 128, H / 128] and [N, H / 128], of weights and rows in E4M3
+    w13_scale, x_scale: float32 [L, 2 * I / 128, H / 128] and, of any strides, [N, H / 128], of weights and rows in E4M3
     scales: of weights, rows and out in E4M3, one a matrix
     lists: out's rows are then in the order of `source`, and ids are not read
     """
@@ -112,12 +112,13 @@ def first_product(
     inner = rows // 2 if activation.gated else rows
     pairs = ids.numel()
     assert scales is None or scales.out is not None
+    strides = (0, 0) if x_scale is None else x_scale.stride()
     factor, x_scale, step, w13_scale, to = (None, x_scale, None, w13_scale, None) if scales is None else scales.given()
     by_pick = lists is None and pairs <= experts
     launch(
         kernels.first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
-        w13_scale, out, factor, step, to, base, pairs, experts, hidden, inner, alpha, limit,
+        w13_scale, out, factor, step, *strides, to, base, pairs, experts, hidden, inner, alpha, limit,
         SCALES=_scales(w13_scale, scales), BY_PICK=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,

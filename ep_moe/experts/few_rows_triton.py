@@ -73,8 +73,8 @@ def _scale_of(factor, rows_scale, step, weights_scale, expert):
 
 @triton.jit
 def first_product(
-    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, out_scale, base, pairs, experts,
-    hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_PICK: tl.constexpr,
+    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, scale_row, scale_block, out_scale,
+    base, pairs, experts, hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_PICK: tl.constexpr,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,8 @@ def first_product(
             tl.static_assert(BLOCK_K == 128)
             gate_scale = tl.load(s_at)
             up_scale = tl.load(s_at + inner // 128 * k_blocks) if GATED else gate_scale
-            step = tl.load(x_scale + safe * k_blocks)
+            step_at = x_scale + safe * scale_row
+            step = tl.load(step_at)
         for i in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
             left = tl.load(x_at + i, mask=valid[:, None], other=0.0)
             if BLOCKS:
@@ -132,7 +133,7 @@ def first_product(
                 block = tl.minimum(i // 128 + 1, k_blocks - 1)
                 next_gate = tl.load(s_at + block)
                 next_up = tl.load(s_at + inner // 128 * k_blocks + block) if GATED else next_gate
-                next_step = tl.load(x_scale + safe * k_blocks + block)
+                next_step = tl.load(step_at + block * scale_block)
                 gate += tl.dot(left, tl.load(w_at + i)) * (step * gate_scale)[:, None]
                 if GATED:
                     up += tl.dot(left, tl.load(w_at + inner * hidden + i)) * (step * up_scale)[:, None]

@@ -185,14 +185,15 @@ def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, laun
 def copy_pairs(
     x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once
 ) -> None:
-    """`quantize_pairs` of rows that are quantised already. x: e4m3 [N, H]; x_scale: float32 [N, H / 128]."""
+    """`quantize_pairs` of rows that are quantised already. x: e4m3 [N, H]
+    x_scale: float32 [N, H / 128], of any strides"""
     total, size = x.shape
     if not total:
         return
     columns, tall, programs = _tiling(total, size, x.device)
     launch(
         kernels.copy_pairs, (programs,),
-        x, x_scale, slots, out, scale, total, out.shape[0], size,
+        x, x_scale, slots, out, scale, total, out.shape[0], size, *x_scale.stride(),
         TOP_K=slots.shape[1], ROWS=tall, COLUMNS=columns,
     )  # fmt: skip
 

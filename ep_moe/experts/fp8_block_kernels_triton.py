@@ -155,7 +155,7 @@ def quantize_pairs(
 
 @triton.jit
 def copy_pairs(
-    x, x_scale, slots, out, scale, total, rows_out, size,
+    x, x_scale, slots, out, scale, total, rows_out, size, scale_row, scale_block,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     wide = size // COLUMNS
@@ -167,7 +167,7 @@ def copy_pairs(
         source = row.to(tl.int64)[:, None]
         value = tl.load(x + source * size + (column + tl.arange(0, COLUMNS))[None, :], mask=used[:, None])
         group = column // 128 + tl.arange(0, COLUMNS // 128)
-        step = tl.load(x_scale + source * (size // 128) + group[None, :], mask=used[:, None])
+        step = tl.load(x_scale + source * scale_row + group[None, :] * scale_block, mask=used[:, None])
         for i in tl.static_range(TOP_K):
             slot = tl.load(slot_at + i, mask=row < total, other=-1)
             valid = (slot >= 0) & (slot < rows_out)

@@ -74,7 +74,8 @@ def fp8_block_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, else None; dtype: of the layer, and of plain rows
+    """x, out: [N, H]; x_scale: float32 [N, H / 128] of rows in E4M3, of any strides, else None
+    dtype: of the layer, and of plain rows
 
     Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
     pick of weight 0 is none), or starts and ends (int32 [L], each expert's rows) and weights (float32 [N] or None).
@@ -153,7 +154,7 @@ class _Step:
         if x_scale is None:
             kernels.quantize_rows(x, own["rows"], own["row_scale"], launch=self.launch)
         else:
-            own |= {"rows": x, "row_scale": x_scale}
+            own |= {"rows": x, "row_scale": x_scale.contiguous()}
         self._matrices(own, own["starts"], None, out, len(x) * expected)
 
     def rank_major(

@@ -1,9 +1,9 @@
 """`fp8_dynamic_triton`: experts in fp8 with one scale a matrix, whose activations get theirs from the rows, on Hopper
 by this project's own kernels.
 
-Many rows have one scale each (`fp8_row_op`). Few ones, those that travelled in fp8_block, those that are grouped
-already and those of fp16 layers have one for each 128 columns, and go the way of `fp8_block_triton`, which finds the
-scale of a matrix at each of its blocks.
+Many rows have one scale each (`fp8_row_op`), and may have travelled so. Few ones, those that travelled in fp8_block,
+those that are grouped already and those of fp16 layers go the way of `fp8_block_triton`, where rows have a scale for
+each 128 columns: it finds the scale of a matrix at each of its blocks, and the one of a row that came with it likewise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     name = "fp8_dynamic_triton"
     preparation = PerBlock
     capabilities = dataclasses.replace(
-        Fp8BlockTritonExperts.capabilities, schemes=frozenset({"fp8_dynamic"}), alignment_bytes=2 * BLOCK
+        Fp8BlockTritonExperts.capabilities,
+        schemes=frozenset({"fp8_dynamic"}),
+        alignment_bytes=2 * BLOCK,
+        row_formats=frozenset({"plain", "fp8_block", "fp8_row"}),
     )
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -50,12 +53,13 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
         weights, config, wire = self.weights, self.config, received.wire_ids
         ids = received.local_ids if wire is None else wire.ids
         if ids is None or not self._by_row(received, ids):
-            super().step(received, out, peers, launch)
+            super().step(_scaled_by_block(received), out, peers, launch)
             return
         fp8_row_op.fp8_row_moe(
             out,
             self.workspace(),
             received.x,
+            received.x_scale,
             ids,
             0 if wire is None else wire.base,
             *told_of(wire),
@@ -75,7 +79,7 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
         )
 
     def _by_row(self, received: Received, ids: Tensor) -> bool:
-        if received.layout is not RowLayout.RANK_MAJOR or received.format != "plain":
+        if received.layout is not RowLayout.RANK_MAJOR or received.format == "fp8_block":
             return False
         if self.weights.dtype != torch.bfloat16 or not self._compiles:
             return False
@@ -85,3 +89,12 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
         rows = len(ids) * expected_pairs(self.config, slots, ids.shape[1]) / slots
         cut = few_rows.Cut.of_blocks(ids.numel(), rows, self.config.hidden_size, w2.numel())
         return cut is None or (cut.sort and rows > FEW)
+
+
+def _scaled_by_block(received: Received) -> Received:
+    """A row's one scale, if it came with one, for each 128 columns of it: no memory of its own."""
+    if received.format != "fp8_row":
+        return received
+    assert received.x_scale is not None
+    scale = received.x_scale.expand(*received.x.shape[:-1], received.x.shape[-1] // BLOCK)
+    return dataclasses.replace(received, x_scale=scale, format="fp8_block")

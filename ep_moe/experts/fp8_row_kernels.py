@@ -36,13 +36,14 @@ class RowScales:
 
 
 def round_rows(
-    x: Tensor, out: Tensor, scale: Tensor, *, slots: Tensor | None = None, counts: Tensor | None = None,
-    launch: Launch = at_once,
+    x: Tensor, out: Tensor, scale: Tensor, *, x_scale: Tensor | None = None, slots: Tensor | None = None,
+    counts: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """scale = amax / 448 of a row, out = x / scale rounded to the nearest e4m3. An amax below 1e-10 counts as 1e-10.
     Values that are no number stay none.
 
     x: bf16 [N, H]; out: e4m3 [M, H]; scale: float32 [M]
+    x_scale: float32 [N] or [N, 1], of rows that are e4m3 already: they and it are copied
     slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are left
         as they are. None for row n to row n
     counts: int32 [1], on the device: only so many of the first rows are made. launch: how the kernel is launched
@@ -54,7 +55,7 @@ def round_rows(
     tall = max(1, TILE // width)
     launch(
         kernels.round_rows, (min(cdiv(rows, tall), PROGRAMS * multiprocessors(x.device)),),
-        x, slots, counts, out, scale, rows, out.shape[0], size,
+        x, x_scale, slots, counts, out, scale, rows, out.shape[0], size,
         SMALLEST=SMALLEST, TOP_K=1 if slots is None else slots.shape[1], ROWS=tall, WIDTH=width,
         num_warps=4 if width <= TILE else 8,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from ep_moe.kernels.fp8_rows_triton import e4m3_blocks
 
 @triton.jit
 def round_rows(
-    x, slots, counts, out, scale, rows, rows_out, size,
+    x, x_scale, slots, counts, out, scale, rows, rows_out, size,
     SMALLEST: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)[None, :]
@@ -29,8 +29,11 @@ def round_rows(
                 slot = tl.load(slots + row.to(tl.int64) * TOP_K + i, mask=there, other=-1)
                 used = used | ((slot >= 0) & (slot < rows_out))
         at = row.to(tl.int64)[:, None] * size + column
-        value = tl.load(x + at, mask=inside & used[:, None], other=0.0).to(tl.float32)
-        number, step = e4m3_blocks(value, SMALLEST)
+        number = tl.load(x + at, mask=inside & used[:, None], other=0.0)
+        if x_scale is None:
+            number, step = e4m3_blocks(number.to(tl.float32), SMALLEST)
+        else:  # rounded before
+            step = tl.load(x_scale + row, mask=used, other=0.0)
         if slots is None:
             tl.store(out + at, number, mask=inside & there[:, None])
             tl.store(scale + row, step, mask=there)

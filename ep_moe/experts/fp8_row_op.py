@@ -43,6 +43,7 @@ def fp8_row_moe(
     out: Tensor,
     workspace: Tensor,
     x: Tensor,
+    x_scale: Tensor | None,
     ids: Tensor,
     base: int,
     told: Tensor | None,
@@ -65,7 +66,8 @@ def fp8_row_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """x: bf16 [N, H]; out: bf16 [N, H]; ids: int [N, K], local ones counted from `base`, others are none
+    """x: bf16 [N, H], or E4M3 with x_scale, float32 [N, 1]; out: bf16 [N, H]
+    ids: int [N, K], local ones counted from `base`, others are none
     weights: float32 [N, K], None for 1, a pick of weight 0 is none
     w13: E4M3 [L, 2 * I, H] ([L, I, H] without a gate); w2: E4M3 [L, H, I]; scales: float32 [L], of any stride
 
@@ -77,29 +79,30 @@ def fp8_row_moe(
     coming = None if told is None or calls is None else (told, calls)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
+        came = (x[part], None if x_scale is None else x_scale[part])
         _pass(
-            launch, out if to else out[part], to, workspace, x[part], found, coming, w13, w13_scale, w2, w2_scale,
+            launch, out if to else out[part], to, workspace, came, found, coming, w13, w13_scale, w2, w2_scale,
             Activation(activation), alpha, limit, expected, spare_sms,
         )  # fmt: skip
         coming = None  # what comes later is here by then
 
 
 def _pass(
-    launch: Launch, out: Tensor, home: Home | None, workspace: Tensor, x: Tensor,
+    launch: Launch, out: Tensor, home: Home | None, workspace: Tensor, came: tuple[Tensor, Tensor | None],
     found: tuple[Tensor, Tensor | None, int], coming: Told | None, w13: Tensor, w13_scale: Tensor, w2: Tensor,
     w2_scale: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
-    """found: ids [N, K], weights and base; coming: `told` of `group_pairs`"""
+    """came: x and x_scale; found: ids [N, K], weights and base; coming: `told` of `group_pairs`"""
     from ep_moe.experts import pair_kernels
     from ep_moe.experts.fp8_row_kernels import RowScales, round_rows
     from ep_moe.experts.hopper_gemm import grouped_gemm, tiles_for
 
-    picks, (slots, hidden, inner) = found[0].numel(), w2.shape
+    (x, x_scale), picks, (slots, hidden, inner) = came, found[0].numel(), w2.shape
     own = carve(workspace, shapes(picks, hidden, inner, slots))
     act, numbers, y = own["act"], own["act_numbers"], own["y"]
     lists = pair_kernels.list_pairs(own, *found, slots, told=coming, launch=launch)
     rows = y.view(FP8).view(-1, hidden)[:picks]
-    round_rows(x, rows, own["row_scale"], slots=lists.slots, launch=launch)
+    round_rows(x, rows, own["row_scale"], x_scale=x_scale, slots=lists.slots, launch=launch)
     first, second = (tiles_for(len(x) * expected / slots, w, spare_sms) for w in (w13, w2))
     grouped_gemm(
         rows, w13, lists.ends, act, first, activation=activation, alpha=alpha, limit=limit, spare_sms=spare_sms,

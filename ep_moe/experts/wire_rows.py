@@ -13,10 +13,10 @@ from ep_moe.weights.microscale import dequantize_mxfp8, dequantize_nvfp4
 
 
 def round_rows(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
-    """x [T, H] as `wire.dispatch` says: numbers [T, H / packed], and scales [T, H / block], None where it has none."""
+    """x [T, H] as `wire.dispatch` says: numbers [T, H / packed], and scales [T, its number], None where it has none."""
     if wire.dispatch == "plain":
         return x, None
-    if wire.dispatch in ("fp8_block", "fp8_tensor"):
+    if wire.dispatch in ("fp8_block", "fp8_row", "fp8_tensor"):
         return round_fp8(x, wire)
     form, x, hidden = ROW_FORMATS[wire.dispatch], x.detach().contiguous(), x.shape[1]
     data = torch.empty(len(x), form.columns(hidden), dtype=form.number, device=x.device)
@@ -37,7 +37,7 @@ def widen_rows(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtyp
         assert wire.input_scale is not None
         return widen_by(data, wire.input_scale, dtype)
     assert scale is not None
-    if wire.dispatch == "fp8_block":
+    if wire.dispatch in ("fp8_block", "fp8_row"):
         return widen_blocks(data, scale, dtype)
     if wire.dispatch == "mxfp8":
         return dequantize_mxfp8(data, scale).to(dtype)

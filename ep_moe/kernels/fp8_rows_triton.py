@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.kernels.grids import cdiv
-from ep_moe.row_formats import BLOCK, SMALLEST
+from ep_moe.kernels.grids import cdiv, next_power_of_2
+from ep_moe.row_formats import SMALLEST
 
 _TILE, _WIDE_TILE = 1024, 4096  # numbers of a program; the latter from so many programs on that all are busy
 _FP8_MAX, _FP8_NAN = tl.constexpr(448.0), tl.constexpr(127)
@@ -19,8 +19,13 @@ _FP8_MAX, _FP8_NAN = tl.constexpr(448.0), tl.constexpr(127)
 
 def round_blocks(x: Tensor, out: Tensor, scale: Tensor) -> None:
     if blocks := scale.numel():
-        tall = _WIDE_TILE // BLOCK
-        _round_blocks[(cdiv(blocks, tall),)](x, out, scale, blocks, SMALLEST=SMALLEST, BLOCKS=tall)
+        size = x.numel() // blocks
+        width = next_power_of_2(size)
+        tall = max(1, _WIDE_TILE // width)
+        _round_blocks[(cdiv(blocks, tall),)](
+            x, out, scale, blocks, SMALLEST=SMALLEST, SIZE=size, WIDTH=width, BLOCKS=tall,
+            num_warps=4 if width <= _WIDE_TILE else 8,
+        )  # fmt: skip
 
 
 def round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
@@ -33,10 +38,22 @@ def round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
 
 @triton.jit
 def e4m3_blocks(value, SMALLEST: tl.constexpr):
-    """value: float32 [..., 128]. E4M3 numbers, and the scale of each 128."""
+    """value: float32 [..., columns with one scale]. E4M3 numbers, and scales."""
+    step = e4m3_step(tl.max(tl.abs(value), -1), SMALLEST)
+    return e4m3_under(value, tl.expand_dims(step, -1)), step
+
+
+@triton.jit
+def e4m3_step(largest, SMALLEST: tl.constexpr):
+    """The scale of numbers whose largest magnitude is given."""
     # exact division, so that rows rounded on a GPU and on a CPU have the same bits
-    step = tl.div_rn(tl.maximum(tl.max(tl.abs(value), -1), SMALLEST), 448.0)
-    return (value * tl.expand_dims(tl.div_rn(1.0, step), -1)).to(tl.float8e4nv), step
+    return tl.div_rn(tl.maximum(largest, SMALLEST), 448.0)
+
+
+@triton.jit
+def e4m3_under(value, step):
+    """value: float32. E4M3 numbers, under their scale."""
+    return (value * tl.div_rn(1.0, step)).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -59,13 +76,15 @@ def of_e4m3(bits):
 
 
 @triton.jit
-def _round_blocks(x, out, scale, blocks, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = block < blocks
-    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    number, step = e4m3_blocks(tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32), SMALLEST)
-    tl.store(out + at, number, mask=inside[:, None])
-    tl.store(scale + block, step, mask=inside)
+def _round_blocks(
+    x, out, scale, blocks,
+    SMALLEST: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, column = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, WIDTH)
+    at, inside = block[:, None] * SIZE + column[None, :], (block < blocks)[:, None] & (column < SIZE)[None, :]
+    number, step = e4m3_blocks(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), SMALLEST)
+    tl.store(out + at, number, mask=inside)
+    tl.store(scale + block, step, mask=block < blocks)
 
 
 @triton.jit

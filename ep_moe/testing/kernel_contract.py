@@ -33,6 +33,7 @@ TOP_KS = (1, 2, 8)  # with fewer rows
 ROWS = (33, 1, 0, 257)
 WIRES = (
     Wire(dispatch="fp8_block"),
+    Wire(dispatch="fp8_row"),
     Wire(dispatch="fp8_tensor", input_scale=0.0125),  # not that of any expert
     Wire(dispatch="mxfp8"),
     Wire(dispatch="nvfp4", input_scale=0.0015),

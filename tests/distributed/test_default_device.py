@@ -50,8 +50,8 @@ def test_calls_and_moves(all2all, world_size):
 
 @pytest.mark.parametrize(
     "wire",
-    [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_tensor", input_scale=0.1), Wire(dispatch="mxfp8"),
-     Wire(dispatch="nvfp4", input_scale=0.1)],
+    [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), Wire(dispatch="fp8_tensor", input_scale=0.1),
+     Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=0.1)],
     ids=lambda wire: wire.dispatch,
 )  # fmt: skip
 def test_rows_of_the_wire(wire):

@@ -270,6 +270,7 @@ on_gpus = pytest.mark.skipif(
             {"pipeline": 8, "all2all": "flashinfer_nvlink", "wire": Wire(dispatch="fp8_block")},
         ),
         ("mxfp4", "flashinfer_cutlass", {"wire": Wire(dispatch="fp8_block")}),
+        ("fp8_dynamic", "fp8_dynamic_triton", {"wire": Wire(dispatch="fp8_row")}),
     ],
 )
 def test_captured_with_other_routes_tokens_and_placements(scheme, experts, options, world_size):

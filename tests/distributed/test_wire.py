@@ -12,7 +12,7 @@ from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, W
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.experts.wire_rows import round_rows, widen_rows
-from ep_moe.kernels.fp8_rows import round_blocks, widen_blocks
+from ep_moe.kernels.fp8_rows import round_blocks, round_by, widen_blocks
 from ep_moe.row_formats import ROW_FORMATS
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert
@@ -25,15 +25,15 @@ from tests.helpers import assert_same, fill, integer_routing, integer_rows, orac
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
 FP8 = Wire(dispatch="fp8_block")
 FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)
-WIRES = [FP8, FP8_TENSOR, Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=1.0)]
+WIRES = [FP8, Wire(dispatch="fp8_row"), FP8_TENSOR, Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=1.0)]
 CPU = torch.device("cpu")
 
 
 def exact_rows(tokens: int, seed: int, wire: Wire) -> torch.Tensor:
     """A number in each block that makes its scale a power of two, under which small integers are exact."""
     x = integer_rows(tokens, CONFIG.hidden_size, seed)
-    if block := ROW_FORMATS[wire.dispatch].block:
-        x[:, ::block] = 6 if wire.dispatch == "nvfp4" else 7
+    if scales := ROW_FORMATS[wire.dispatch].scales(CONFIG.hidden_size):
+        x[:, :: CONFIG.hidden_size // scales] = 6 if wire.dispatch == "nvfp4" else 7
     return x
 
 
@@ -115,7 +115,7 @@ def test_rows_that_the_transport_rounds_itself(wire, world_size, monkeypatch):
                 x = torch.randn(5 - rank, CONFIG.hidden_size, generator=torch.Generator().manual_seed(rank))
                 found.append(layer.forward_routed(x, integer_routing(len(x), CONFIG, rank)))
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5 * float(found[0].abs().max()))
-    ours = wire.dispatch in ("fp8_block", "fp8_tensor")
+    ours = wire.dispatch in ("fp8_block", "fp8_row", "fp8_tensor")
     arrives = torch.float32 if ours else ROW_FORMATS[wire.dispatch].number
     assert {dtype for dtype, _ in given} == {arrives}
     assert {copies for _, copies in given} == {False, True}
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_said_on_all_ranks(world_size):
 
 def test_formats_that_do_not_exist():
     with pytest.raises(
-        ConfigError, match=r"dispatch must be one of plain, fp8_block, fp8_tensor, mxfp8, nvfp4, got 'fp4'"
+        ConfigError, match=r"dispatch must be one of plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4, got 'fp4'"
     ):
         Wire(dispatch="fp4")
     with pytest.raises(ConfigError, match=r"Wire\.combine must be one of plain, fp8, got 'fp8_block'"):
@@ -151,7 +151,7 @@ def test_formats_that_do_not_exist():
         for scale in (None, 0.0, -1.0, float("inf"), float("nan"), "1"):
             with pytest.raises(ConfigError, match=rf"{needs} .*, got {scale!r}"):
                 Wire(dispatch=name, input_scale=scale)
-    for name in ("plain", "fp8_block", "mxfp8"):
+    for name in ("plain", "fp8_block", "fp8_row", "mxfp8"):
         with pytest.raises(ConfigError, match=rf"for fp8_tensor and nvfp4 rows only, got 1\.0 with {name}"):
             Wire(dispatch=name, input_scale=1.0)
 
@@ -175,12 +175,24 @@ def test_rows_that_transports_cannot_align():
     )
 
 
+def test_scales_that_a_transport_cannot_align(monkeypatch):
+    kind = registry.load("dispatchers", "torch_a2a")
+    assert kind.why_not(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row")) is None
+    able = dataclasses.replace(kind.capabilities, scale_alignment_bytes=16)
+    monkeypatch.setattr(kind, "capabilities", able)
+    reason = kind.why_not(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row"))
+    assert reason == "torch_a2a wants a multiple of 16 bytes of scales in a row, and fp8_row rows have 4"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding(dtype):
     x = torch.randn(7, 384, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[2], x[3, 130], x[4, 5] = 0, torch.nan, 3e4
     data, scale = round_blocks(x)
     assert (data.dtype, scale.dtype, list(scale.shape)) == (torch.float8_e4m3fn, torch.float32, [7, 3])
+    whole, of_rows = round_rows(x, Wire(dispatch="fp8_row"))
+    assert torch.equal(of_rows[:3], x[:3].float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448)
+    assert torch.equal(whole[4, 128:].float(), round_by(x[4, 128:], float(of_rows[4])).float()), "small beside 3e4"
     back = widen_blocks(data, scale, torch.float32)
     assert (back[2] == 0).all()
     assert back[3, 128:256].isnan().any()

@@ -24,7 +24,7 @@ from ep_moe.types import PhysicalIds, Received, WireIds
 from ep_moe.weights.schemes import Fp8Tensor, Rounding, Scheme
 from tests.gpu.test_fp8_tensor_triton_gpu import DEEPSEEK, FORMS, FP8, ODD, QWEN3, exact_sums, operands
 from tests.test_bf16_triton import BF16, SMALL, check_peers, rows
-from tests.test_fp8_dynamic_triton import both, build, scales_apart
+from tests.test_fp8_dynamic_triton import both, build, by_row, scales_apart
 
 pytestmark = pytest.mark.timeout(600)
 BY_ROW = Scheme("fp8_dynamic", Fp8Tensor(), Rounding.FP8_ROWS)  # what is rounded, more finely than the scheme asks for
@@ -65,6 +65,16 @@ def test_many_rows(model, count, steps):
     received.x[::3] *= 64  # rows' scales are far apart, so that another's shows
     check(model[0], tensors, received, experts(received, torch.full_like(received.x, torch.nan)))
     assert steps
+
+
+@pytest.mark.parametrize("model", [SMALL, ODD, DEEPSEEK], ids=["small", "odd", "deepseek"])
+def test_rows_that_travelled_with_one_scale(model, steps):
+    """The bits of plain rows, which it would round alike."""
+    experts, _ = made(*model)
+    received = rows(*model, 2000)
+    received.x[::3] *= 64
+    assert torch.equal(experts(by_row(received)), experts(received))
+    assert len(steps) == 2
 
 
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)

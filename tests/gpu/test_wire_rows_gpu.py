@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 WIRES = [
     Wire(),
     Wire(dispatch="fp8_block"),
+    Wire(dispatch="fp8_row"),
     Wire(dispatch="fp8_tensor", input_scale=0.006),  # some of the rows saturate
     Wire(dispatch="mxfp8"),
     Wire(dispatch="nvfp4", input_scale=0.002),
