@@ -30,6 +30,7 @@ from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.experts.fp8_row_kernels import RowScales
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
 from ep_moe.experts.wire_rows import round_rows
@@ -87,11 +88,15 @@ def operands(dtype: torch.dtype):
     return *(torch.empty(shape, dtype=dtype) for shape in shapes), torch.empty(ROWS, HIDDEN, dtype=BF16), *scales
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "e4m3 by row"])
 @pytest.mark.parametrize("rows", [1, 11, 23])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_streamed_products_fit(activation, rows, dtype):
-    x, w13, act, w2, y, *scales = operands(dtype)
+def test_streamed_products_fit(activation, rows, kind):
+    x, w13, act, w2, y, *scales = operands(BF16 if kind == "bf16" else FP8)
+    scaled_rows, to = kind == "e4m3 by row", act
+    if scaled_rows:
+        of_weights = torch.ones(EXPERTS, 2, 3)[:, 0, 0]
+        scales, to = [RowScales(torch.ones(ROWS), of_weights)] * 2, act.bfloat16()
     first, second = (NO_SCALES if own is None else own.given() for own in scales)
     ring, ends = stream_gemm.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
@@ -101,8 +106,9 @@ def test_streamed_products_fit(activation, rows, dtype):
         mock.patch.object(stream_gemm_triton, "_stream", compiled),
         mock.patch.object(stream_gemm_triton, "early", return_value=early),
     ):
-        stream_gemm_triton.multiply(x, ends, w13, ends, act, ring.rows, ring.stages, 132, activation, 0.0, 0.0, first)
-        stream_gemm_triton.multiply(act, None, w2, ends, y, ring.rows, ring.stages, 132, "", 0.0, 0.0, second)
+        how = (ring.rows, ring.stages, 132)
+        stream_gemm_triton.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
+        stream_gemm_triton.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows)
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
 

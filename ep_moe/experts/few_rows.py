@@ -1,5 +1,5 @@
 """Products of few rows with many weights, which read each expert's weights once and are bound by that. In Triton, for
-weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block or for each matrix.
+weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block or for each matrix (and rows one each, too).
 
 `first_product` and `second_product`, and `pair_kernels.reduce`, are a forward pass in which each program finds its
 expert's rows itself. For more rows `pair_kernels.list_pairs` comes first, and the same two products go by its lists.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ep_moe.experts import few_rows_triton as kernels
 from ep_moe.experts.fp8_block_kernels import SMALLEST_AMAX
+from ep_moe.experts.fp8_row_kernels import RowScales
 from ep_moe.experts.fp8_tensor_kernels import MatrixScales
 from ep_moe.experts.pair_kernels import Lists
 from ep_moe.kernels.grids import next_power_of_2
@@ -89,6 +90,14 @@ class Cut:
             return cls(False, Tile(16, 32), Tile(16, 128, stages=3))
         return cls(False, Tile(16, 64, stages=3), Tile(16, 128, warps=8))
 
+    @classmethod
+    def of_rows(cls, picks: int, rows: float) -> Cut | None:
+        """As `of_matrices`, where rows have a scale each: the second product rounds its own, by blocks."""
+        if _sorted_first(picks, rows):
+            return None
+        first = Tile(16, 32) if picks <= 2 * FEWEST else Tile(16, 64, stages=3)
+        return cls(False, first, Tile(16, 128, stages=3))
+
 
 def _sorted_first(picks: int, rows: float) -> bool:
     return picks > UNSORTED or (picks > FEWEST and rows >= DENSE)
@@ -97,7 +106,7 @@ def _sorted_first(picks: int, rows: float) -> bool:
 def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
     cut: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
-    x_scale: Tensor | None = None, w13_scale: Tensor | None = None, scales: MatrixScales | None = None,
+    x_scale: Tensor | None = None, w13_scale: Tensor | None = None, scales: MatrixScales | RowScales | None = None,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
@@ -105,20 +114,21 @@ def first_product(
     x: [N, H]; ids: int [N, K]; weights: float32 [N, K] or None; w13: [L, 2 * I, H], gate first ([L, I, H] without a
     gate); out: [at least N * K, I], rows of pairs that are not ours are left as they are
     w13_scale, x_scale: float32 [L, 2 * I / 128, H / 128] and, of any strides, [N, H / 128], of weights and rows in E4M3
-    scales: of weights, rows and out in E4M3, one a matrix
+    scales: of weights, rows and out in E4M3, one a matrix; or of weights, and of rows one each, for an out in bf16
     lists: out's rows are then in the order of `source`, and ids are not read
     """
     experts, rows, hidden = w13.shape
     inner = rows // 2 if activation.gated else rows
     pairs = ids.numel()
-    assert scales is None or scales.out is not None
-    strides = (0, 0) if x_scale is None else x_scale.stride()
+    assert not isinstance(scales, MatrixScales) or scales.out is not None
     factor, x_scale, step, w13_scale, to = (None, x_scale, None, w13_scale, None) if scales is None else scales.given()
+    strides = tuple(x_scale.stride()) if x_scale is not None and x_scale.dim() == 2 else (1, 0)
     by_pick = lists is None and pairs <= experts
     launch(
         kernels.first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
-        w13_scale, out, factor, step, *strides, to, base, pairs, experts, hidden, inner, alpha, limit,
+        w13_scale, out, factor, step, *strides, 0 if w13_scale is None else w13_scale.stride(0), to, base, pairs,
+        experts, hidden, inner, alpha, limit,
         SCALES=_scales(w13_scale, scales), BY_PICK=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
@@ -147,9 +157,11 @@ def second_product(
     )  # fmt: skip
 
 
-def _scales(of_weights: Tensor | None, scales: MatrixScales | None) -> str:
+def _scales(of_weights: Tensor | None, scales: MatrixScales | RowScales | None) -> str:
     """One for each what."""
-    return "" if of_weights is None else "block" if scales is None else "matrix"
+    if scales is None:
+        return "" if of_weights is None else "block"
+    return "matrix" if isinstance(scales, MatrixScales) else "row"
 
 
 def _looked_through(pairs: int, lists: Lists | None) -> int:

@@ -73,8 +73,8 @@ def _scale_of(factor, rows_scale, step, weights_scale, expert):
 
 @triton.jit
 def first_product(
-    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, scale_row, scale_block, out_scale,
-    base, pairs, experts, hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_PICK: tl.constexpr,
+    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, scale_row, scale_block, w_step,
+    out_scale, base, pairs, experts, hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_PICK: tl.constexpr,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,8 @@ def first_product(
     SORTED: `source` holds the pairs by expert, `ends` one past each expert's last, and out's rows are in that order;
     else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs. BY_PICK: programs belong to
     picks, of which the first of an expert stands for it; else to experts.
-    SCALES: of x and w13 in E4M3, one for each "block" of them or each "matrix"; "" in bf16 or fp16."""
+    SCALES: of x and w13 in E4M3, one for each "block" of them or each "matrix", or for each matrix of w13 and "row" of
+    x; "" in bf16 or fp16."""
     columns = inner // BLOCK_N
     asked = tl.program_id(0) // columns
     first_column = tl.program_id(0) % columns * BLOCK_N
@@ -148,6 +149,10 @@ def first_product(
             scale = _scale_of(x_factor, x_scale, x_step, w13_scale, expert)
             gate *= scale
             up *= scale
+        if SCALES == "row":
+            scales = (tl.load(x_scale + safe * scale_row) * tl.load(w13_scale + expert * w_step))[:, None]
+            gate *= scales
+            up *= scales
         value = _activate(gate, up, alpha, bound, ACTIVATION)
         if SCALES == "matrix":
             value = saturated(value * tl.div_rn(1.0, tl.load(out_scale + expert)))

@@ -1,9 +1,9 @@
 """`fp8_dynamic_triton`: experts in fp8 with one scale a matrix, whose activations get theirs from the rows, on Hopper
 by this project's own kernels.
 
-Many rows have one scale each (`fp8_row_op`), and may have travelled so. Few ones, those that travelled in fp8_block,
-those that are grouped already and those of fp16 layers go the way of `fp8_block_triton`, where rows have a scale for
-each 128 columns: it finds the scale of a matrix at each of its blocks, and the one of a row that came with it likewise.
+Rows have one scale each (`fp8_row_op`), and may have travelled so. Those that travelled in fp8_block, those that are
+grouped already and those of fp16 layers go the way of `fp8_block_triton`, where rows have a scale for each 128 columns:
+it finds the scale of a matrix at each of its blocks, and the one of a row that came with it likewise.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from ep_moe.kernels import nvrtc
 from ep_moe.kernels.launches import Launch
 from ep_moe.types import PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.per_block import PerBlock
-
-FEW = 10  # rows of an expert up to which `few_rows` is faster; on an H200
 
 
 class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
@@ -52,7 +50,7 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
         weights, config, wire = self.weights, self.config, received.wire_ids
         ids = received.local_ids if wire is None else wire.ids
-        if ids is None or not self._by_row(received, ids):
+        if ids is None or not self._by_row(received):
             super().step(_scaled_by_block(received), out, peers, launch)
             return
         fp8_row_op.fp8_row_moe(
@@ -65,9 +63,9 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
             *told_of(wire),
             received.weights if received.weighting is Weighting.EXPERTS else None,
             weights.get_parameter("w13"),
-            weights.get_parameter("w13_scale")[:, 0, 0],
+            weights.get_parameter("w13_scale"),
             weights.get_parameter("w2"),
-            weights.get_parameter("w2_scale")[:, 0, 0],
+            weights.get_parameter("w2_scale"),
             config.activation.value,
             config.activation_alpha,
             config.activation_limit,
@@ -78,17 +76,10 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
             launch=launch,
         )
 
-    def _by_row(self, received: Received, ids: Tensor) -> bool:
+    def _by_row(self, received: Received) -> bool:
         if received.layout is not RowLayout.RANK_MAJOR or received.format == "fp8_block":
             return False
-        if self.weights.dtype != torch.bfloat16 or not self._compiles:
-            return False
-        from ep_moe.experts import few_rows
-
-        slots, w2 = self.weights.num_slots, self.weights.get_parameter("w2")
-        rows = len(ids) * expected_pairs(self.config, slots, ids.shape[1]) / slots
-        cut = few_rows.Cut.of_blocks(ids.numel(), rows, self.config.hidden_size, w2.numel())
-        return cut is None or (cut.sort and rows > FEW)
+        return self.weights.dtype == torch.bfloat16 and self._compiles
 
 
 def _scaled_by_block(received: Received) -> Received:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ep_moe.devices import multiprocessors
+from ep_moe.kernels.early_triton import early
 from ep_moe.kernels.grids import cdiv, next_power_of_2
 from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.row_formats import SMALLEST
@@ -37,7 +38,7 @@ class RowScales:
 
 def round_rows(
     x: Tensor, out: Tensor, scale: Tensor, *, x_scale: Tensor | None = None, slots: Tensor | None = None,
-    counts: Tensor | None = None, launch: Launch = at_once,
+    counts: Tensor | None = None, soon: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """scale = amax / 448 of a row, out = x / scale rounded to the nearest e4m3. An amax below 1e-10 counts as 1e-10.
     Values that are no number stay none.
@@ -47,6 +48,7 @@ def round_rows(
     slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are left
         as they are. None for row n to row n
     counts: int32 [1], on the device: only so many of the first rows are made. launch: how the kernel is launched
+    soon: start before the kernel ahead has ended, and let the next one
     """
     from ep_moe.experts import fp8_row_kernels_triton as kernels
 
@@ -57,5 +59,5 @@ def round_rows(
         kernels.round_rows, (min(cdiv(rows, tall), PROGRAMS * multiprocessors(x.device)),),
         x, x_scale, slots, counts, out, scale, rows, out.shape[0], size,
         SMALLEST=SMALLEST, TOP_K=1 if slots is None else slots.shape[1], ROWS=tall, WIDTH=width,
-        num_warps=4 if width <= TILE else 8,
+        num_warps=4 if width <= TILE else 8, **early(x.device, soon),
     )  # fmt: skip

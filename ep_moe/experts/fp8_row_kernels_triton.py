@@ -7,14 +7,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ep_moe.kernels.early_triton import await_previous, let_next_start
 from ep_moe.kernels.fp8_rows_triton import e4m3_blocks
 
 
 @triton.jit
 def round_rows(
     x, x_scale, slots, counts, out, scale, rows, rows_out, size,
-    SMALLEST: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    SMALLEST: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
+    await_previous(EARLY)
     column = tl.arange(0, WIDTH)[None, :]
     inside = column < size
     if counts is not None:

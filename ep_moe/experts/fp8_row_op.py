@@ -1,9 +1,8 @@
-"""The expert step in fp8 with one scale a matrix and one a row, for many rows, as one torch operator on caller-owned
-memory."""
+"""The expert step in fp8 with one scale a matrix and one a row as one torch operator on caller-owned memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,8 @@ def fp8_row_moe(
     """x: bf16 [N, H], or E4M3 with x_scale, float32 [N, 1]; out: bf16 [N, H]
     ids: int [N, K], local ones counted from `base`, others are none
     weights: float32 [N, K], None for 1, a pick of weight 0 is none
-    w13: E4M3 [L, 2 * I, H] ([L, I, H] without a gate); w2: E4M3 [L, H, I]; scales: float32 [L], of any stride
+    w13: E4M3 [L, 2 * I, H] ([L, I, H] without a gate); w2: E4M3 [L, H, I]
+    w13_scale, w2_scale: float32 [L, rows / 128, columns / 128], of which a matrix's are all the same
 
     The rest as in `fp8_tensor_moe`.
     """
@@ -80,37 +80,55 @@ def fp8_row_moe(
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         came = (x[part], None if x_scale is None else x_scale[part])
-        _pass(
-            launch, out if to else out[part], to, workspace, came, found, coming, w13, w13_scale, w2, w2_scale,
-            Activation(activation), alpha, limit, expected, spare_sms,
-        )  # fmt: skip
+        how = {"activation": Activation(activation), "alpha": alpha, "limit": limit}
+        matrices = (w13, w13_scale, w2, w2_scale)
+        _pass(launch, out if to else out[part], to, workspace, came, found, coming, matrices, how, expected, spare_sms)
         coming = None  # what comes later is here by then
 
 
 def _pass(
     launch: Launch, out: Tensor, home: Home | None, workspace: Tensor, came: tuple[Tensor, Tensor | None],
-    found: tuple[Tensor, Tensor | None, int], coming: Told | None, w13: Tensor, w13_scale: Tensor, w2: Tensor,
-    w2_scale: Tensor, activation: Activation, alpha: float, limit: float, expected: float, spare_sms: int,
+    found: tuple[Tensor, Tensor | None, int], coming: Told | None, matrices: tuple[Tensor, Tensor, Tensor, Tensor],
+    how: dict[str, Any], expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
-    """came: x and x_scale; found: ids [N, K], weights and base; coming: `told` of `group_pairs`"""
-    from ep_moe.experts import pair_kernels
+    """came: x and x_scale; found: ids [N, K], weights and base; coming: `told` of `group_pairs`; how: of the first
+    product"""
+    from ep_moe.experts import few_rows, pair_kernels, stream_gemm
     from ep_moe.experts.fp8_row_kernels import RowScales, round_rows
     from ep_moe.experts.hopper_gemm import grouped_gemm, tiles_for
 
-    (x, x_scale), picks, (slots, hidden, inner) = came, found[0].numel(), w2.shape
+    (x, x_scale), (w13, w13_scale, w2, w2_scale) = came, matrices
+    picks, (slots, hidden, inner) = found[0].numel(), w2.shape
+    each = len(x) * expected / slots
+    cut, ring = few_rows.Cut.of_rows(picks, each), stream_gemm.ring_for(each, w13)
     own = carve(workspace, shapes(picks, hidden, inner, slots))
-    act, numbers, y = own["act"], own["act_numbers"], own["y"]
-    lists = pair_kernels.list_pairs(own, *found, slots, told=coming, launch=launch)
-    rows = y.view(FP8).view(-1, hidden)[:picks]
-    round_rows(x, rows, own["row_scale"], x_scale=x_scale, slots=lists.slots, launch=launch)
-    first, second = (tiles_for(len(x) * expected / slots, w, spare_sms) for w in (w13, w2))
-    grouped_gemm(
-        rows, w13, lists.ends, act, first, activation=activation, alpha=alpha, limit=limit, spare_sms=spare_sms,
-        scales=RowScales(own["row_scale"], w13_scale), launch=launch,
-    )  # fmt: skip
-    round_rows(act, numbers, own["act_scale"], counts=lists.ends[-1:], launch=launch)
-    grouped_gemm(
-        numbers, w2, lists.ends, y, second, spare_sms=spare_sms, scales=RowScales(own["act_scale"], w2_scale),
-        launch=launch,
-    )  # fmt: skip
-    pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, launch=launch)
+    act, y, row_scale = own["act"], own["y"], own["row_scale"]
+    numbers, soon = y.view(FP8).view(-1, hidden)[:picks], cut is None and ring is not None
+    if x_scale is None and (cut is not None or ring is not None):
+        whole, x, x_scale = x, numbers[: len(x)], row_scale[: len(x)]
+        round_rows(whole, x, x_scale, launch=launch)
+    if cut is not None:
+        assert x_scale is not None
+        first = RowScales(x_scale, w13_scale[:, 0, 0])
+        few_rows.first_product(x, *found, w13, act, cut=cut.first, scales=first, **how, launch=launch)
+        few_rows.second_product(act, *found, w2, y, cut.second, w2_scale=w2_scale, launch=launch)
+        pair_kernels.reduce(y, *found, slots, out, home=home, launch=launch)
+        return
+    lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, told=coming, launch=launch)
+    if ring is None:
+        round_rows(x, numbers, row_scale, x_scale=x_scale, slots=lists.slots, launch=launch)
+        x, x_scale = numbers, row_scale
+
+    def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, to: Tensor, **more: Any) -> None:
+        scales = RowScales(a_scale, b_scale[:, 0, 0])
+        if ring is not None:
+            stream_gemm.product(a, b, lists, to, ring, scales=scales, launch=launch, **more)
+        else:
+            tiles = tiles_for(each, b, spare_sms)
+            grouped_gemm(a, b, lists.ends, to, tiles, spare_sms=spare_sms, scales=scales, launch=launch, **more)
+
+    assert x_scale is not None
+    multiply(x, x_scale, w13, w13_scale, act, **how, **({"gather": True} if soon else {}))
+    round_rows(act, own["act_numbers"], own["act_scale"], counts=lists.ends[-1:], soon=soon, launch=launch)
+    multiply(own["act_numbers"], own["act_scale"], w2, w2_scale, y)
+    pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon, launch=launch)

@@ -1,5 +1,6 @@
 """The product of few rows, grouped by expert, with many weights, on Hopper: bound by reading weights once, which begins
-before the rows are known. In bf16, and in E4M3 with one scale a matrix. For many rows: `hopper_gemm`.
+before the rows are known. In bf16, and in E4M3 with one scale a matrix, or one a matrix of weights and one a row. For
+many rows: `hopper_gemm`.
 
 Nothing here allocates or waits for the device.
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ep_moe.devices import multiprocessors
+from ep_moe.experts.fp8_row_kernels import RowScales
 from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.experts.pair_kernels import Lists
 from ep_moe.kernels.launches import Launch, at_once
@@ -49,14 +51,14 @@ def ring_for(rows: float, w13: Tensor) -> Ring | None:
 
 def product(
     x: Tensor, w: Tensor, lists: Lists, out: Tensor, ring: Ring, *, gather: bool = False,
-    activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0, scales: MatrixScales | None = None,
-    launch: Launch = at_once,
+    activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
+    scales: MatrixScales | RowScales | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
 
     x: [M, k]; w: [L, n, k], both bf16 or, with `scales`, both E4M3; n and k multiples of 128
     lists: rows are in their order; those beyond the last expert's are left as they are
-    gather: x is [N, k], and row r of the sorted ones is x[lists.source[r]]
+    gather: x is [N, k], and row r of the sorted ones is x[lists.source[r]], whose scale is that of x's row, too
     out: bf16 [M, n], with a gated activation [M, n / 2], of which the first half of w's rows are the gates; E4M3 if
         `scales.out` is given
 
@@ -67,4 +69,7 @@ def product(
     name = "" if activation is None else activation.value
     given = NO_SCALES if scales is None else scales.given()
     source, programs = lists.source if gather else None, multiprocessors(x.device)
-    multiply(x, source, w, lists.ends, out, ring.rows, ring.stages, programs, name, alpha, limit, given, launch)
+    multiply(
+        x, source, w, lists.ends, out, ring.rows, ring.stages, programs, name, alpha, limit, given,
+        isinstance(scales, RowScales), launch,
+    )  # fmt: skip

@@ -36,31 +36,33 @@ LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
 
 def multiply(
     x: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, out: Tensor, rows: int, stages: int,
-    programs: int, activation: str, alpha: float, limit: float, scales: tuple[Any, ...], launch: Launch = at_once,
+    programs: int, activation: str, alpha: float, limit: float, scales: tuple[Any, ...], scaled_rows: bool,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """See `stream_gemm.product`; rows, stages: of its `Ring`; scales: as `MatrixScales.given` has them, five None for
-    bf16"""
+    bf16; scaled_rows: as `RowScales.given` has them"""
     experts, n, k = w.shape
     block_k = LINE // w.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * w.element_size(), rank=2)
     weights = TensorDescriptor(w, [experts * n, k], [k, 1], [64, block_k], layout)
     gated = activation not in ("", "relu2")
     width = n // 2 if gated else n
-    columns = width // (64 if gated else 128)
+    columns, w_scale = width // (64 if gated else 128), scales[3]
     launch(
         _stream, (min(programs, experts * columns),),
-        weights, x, source, ends, out, *scales, experts, n, n // 2 if gated else 64, width, columns, k // block_k,
+        weights, x, source, ends, out, *scales, 0 if w_scale is None else w_scale.stride(0), experts, n,
+        n // 2 if gated else 64, width, columns, k // block_k,
         alpha, limit, ROWS=rows, BLOCK_K=block_k, STAGES=stages,
-        EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, num_warps=4, maxnreg=168,
-        **early(x.device),
+        EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, SCALED_ROWS=scaled_rows, num_warps=4,
+        maxnreg=168, **early(x.device),
     )  # fmt: skip
 
 
 @gluon.jit
 def _stream(
-    w, x, source, ends, out, x_factor, x_scale, x_step, w_scale, out_scale, experts, n, second, width, columns,
+    w, x, source, ends, out, x_factor, x_scale, x_step, w_scale, out_scale, w_step, experts, n, second, width, columns,
     k_blocks, alpha, limit, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
+    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """second: how far a tile's second 64 rows of weights, its neighbours or what its first 64 are the gates of, are
     from its first; columns: tiles of an expert"""
@@ -75,10 +77,10 @@ def _stream(
     ring = (w_ring, x_ring, full, free)
     cut = (ends, experts, columns)
     to = (out, None, width, alpha, limit)
-    scales = (x_factor, x_scale, x_step, w_scale, out_scale)
+    scales = (x_factor, x_scale, x_step, w_scale, out_scale, w_step, source)
     gl.warp_specialize(
         [
-            (_multiply, (ring, cut, to, scales, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, EARLY)),
+            (_multiply, (ring, cut, to, scales, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, SCALED_ROWS, EARLY)),
             (_copy_weights, (w, ring, cut, n, second, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, ACTIVATION, EARLY)),
             (_copy_rows, (x, source, ring, cut, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, EARLY)),
         ],
@@ -206,7 +208,7 @@ def _copy_tile_rows(
 @gluon.jit
 def _multiply(
     ring, cut, to, scales, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
+    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     DEPTH: gl.constexpr = 256 // ring[0].dtype.primitive_bitwidth  # numbers of a row that one instruction multiplies
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, DEPTH])
@@ -217,9 +219,12 @@ def _multiply(
     phase = 0
     for tile in range(gl.program_id(0) - gl.num_programs(0), _tiles(experts_of), gl.num_programs(0)):
         expert, column, start, count = _tile(tile, experts_of, columns, ROWS)
+        if scales[3] is not None:  # asked for while the products are under way
+            scale = _scale_of(scales, expert, SCALED_ROWS)
+            if SCALED_ROWS:
+                scale *= _row_scales(scales, start, count, ROWS, MMA)
         acc, acc1, stage, phase = _sum(ring, k_blocks, stage, phase, ROWS, STAGES, MMA)
         if scales[3] is not None:
-            scale = scale_of(scales, expert)
             acc *= scale
             acc1 *= scale
         if ACTIVATION == "":
@@ -272,10 +277,21 @@ def _store(to, scales, expert, value, start, count, column):
 
 
 @gluon.jit
-def scale_of(scales, expert):
-    """What an expert's sums are multiplied by, of scales as `MatrixScales.given` has them."""
-    a_factor, a_scale, a_step, b_scale, _ = scales
-    scale = a_factor * gl.load(b_scale + expert)
-    if a_scale is not None:
+def _scale_of(scales, expert, SCALED_ROWS: gl.constexpr):
+    """What an expert's sums are multiplied by, but for the scales of rows."""
+    a_factor, a_scale, a_step, b_scale, _, b_step, _ = scales
+    scale = a_factor * gl.load(b_scale + expert * b_step)
+    if a_scale is not None and not SCALED_ROWS:
         scale *= gl.load(a_scale + expert * a_step)
     return scale
+
+
+@gluon.jit
+def _row_scales(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
+    """[1, ROWS], of a tile's rows."""
+    _, x_scale, _, _, _, _, source = scales
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
+    row = start + r
+    if source is not None:
+        row = gl.load(source + row, mask=r < count, other=0)
+    return gl.load(x_scale + row, mask=r < count, other=0.0).expand_dims(0)

@@ -1,5 +1,5 @@
-"""`fp8_dynamic_triton` with many rows on a Hopper GPU, whose rows and activations have one scale each: within the
-bound, allocation-free, captured, deterministic, written to peers; the grouped GEMM with a scale for each row."""
+"""`fp8_dynamic_triton` on a Hopper GPU, whose rows and activations have one scale each: within the bound,
+allocation-free, captured, deterministic, written to peers; the products with a scale for each row."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
 from ep_moe.experts.fp8_row_kernels import RowScales
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, WireIds
-from ep_moe.weights.schemes import Fp8Tensor, Rounding, Scheme
 from tests.gpu.test_fp8_tensor_triton_gpu import DEEPSEEK, FORMS, FP8, ODD, QWEN3, exact_sums, operands
 from tests.test_bf16_triton import BF16, SMALL, check_peers, rows
-from tests.test_fp8_dynamic_triton import both, build, by_row, scales_apart
+from tests.test_fp8_dynamic_triton import BY_ROW, apart, both, build, by_row, scales_apart
 
 pytestmark = pytest.mark.timeout(600)
-BY_ROW = Scheme("fp8_dynamic", Fp8Tensor(), Rounding.FP8_ROWS)  # what is rounded, more finely than the scheme asks for
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +56,11 @@ def check(config: MoEConfig, tensors: list[dict], received: Received, y: torch.T
 
 
 @pytest.mark.parametrize("model", [SMALL, ODD, QWEN3, DEEPSEEK], ids=["small", "odd", "qwen3", "deepseek"])
-@pytest.mark.parametrize("count", [2000, 4099])
-def test_many_rows(model, count, steps):
+@pytest.mark.parametrize("count", [1, 8, 30, 70, 130, 300, 700, 2000, 4099])
+def test_rows_of_every_number(model, count, steps):
+    """By each program for itself, by `stream_gemm`'s rings, by `hopper_gemm`."""
     experts, tensors = made(*model)
-    received = rows(*model, count)
-    received.x[::3] *= 64  # rows' scales are far apart, so that another's shows
+    received = apart(rows(*model, count))
     check(model[0], tensors, received, experts(received, torch.full_like(received.x, torch.nan)))
     assert steps
 
@@ -71,17 +69,18 @@ def test_many_rows(model, count, steps):
 def test_rows_that_travelled_with_one_scale(model, steps):
     """The bits of plain rows, which it would round alike."""
     experts, _ = made(*model)
-    received = rows(*model, 2000)
-    received.x[::3] *= 64
-    assert torch.equal(experts(by_row(received)), experts(received))
-    assert len(steps) == 2
+    for count in (5, 130, 700, 2000):
+        received = apart(rows(*model, count))
+        assert torch.equal(experts(by_row(received)), experts(received)), count
+    assert len(steps) == 8
 
 
+@pytest.mark.parametrize("count", [20, 130, 2000])
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
-def test_every_activation(activation, steps):
+def test_every_activation(activation, count, steps):
     config = dataclasses.replace(SMALL[0], activation=activation)
     experts, tensors = made(config, SMALL[1])
-    received = rows(config, SMALL[1], 2000)
+    received = rows(config, SMALL[1], count)
     check(config, tensors, received, experts(received))
     assert steps
 
@@ -104,14 +103,15 @@ def test_large_product(tiles):
     assert bool(out[len(a) :].isnan().all())
 
 
-def test_a_value_that_is_none_stays_in_its_row(steps):
+@pytest.mark.parametrize("count", [20, 130, 2000])
+def test_a_value_that_is_none_stays_in_its_row(count, steps):
     experts, _ = made(*SMALL)
-    received = rows(*SMALL, 2000)
+    received = rows(*SMALL, count)
     clean = experts(received)
     received.x[5, 7] = torch.nan
     received.local_ids[5, 0] = 0
     y = experts(received)
-    others = torch.arange(2000, device="cuda") != 5
+    others = torch.arange(count, device="cuda") != 5
     assert bool(y[5].isnan().all())
     assert torch.equal(y[others], clean[others])
     assert steps
@@ -134,10 +134,11 @@ def test_chunks_and_spared_multiprocessors_change_no_bit(steps):
     assert len(steps) == before + 3
 
 
+@pytest.mark.parametrize("count", [4, 40, 500])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_written_to_peers(rank, steps):
+def test_written_to_peers(rank, count, steps):
     experts, _ = made(*SMALL)
-    received = rows(*SMALL, 4 * 500)
+    received = rows(*SMALL, 4 * count)
     received.weights[::3] = 0.0
     check_peers(experts, received, 4, rank)
     wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
@@ -146,9 +147,10 @@ def test_written_to_peers(rank, steps):
     assert steps
 
 
-def test_nothing_is_allocated_and_a_graph_replays(steps):
+@pytest.mark.parametrize("count", [20, 130, 3000])
+def test_nothing_is_allocated_and_a_graph_replays(count, steps):
     experts, tensors = made(*QWEN3)
-    received, out = rows(*QWEN3, 3000), torch.empty(3000, 2048, dtype=BF16, device="cuda")
+    received, out = rows(*QWEN3, count), torch.empty(count, 2048, dtype=BF16, device="cuda")
     experts(received, out)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -157,7 +159,7 @@ def test_nothing_is_allocated_and_a_graph_replays(steps):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         experts(received, out)
-    fresh = rows(*QWEN3, 3000, seed=5)
+    fresh = rows(*QWEN3, count, seed=5)
     for name in ("x", "local_ids", "weights"):
         getattr(received, name).copy_(getattr(fresh, name))
     for _ in range(3):
