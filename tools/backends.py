@@ -21,8 +21,8 @@ RUN = {
     "deepep": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
     "deepep_static": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
     "pplx": "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract",
-    "flashinfer_nvlink": "2 and 4 H200, one host; on CPU, gloo, over an emulation of its contract",
-    "nvlink_p2p": "2 and 4 H200, one host, fp8 back on 2; on CPU over memory that ranks share",
+    "flashinfer_nvlink": "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation of its contract",
+    "nvlink_p2p": "2 and 4 H200, 2 H100, one host, fp8 back and fp8_row out on 2; on CPU over memory that ranks share",
     "reference": "CPU; 1 and 4 H200",
     "flashinfer_cutlass": "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN",
     "flashinfer_cutedsl": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
@@ -30,7 +30,7 @@ RUN = {
     "bf16_triton": "1, 2 and 4 H200",
     "fp8_tensor_triton": "1, 2 and 4 H200",
     "fp8_block_triton": "1, 2 and 4 H200",
-    "fp8_dynamic_triton": "1 H200",
+    "fp8_dynamic_triton": "1 and 2 H200",
     "flashinfer_mega_bf16": "4 H200, one host; on CPU, gloo, over an emulation",
     "flashinfer_mega_fp8": "4 H200, one host; on CPU, gloo, over an emulation",
     "flashinfer_trtllm_monolithic": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
@@ -53,7 +53,7 @@ MISSING = (
     "- NCCL-EP (`nccl_ep`): wants NCCL 2.30; the machines of these runs have 2.28.9.",
     "- DeepEP's low-latency and internode kernels (InfiniBand), its 2.x `ElasticBuffer` (NCCL 2.30.4); pplx internode.",
     "",
-    "Not run: more than one node, GPUs other than H200. What is for Blackwell, and how it was checked: "
+    "Not run: more than one node, GPUs other than H200 and H100. What is for Blackwell, and how it was checked: "
     "[blackwell.md](blackwell.md).",
 )
 
