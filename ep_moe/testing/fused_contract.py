@@ -25,6 +25,7 @@ from ep_moe.fused.base import FusedExperts
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
+from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.transport_case import said
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing
 from ep_moe.weights.schemes import SCHEMES
@@ -34,6 +35,7 @@ REPLAYS = 60
 Make = Callable[..., Case]  # (shared, expert_map=..., seed=...)
 
 
+@made_on_the_host
 def check_fused(
     kind: type[FusedExperts],
     *,

@@ -20,15 +20,15 @@ from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
-from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.host_data import made_on_the_host
+from ep_moe.testing.kernel_case import SLOTS, Layer, that
 from ep_moe.testing.kernel_gradients import EXACT, exact_expert, gradients
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
-from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.schemes import SCHEMES, Scheme
-from ep_moe.workspace import Workspaces
 
-SLOTS, TOP_K, HIDDEN, INNER = 5, 3, 256, 256
+TOP_K, HIDDEN, INNER = 3, 256, 256
 TOP_KS = (1, 2, 8)  # with fewer rows
 ROWS = (33, 1, 0, 257)
 WIRES = (
@@ -41,6 +41,7 @@ WIRES = (
 COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
 
 
+@made_on_the_host
 def check_experts(
     kind: type[Experts],
     *,
@@ -87,93 +88,6 @@ def computed_on(device: torch.device, kind: type[Experts]) -> list[str]:
     ]
 
 
-class Layer:
-    """One kernel object with the weights of `SLOTS` experts, and their canonical tensors."""
-
-    def __init__(
-        self,
-        kind: type[Experts],
-        config: MoEConfig,
-        scheme: Scheme,
-        dtype: torch.dtype,
-        device: torch.device,
-        etp: Link | None = None,
-        options: ExpertsOptions | None = None,
-        *,
-        tensors: list[dict[str, Tensor]] | None = None,
-        trainable: bool = False,
-    ) -> None:
-        self.config, self.scheme, self.dtype, self.device, self.kind = config, scheme, dtype, device, kind
-        random = (random_expert(config, scheme, expert, dtype, device) for expert in range(SLOTS))
-        self.tensors = list(random) if tensors is None else tensors
-        weights = ExpertWeights(
-            config,
-            ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
-            etp=etp or Link.alone(),
-            device=device,
-            dtype=dtype,
-            scheme=scheme,
-            preparation=kind.preparation,
-            trainable=trainable,
-        )
-        for expert, own in enumerate(self.tensors):
-            weights.update_expert(expert, own)
-        self.experts = kind(config, weights, Workspaces(device), options)
-
-    def __str__(self) -> str:
-        bias = ", biases" if self.config.expert_bias else ""
-        return f"{self.kind.name} ({self.scheme.name}, {self.dtype}, {self.config.activation.value}{bias})"
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the kernel rounds activations as the scheme says; the reference computes with its weights alone."""
-        return self.kind.name != "reference"
-
-    def wanted(self, received: Received) -> tuple[Tensor, Tensor]:
-        """Value and limit for RANK_MAJOR rows."""
-        assert received.local_ids is not None
-        weights = received.weights if received.weighting is Weighting.EXPERTS else None
-        return expected_and_limit(
-            self.config,
-            self.scheme,
-            self.tensors,
-            received.x,
-            received.local_ids,
-            weights,
-            self.dtype,
-            rounds=self.rounds,
-        )
-
-    def run(self, received: Received, out: Tensor | None = None) -> Tensor:
-        """The kernel's output; what it was given is as before."""
-        ids = None if received.wire_ids is None else received.wire_ids.ids
-        given = {name: value for name, value in (vars(received) | {"ids": ids}).items() if isinstance(value, Tensor)}
-        before = {name: tensor.clone() for name, tensor in given.items()}
-        y = self.experts(received, out)
-        for name, was in before.items():
-            same = torch.equal(given[name].view(torch.uint8), was.view(torch.uint8))  # NaN too
-            _that(same, self, f"{received.layout.value}: {name} must be left as it was")
-        return y
-
-    def rows(self, count: int, weighting: Weighting = Weighting.EXPERTS) -> Received:
-        """RANK_MAJOR rows with up to K local experts each, some with none."""
-        generator = torch.Generator().manual_seed(count)
-        width = max(SLOTS, self.config.top_k)
-        ids = torch.rand(count, width, generator=generator).topk(self.config.top_k).indices
-        ids = torch.where((torch.rand(ids.shape, generator=generator) < 0.4) | (ids >= SLOTS), -1, ids)
-        ids[3:5] = -1
-        weights = torch.rand(ids.shape, generator=generator) + 0.1
-        x = torch.randn(count, self.config.hidden_size, generator=generator).to(self.dtype)
-        return Received(
-            x=x.to(self.device),
-            layout=RowLayout.RANK_MAJOR,
-            weighting=weighting,
-            handle=None,
-            local_ids=LocalIds(ids.int().to(self.device)),
-            weights=weights.to(self.device) if weighting is Weighting.EXPERTS else None,
-        )
-
-
 def _check_layer(layer: Layer) -> None:
     for count in ROWS:
         _rank_major(layer, layer.rows(count))
@@ -205,21 +119,16 @@ def _check_top_ks(
                 _rank_major(layer, layer.rows(count))
 
 
-def _that(condition: object, layer: Layer, fault: str) -> None:
-    if not condition:
-        raise AssertionError(f"{layer}: {fault}")
-
-
 def _rank_major(layer: Layer, received: Received) -> None:
     out = torch.full_like(received.x, torch.nan)
     y = layer.run(received, out)
     what = f"{len(received.x)} rows, {received.weighting.value}"
-    _that(y.data_ptr() == out.data_ptr(), layer, f"{what}: it must write into `out` and return it")
+    that(y.data_ptr() == out.data_ptr(), layer, f"{what}: it must write into `out` and return it")
     found = worst(y, *layer.wanted(received))
-    _that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
+    that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
     assert received.local_ids is not None
     nobody = (received.local_ids < 0).all(1)
-    _that((y[nobody] == 0).all(), layer, f"{what}: rows without an expert must be zero")
+    that((y[nobody] == 0).all(), layer, f"{what}: rows without an expert must be zero")
 
 
 def _rows_of_nobody(layer: Layer) -> None:
@@ -229,7 +138,7 @@ def _rows_of_nobody(layer: Layer) -> None:
     received.x[(received.local_ids < 0).all(1)] = torch.nan
     y = layer.run(received)
     close = worst(y, expected.double(), 2 * layer.wanted(dataclasses.replace(received, x=received.x.nan_to_num()))[1])
-    _that(close <= 1, layer, "NaN in rows without an expert reached others, or did not become zero")
+    that(close <= 1, layer, "NaN in rows without an expert reached others, or did not become zero")
 
 
 def _as_it_travelled(layer: Layer) -> None:
@@ -244,7 +153,7 @@ def _as_it_travelled(layer: Layer) -> None:
     weights = received.weights.masked_fill(none, 0.0)
     y = layer.run(dataclasses.replace(received, local_ids=None, wire_ids=wire, weights=weights))
     found = worst(y, *layer.wanted(received))
-    _that(found <= 1, layer, f"wire ids: off by {found:.3g} times what rounding may cause")
+    that(found <= 1, layer, f"wire ids: off by {found:.3g} times what rounding may cause")
     for written in WIRES:
         _as_written(layer, received, written)
 
@@ -256,9 +165,9 @@ def _as_written(layer: Layer, received: Received, wire: Wire) -> None:
     rows = dataclasses.replace(received, x=data, x_scale=scale, format=wire.dispatch, input_scale=wire.input_scale)
     y = layer.run(rows)
     what = f"rows in {wire.dispatch}"
-    _that(y.dtype == layer.dtype, layer, f"the output of {what} must be {layer.dtype}, not {y.dtype}")
+    that(y.dtype == layer.dtype, layer, f"the output of {what} must be {layer.dtype}, not {y.dtype}")
     found = worst(y, *layer.wanted(plain))
-    _that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
+    that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
 
 
 def _slots_of_wider_ranks(layer: Layer) -> None:
@@ -268,7 +177,7 @@ def _slots_of_wider_ranks(layer: Layer) -> None:
     y = layer.run(
         Received(x=x, layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None, expert_counts=counts)
     )
-    _that((y[SLOTS:, :2] == 0).all(), layer, "rows in slots that the rank does not have must be zero")
+    that((y[SLOTS:, :2] == 0).all(), layer, "rows in slots that the rank does not have must be zero")
 
 
 def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
@@ -307,7 +216,7 @@ def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
 
 def _other_layout(layer: Layer, received: Received, ids: Tensor) -> None:
     y = layer.run(received)
-    _that(y.shape == received.x.shape, layer, f"{received.layout.value}: the output must have the rows' shape")
+    that(y.shape == received.x.shape, layer, f"{received.layout.value}: the output must have the rows' shape")
     flat = dataclasses.replace(
         received,
         x=received.x.flatten(0, -2),
@@ -319,7 +228,7 @@ def _other_layout(layer: Layer, received: Received, ids: Tensor) -> None:
     expected, limit = layer.wanted(dataclasses.replace(flat, x=flat.x.nan_to_num()))
     found = worst(y.flatten(0, -2)[valid], expected[valid], limit[valid])
     what = f"{received.layout.value}, {received.weighting.value}"
-    _that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
+    that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
 
 
 def _pieces_sum_to_the_whole(layer: Layer) -> None:
@@ -346,7 +255,7 @@ def _pieces_sum_to_the_whole(layer: Layer) -> None:
             rounds=layer.rounds,
         )[1]
     found = worst(total, layer.wanted(received)[0], limit)
-    _that(found <= 1, layer, f"etp = 2: the pieces' sum is off by {found:.3g} times what rounding may cause")
+    that(found <= 1, layer, f"etp = 2: the pieces' sum is off by {found:.3g} times what rounding may cause")
 
 
 def _equal_bits(layer: Layer) -> None:
@@ -355,7 +264,7 @@ def _equal_bits(layer: Layer) -> None:
     received = same.rows(ROWS[-1])
     first = same.experts(received).clone()
     for _ in range(20):
-        _that(torch.equal(same.experts(received), first), layer, "equal calls must give equal bits")
+        that(torch.equal(same.experts(received), first), layer, "equal calls must give equal bits")
 
 
 def _captured(layer: Layer) -> None:
@@ -372,7 +281,7 @@ def _captured(layer: Layer) -> None:
     static.local_ids.copy_(static.local_ids.roll(1, 0))
     graph.replay()
     found = worst(out, *layer.wanted(static))
-    _that(found <= 1, layer, f"replayed with other rows: off by {found:.3g} times what rounding may cause")
+    that(found <= 1, layer, f"replayed with other rows: off by {found:.3g} times what rounding may cause")
 
 
 def _gradients(layer: Layer) -> None:
@@ -380,4 +289,4 @@ def _gradients(layer: Layer) -> None:
     tensors = [exact_expert(config, expert, dtype, device) for expert in range(SLOTS)]
     exact = Layer(layer.kind, config, layer.scheme, dtype, device, tensors=tensors, trainable=True)
     for name, (found, wanted) in gradients(exact).items():
-        _that(torch.equal(found.double(), wanted), layer, f"the gradient of {name} is wrong")
+        that(torch.equal(found.double(), wanted), layer, f"the gradient of {name} is wrong")

@@ -6,17 +6,13 @@ or so large that silu and gelu are the identity there, and sums stay below 256 o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.activations import activate
+from ep_moe.testing.kernel_case import Layer
 from ep_moe.types import Activation, Received, Weighting
-
-if TYPE_CHECKING:
-    from ep_moe.testing.kernel_contract import Layer
 
 EXACT = (Activation.SWIGLU, Activation.GEGLU, Activation.RELU2)  # the clamped SwiGLU has no such numbers
 ROWS = 12

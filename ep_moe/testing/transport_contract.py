@@ -27,6 +27,7 @@ from ep_moe.context import EPContext
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.parallel.link import Link
 from ep_moe.testing.distributed import rank_device
+from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.transport_case import Case, DispatcherFactory, run, together
 from ep_moe.testing.transport_endings import (
     a_peer_that_comes_too_late,
@@ -56,6 +57,7 @@ from ep_moe.testing.transport_rows import (
 from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout
 
 
+@made_on_the_host
 def check_dispatcher(
     factory: DispatcherFactory,
     *,

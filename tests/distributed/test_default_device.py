@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, Wire
+from ep_moe import Activation, EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, Wire
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.eplb.load import LoadRecorder
+from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.wire_rows import round_rows, widen_rows
-from ep_moe.testing import distributed, rank_device
+from ep_moe.testing import check_dispatcher, check_experts, distributed, rank_device
 from ep_moe.weights.dequantize import dequantize_fp8_blocks
 from tests.distributed.eplb_cases import CONFIG, on_request, random_map
 from tests.distributed.test_layer_static import on_the_cpu
@@ -66,3 +68,15 @@ def test_checkpoints_blocks():
     expected = dequantize_fp8_blocks(weight, scale)
     with torch.device("meta"):
         assert_same(dequantize_fp8_blocks(weight, scale), expected)
+
+
+def test_the_contract_of_kernels():
+    with torch.device("meta"):
+        assert check_experts(ReferenceExperts, device=torch.device("cpu"), activations=[Activation.SWIGLU]) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU")
+@distributed(2)
+def test_the_contract_of_transports(world_size):
+    with torch.device("meta"):
+        check_dispatcher(TorchAll2AllDispatcher, top_ks=(2,), dtypes=(torch.bfloat16,))
