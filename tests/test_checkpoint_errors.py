@@ -63,7 +63,7 @@ def damage(root, checkpoints):
         "no such layer",
         lambda t: [t.pop(name) for name in list(t) if "layers.2" in name],
         r"model\.layers\.2\.mlp has no experts, experts\.0\.gate_proj\.weight_scale_2 or .* or experts\.gate_up_proj "
-        r"or .* missing",
+        r"is missing",
     )
     deepseek = load_file(Path(checkpoints["deepseek_v3 single"].folder) / SINGLE)
     for what, name, shape in (

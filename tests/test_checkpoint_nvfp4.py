@@ -128,7 +128,7 @@ def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
     for rank in range(etp):
         inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
         before = source.bytes_read
-        piece = found.read_stored(source, BLOCK, CONFIG, 1, inner)
+        piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "nvfp4")
         whole = as_ours(matrices[1])
         for name, tensor in whole.items():
             assert same_bytes(piece[name], cut(CONFIG, name, tensor, etp, rank)), name

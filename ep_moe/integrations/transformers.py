@@ -364,7 +364,7 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
                     raise CheckpointError(
                         f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
-                        f"and fp8 with {name}_scale_inv can be read"
+                        f"and fp8 with {name}_scale_inv or {name}_scale can be read"
                     )
                 tensor.copy_(source.read(name))
     except CheckpointError as error:

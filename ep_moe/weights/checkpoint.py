@@ -18,7 +18,7 @@ from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
 from ep_moe.weights.checkpoint_checks import checked, not_calibrated
-from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks
+from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
 from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.formats import ExpertFormat, Source
@@ -116,12 +116,16 @@ class CheckpointSource:
         return tuple(self._slice(name).get_shape())
 
     def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
-        scale, blocks = _scale_of(name), [-(-size // FP8_BLOCK) for size in shape]
+        blocked, single = _scale_of(name), f"{name}_scale"
+        scale = blocked if self.has(blocked) or not self.has(single) else single
+        blocks = [-(-size // FP8_BLOCK) for size in shape]
+        known = [blocks] if scale == blocked else [[], [1], [shape[0]], [shape[0], 1]]
         found = list(self._shape(scale)) if self.has(scale) else "nothing"
-        if len(shape) != 2 or found != blocks:
+        if len(shape) != 2 or found not in known:
             raise CheckpointError(
-                f"{self.folder}: {name} is float8 of shape {list(shape)}; only matrices with {scale} of shape "
-                f"{blocks}, one factor per {FP8_BLOCK} x {FP8_BLOCK} block, can be read, got {found} there"
+                f"{self.folder}: {name} is float8 of shape {list(shape)}; only matrices with {blocked} of shape "
+                f"{blocks}, one factor per {FP8_BLOCK} x {FP8_BLOCK} block, or with {single}, one factor or one per "
+                f"row, can be read, got {found} in {scale}"
             )
 
     def _is_nvfp4(self, name: str) -> bool:
@@ -144,8 +148,8 @@ class CheckpointSource:
             )
 
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`; fp8 comes as float32, multiplied by the `_scale_inv` block factors beside it, NVFP4 by
-        `_scale` and `_scale_2`."""
+        """The part at `index`; fp8 comes as float32, multiplied by the `_scale_inv` block factors beside it or by its
+        `_scale`, NVFP4 by `_scale` and `_scale_2`."""
         if self._is_nvfp4(name):
             return self._read_nvfp4(name, *index)
         part = self.raw(name, *index)
@@ -153,6 +157,9 @@ class CheckpointSource:
             return part
         rows, columns = (list(index) + [slice(None)] * 2)[:2]
         spans = [_span(axis, size) for axis, size in zip((rows, columns), self._shape(name), strict=True)]
+        if not self.has(_scale_of(name)):
+            scale = self.raw(f"{name}_scale").reshape(-1)
+            return dequantize_fp8_rows(part, scale if len(scale) == 1 else scale[slice(*spans[0])])
         blocks = [slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in spans]
         return dequantize_fp8_blocks(part, self.raw(_scale_of(name), *blocks), row=spans[0][0], column=spans[1][0])
 
@@ -166,8 +173,13 @@ class CheckpointSource:
         whole = dequantize_nvfp4(data, scale, self.raw(f"{name}_scale_2").reshape(()))
         return whole[:, start - first * NVFP4_BLOCK : stop - first * NVFP4_BLOCK]
 
-    def is_fp8_blocks(self, name: str) -> bool:
-        return bool(self._slice(name).get_dtype() == "F8_E4M3") and self.has(_scale_of(name))
+    def fp8_scales(self, name: str) -> str:
+        if self._slice(name).get_dtype() != "F8_E4M3":
+            return ""
+        if self.has(_scale_of(name)):
+            return "blocks"
+        single = self.has(f"{name}_scale") and self._shape(f"{name}_scale") in ((), (1,))
+        return "matrix" if single else "rows" if self.has(f"{name}_scale") else ""
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""
@@ -198,8 +210,8 @@ class ModuleSource:
     def raw(self, name: str, *index: int | slice) -> Tensor:
         return self.read(name, *index)
 
-    def is_fp8_blocks(self, name: str) -> bool:
-        return False  # `expert_parallel` takes numbers alone
+    def fp8_scales(self, name: str) -> str:
+        return ""  # `expert_parallel` takes numbers alone
 
 
 def _scale_of(name: str) -> str:
@@ -280,7 +292,7 @@ def _expert(
     is, else its numbers, quantised here where the layer is."""
     weights, config = layer.expert_weights, layer.config
     if found.holds(source, block, weights.scheme.name):
-        return found.read_stored(source, block, config, expert, inner)
+        return found.read_stored(source, block, config, expert, inner, weights.scheme.name)
     if weights.scheme.plain:
         return found.read(source, block, config, expert, inner)
     # whole, so that a scale that belongs to a whole matrix is the same on every etp rank

@@ -93,5 +93,5 @@ def _wrong_scheme(source: Source, block: str, found: ExpertFormat, layer: MoELay
     scheme = layer.expert_weights.scheme
     if not found.holds(source, block, scheme.name):
         return not_calibrated(scheme) if scheme.activations.calibrated else None
-    wrong = wrong_tensors(source, block, found.stored_shapes(layer.config), found.stored_codes)
+    wrong = wrong_tensors(source, block, found.stored_shapes(layer.config, scheme.name), found.stored_codes)
     return None if wrong is None else f"{wrong}; quantization {scheme.name} needs it: {found.remedy}"

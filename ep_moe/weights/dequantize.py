@@ -1,4 +1,4 @@
-"""Sizes of blocks in published checkpoints, and DeepSeek's block scales to plain numbers, in plain torch."""
+"""Sizes of blocks in published checkpoints, and float8 with its scales to plain numbers, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 FP8_BLOCK = 128
 INT4_GROUP = 128
+FP8 = torch.float8_e4m3fn
 
 
 def dequantize_fp8_blocks(weight: Tensor, scale: Tensor, *, row: int = 0, column: int = 0) -> Tensor:
@@ -20,3 +21,8 @@ def dequantize_fp8_blocks(weight: Tensor, scale: Tensor, *, row: int = 0, column
     row_block = (torch.arange(rows, device=weight.device) + row % FP8_BLOCK) // FP8_BLOCK
     column_block = (torch.arange(columns, device=weight.device) + column % FP8_BLOCK) // FP8_BLOCK
     return weight.float() * scale.float()[row_block.unsqueeze(1), column_block]
+
+
+def dequantize_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    """One factor for each row, or for all. weight: float8 [r, c]; scale: [r] or [1], any float dtype. float32 [r, c]"""
+    return weight.float() * scale.float().unsqueeze(1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ep_moe.errors import ConfigError
 from ep_moe.weights.formats import ExpertFormat, Fused, FusedMxfp4, PackedInt4, PerExpert
 from ep_moe.weights.modelopt import ModelOptNvfp4
+from ep_moe.weights.scaled_fp8 import ScaledFp8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +26,23 @@ class CheckpointNames:
 
 
 _QWEN_NAMES = ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight")
-_QWEN_EXPERTS = (ModelOptNvfp4(*_QWEN_NAMES), PerExpert(*_QWEN_NAMES), Fused(), PackedInt4(*_QWEN_NAMES))
 _MIXTRAL_NAMES = ("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight")
 
+
+def _a_matrix_each(names: tuple[str, str, str]) -> tuple[ExpertFormat, ...]:
+    """Those with more tensors to a projection come first: what marks the others is there too."""
+    return ModelOptNvfp4(*names), PackedInt4(*names), ScaledFp8(*names), PerExpert(*names), Fused()
+
+
 FAMILIES: dict[str, CheckpointNames] = {
-    "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=_QWEN_EXPERTS),
+    "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=_a_matrix_each(_QWEN_NAMES)),
     "mixtral": CheckpointNames(
         block="model.layers.{layer}.block_sparse_moe",
-        experts=(
-            ModelOptNvfp4(*_MIXTRAL_NAMES),
-            PerExpert(*_MIXTRAL_NAMES),
-            Fused(),
-            PackedInt4(*_MIXTRAL_NAMES),
-        ),
+        experts=_a_matrix_each(_MIXTRAL_NAMES),
     ),
     "deepseek_v3": CheckpointNames(
         block="model.layers.{layer}.mlp",
-        experts=_QWEN_EXPERTS,
+        experts=_a_matrix_each(_QWEN_NAMES),
         router={"weight": "gate.weight", "e_score_correction_bias": "gate.e_score_correction_bias"},
         shared="shared_experts",
     ),

@@ -44,8 +44,9 @@ class Source(Protocol):
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """As `read`, but as it is stored."""
 
-    def is_fp8_blocks(self, name: str) -> bool:
-        """Whether the tensor is float8 with a factor per 128 x 128 block in `{name}_scale_inv`."""
+    def fp8_scales(self, name: str) -> str:
+        """Of a float8 matrix, what has a factor of its own: "blocks" of 128 x 128, in `{name}_scale_inv`, or "rows" or
+        the "matrix", in `{name}_scale`. "" for other tensors."""
 
 
 class ExpertFormat(ABC):
@@ -72,7 +73,7 @@ class ExpertFormat(ABC):
     def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
         """One expert's canonical plain tensors, cut to `inner`."""
 
-    def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    def stored_shapes(self, config: MoEConfig, scheme: str) -> dict[str, tuple[int, ...]]:
         """What `read_stored` needs besides `shapes`."""
         return {}
 
@@ -85,9 +86,9 @@ class ExpertFormat(ABC):
         return False
 
     def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
     ) -> dict[str, Tensor]:
-        """One expert's canonical quantised tensors, cut to `inner`, without a change of any number."""
+        """One expert's canonical tensors in a scheme that it `holds`, cut to `inner`; no number is changed."""
         raise NotImplementedError(f"{type(self).__name__} stores plain numbers")
 
 
@@ -118,17 +119,17 @@ class PerExpert(ExpertFormat):
         w13 = torch.cat([part(self.gate, span, ALL), part(self.up, span, ALL)])
         return {"w13": w13, "w2": part(self.down, ALL, span)}
 
-    def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    def stored_shapes(self, config: MoEConfig, scheme: str) -> dict[str, tuple[int, ...]]:
         return {
             f"{name}_scale_inv": (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
             for name, (rows, columns) in self.shapes(config).items()
         }
 
     def holds(self, source: Source, block: str, scheme: str) -> bool:
-        return scheme == "fp8_block" and source.is_fp8_blocks(f"{block}.{self.marker()}")
+        return scheme == "fp8_block" and source.fp8_scales(f"{block}.{self.marker()}") == "blocks"
 
     def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
     ) -> dict[str, Tensor]:
         gate, up, down = (f"{block}.{name.format(e=expert)}" for name in (self.gate, self.up, self.down))
         span, blocks = slice(*inner), slice(inner[0] // FP8_BLOCK, inner[1] // FP8_BLOCK)
@@ -155,7 +156,7 @@ class PackedInt4(ExpertFormat):
         ends, names = ("_zero_point", "_g_idx"), (self.gate, self.up, self.down)
         return [f"{name.format(e=e)}{end}" for e in range(config.num_experts) for name in names for end in ends]
 
-    def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    def stored_shapes(self, config: MoEConfig, scheme: str) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in self.shapes(config).items() if name.endswith("_scale")}
 
     def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -189,7 +190,7 @@ class PackedInt4(ExpertFormat):
         }
 
     def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
     ) -> dict[str, Tensor]:
         span, groups = slice(*inner), slice(inner[0] // INT4_GROUP, inner[1] // INT4_GROUP)
         gate, up = (self._parts(source, block, name, expert, span, ALL) for name in (self.gate, self.up))
@@ -312,7 +313,7 @@ class FusedMxfp4(ExpertFormat):
         return scheme in ("mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
 
     def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
     ) -> dict[str, Tensor]:
         gate_up, down = f"{block}.{self.gate_up}", f"{block}.{self.down}"
         rows, columns = slice(2 * inner[0], 2 * inner[1]), slice(inner[0] // MX_BLOCK, inner[1] // MX_BLOCK)

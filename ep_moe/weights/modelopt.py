@@ -15,6 +15,7 @@ from torch import Tensor
 from ep_moe.config import MoEConfig
 from ep_moe.weights.formats import ALL, Inner, PerExpert, Source, concatenate
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
+from ep_moe.weights.scaled_fp8 import input_scale, scalar
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class ModelOptNvfp4(PerExpert):
     def marker(self) -> str:
         return f"{super().marker()}_scale_2"
 
-    def stored_shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+    def stored_shapes(self, config: MoEConfig, scheme: str) -> dict[str, tuple[int, ...]]:
         return {
-            _input_scale(name.format(e=expert)): ()
+            input_scale(name.format(e=expert)): ()
             for expert in range(config.num_experts)
             for name in (self.gate, self.up, self.down)
         }
@@ -38,17 +39,17 @@ class ModelOptNvfp4(PerExpert):
         return scheme == "nvfp4"
 
     def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner
+        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
     ) -> dict[str, Tensor]:
         """w13 has one global scale and one input scale, the larger of gate's and up's. An export has equal ones; where
         the global scales differ, the half with the smaller is rounded anew, and the rest keeps its bytes."""
         gate, up, down = (f"{block}.{name.format(e=expert)}" for name in (self.gate, self.up, self.down))
         span = slice(*inner)
-        halves = [(*_parts(source, name, span, ALL), _scalar(source, f"{name}_scale_2")) for name in (gate, up)]
+        halves = [(*_parts(source, name, span, ALL), scalar(source, f"{name}_scale_2")) for name in (gate, up)]
         global_scale = torch.maximum(halves[0][2], halves[1][2])
         (gate_data, gate_scale), (up_data, up_scale) = (_under(global_scale, *half) for half in halves)
         w2, w2_scale = _parts(source, down, ALL, slice(inner[0] // NVFP4_BLOCK, inner[1] // NVFP4_BLOCK))
-        inputs = {name: _scalar(source, _input_scale(name)) for name in (gate, up, down)}
+        inputs = {name: scalar(source, input_scale(name)) for name in (gate, up, down)}
         return {
             "w13": concatenate(gate_data, up_data),
             "w13_scale": concatenate(gate_scale, up_scale),
@@ -56,7 +57,7 @@ class ModelOptNvfp4(PerExpert):
             "w13_input_scale": torch.maximum(inputs[gate], inputs[up]),
             "w2": w2,
             "w2_scale": w2_scale,
-            "w2_global_scale": _scalar(source, f"{down}_scale_2"),
+            "w2_global_scale": scalar(source, f"{down}_scale_2"),
             "w2_input_scale": inputs[down],
         }
 
@@ -66,14 +67,6 @@ def _parts(source: Source, name: str, rows: slice, blocks: slice) -> tuple[Tenso
     half = NVFP4_BLOCK // 2
     columns = ALL if blocks == ALL else slice(blocks.start * half, blocks.stop * half)
     return source.raw(name, rows, columns), source.raw(f"{name}_scale", rows, blocks)
-
-
-def _scalar(source: Source, name: str) -> Tensor:
-    return source.raw(name).reshape(()).float()
-
-
-def _input_scale(name: str) -> str:
-    return f"{name.removesuffix('weight')}input_scale"
 
 
 def _under(global_scale: Tensor, data: Tensor, scale: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
