@@ -67,7 +67,8 @@ def run(
     wire: Annotated[
         str,
         typer.Option(
-            help="Rows on their way out, as Wire.dispatch, that need no scale: plain, fp8_block, fp8_row, mxfp8."
+            help="Rows on their way out, as Wire.dispatch: plain, fp8_block, fp8_row, mxfp8; of a calibrated "
+            "checkpoint fp8_tensor and nvfp4 too."
         ),
     ] = "plain",
     tuned: Annotated[

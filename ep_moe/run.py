@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_moe import registry
-from ep_moe.config import ParallelConfig, Wire
+from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
@@ -155,7 +155,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
             all2all=options.all2all,
             experts=options.experts,
             quantization=options.quantization,
-            wire=Wire(dispatch=options.wire),
+            wire=_wire(options.wire, folder, context),
             tuned=tuned,
         )
         if int(windows.max()) >= model.config.vocab_size:
@@ -225,7 +225,7 @@ def _check(options: RunOptions) -> None:
         raise ConfigError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {options.dtype!r}")
     if options.quantization not in SCHEMES:
         raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {options.quantization!r}")
-    Wire(dispatch=options.wire)  # says itself what is wrong with it
+    Wire(dispatch=options.wire, input_scale=1.0 if options.wire in ONE_SCALE else None)  # says itself what is wrong
     for flag, backend, known in (
         ("all2all", options.all2all, registry.targets("dispatchers")),
         ("experts", options.experts, registry.targets("experts") | registry.targets("fused")),
@@ -240,6 +240,12 @@ def _check(options: RunOptions) -> None:
         raise ConfigError(f"--text {options.text} is not a file")
     if options.model is not None and options.text is None:
         raise ConfigError("--model needs --text: a file to read")
+
+
+def _wire(dispatch: str, folder: Path, context: EPContext) -> Wire:
+    from ep_moe.integrations.transformers import calibrated_wire
+
+    return calibrated_wire(folder, context, dispatch) if dispatch in ONE_SCALE else Wire(dispatch=dispatch)
 
 
 def _dtype(name: str | None, folder: Path) -> torch.dtype:

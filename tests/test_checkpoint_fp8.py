@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.errors import CheckpointError
-from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, load_layers
+from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, largest_input_scale, load_layers
 from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import find_format
@@ -174,6 +174,28 @@ def test_any_part_of_a_matrix_is_read(shape, tmp_path):
     assert torch.equal(source.read(name), whole)
 
 
+def test_the_scale_that_rows_travel_under(tmp_path):
+    """The largest of gate's and up's, in all layers; of no other projection."""
+    matrices = save(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    tensors |= {f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_scale": torch.tensor([0.25])}
+    others = ("mlp.shared_experts.gate_proj", "self_attn.q_proj", "mlp.experts.1.down_proj", "mlp.gate_proj")
+    tensors |= {f"model.layers.0.{name}.input_scale": torch.tensor(9.0) for name in others}
+    save_file(tensors, tmp_path / SINGLE)
+    assert largest_input_scale(tmp_path, "qwen3_moe") == 0.25
+    del tensors[f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_scale"]
+    save_file(tensors, tmp_path / SINGLE)
+    expected = max(float(e[name]["input_scale"]) for e in matrices for name in ("gate_proj", "up_proj"))
+    assert largest_input_scale(tmp_path, "qwen3_moe") == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_was_not_calibrated_has_no_such_scale(family, tmp_path):
+    save(tmp_path, experts(calibrated=False))
+    with pytest.raises(CheckpointError, match="has no input scales of experts: it was not calibrated"):
+        largest_input_scale(tmp_path, family)
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +264,7 @@ def test_load_pretrained(family, by_row, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers import AutoModelForCausalLM
 
-    from ep_moe.integrations.transformers import load_pretrained, moe_layers
+    from ep_moe.integrations.transformers import calibrated_wire, load_pretrained, moe_layers
     from tests.checkpoint_files import quiet, tiny_model
     from tests.checkpoint_files import save as save_model
 
@@ -262,7 +284,11 @@ def test_load_pretrained(family, by_row, tmp_path):
         found = load_pretrained(tmp_path / "fp8", EPContext.local(CPU), dtype=torch.float32)(tokens).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     if not by_row:
-        model = load_pretrained(tmp_path / "fp8", EPContext.local(CPU), quantization="fp8_static", dtype=torch.bfloat16)
+        context = EPContext.local(CPU)
+        wire = calibrated_wire(tmp_path / "fp8", context)
+        assert wire == Wire(dispatch="fp8_tensor", input_scale=float(torch.tensor(0.01)))
+        asked = {"quantization": "fp8_static", "wire": wire, "dtype": torch.bfloat16}
+        model = load_pretrained(tmp_path / "fp8", context, **asked)
         own = stored(moe_layers(model)[-1], 1)
         number = max(int(name.split(".")[2]) for name in file if ".experts.1." in name)
         assert torch.equal(own["w2_scale"], file[f"model.layers.{number}.mlp.experts.1.down_proj.weight_scale"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ep_moe import registry
@@ -18,6 +19,7 @@ from ep_moe.cli import app
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_ranks import run_local_ranks
 from ep_moe.run import DEMO, RunOptions, run
+from ep_moe.weights.checkpoint import SINGLE
 from tests.checkpoint_files import tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -202,6 +204,30 @@ def test_rows_rounded_on_the_wire(tmp_path):
     assert made.exit_code == 0, made.output
     used = invoke("run", "--text-tokens", 512, "--wire", "fp8_block", "--tuned", out)
     assert used.exit_code == 0, used.output
+
+
+def test_a_calibrated_checkpoint_with_rows_under_its_scale(tmp_path):
+    """The demo's experts in E4M3, as the Model Optimizer writes them."""
+    tensors = {
+        name: tensor for file in Path(str(DEMO)).glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    for name in [name for name in tensors if ".experts." in name]:
+        scale = tensors[name].float().abs().max() / 448
+        tensors |= {name: (tensors[name].float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+        tensors[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.05)
+    (tmp_path / "fp8").mkdir()
+    shutil.copy(DEMO / "config.json", tmp_path / "fp8")
+    save_file(tensors, tmp_path / "fp8" / SINGLE)
+    asked = {"model": str(tmp_path / "fp8"), "text": str(DEMO / "heldout.txt"), "text_tokens": 512, "reference": False}
+    found = run(RunOptions(**asked, quantization="fp8_static", wire="fp8_tensor", dtype="float32"))
+    plain = run(RunOptions(text_tokens=512, reference=False))
+    assert found.perplexity != plain.perplexity
+    assert found.perplexity == pytest.approx(plain.perplexity, rel=0.05)
+    result = invoke("run", "--text-tokens", 512, "--wire", "fp8_tensor")
+    assert result.exit_code == 2
+    assert re.search(
+        r"error: .*has no input scales of experts: it was not calibrated; choose another wire", result.output
+    )
 
 
 def test_without_reference():

@@ -33,7 +33,7 @@ from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.tuned import Tuned
 from ep_moe.types import Activation
-from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, load_layers, read_experts
+from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, largest_input_scale, load_layers, read_experts
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
 from ep_moe.weights.schemes import PLAIN
@@ -302,6 +302,18 @@ def read_moe_config(path: str | Path, context: EPContext) -> MoEConfig:
     """Our configuration of the MoE blocks in a checkpoint folder. Raises on all ranks together."""
     config = _agreed_config(path, context)
     return _family_of(config)[1].config(config)
+
+
+def calibrated_wire(path: str | Path, context: EPContext, dispatch: str = "fp8_tensor", combine: str = "plain") -> Wire:
+    """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of its experts, all layers'.
+    Raises CheckpointError on all ranks together."""
+    family, scale, problem = _agreed_config(path, context).model_type, 1.0, None
+    try:
+        scale = largest_input_scale(path, family)
+    except CheckpointError as error:
+        problem = error
+    context.agreement.healthy("checkpoint", problem)
+    return Wire(dispatch=dispatch, combine=combine, input_scale=scale)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from ep_moe.weights.checkpoint_checks import checked, not_calibrated
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
 from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import CheckpointNames, names_of
-from ep_moe.weights.formats import ExpertFormat, Source
+from ep_moe.weights.formats import ExpertFormat, PerExpert, Source
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
+from ep_moe.weights.scaled_fp8 import input_scale, scalar
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -83,6 +85,9 @@ class CheckpointSource:
 
     def has(self, name: str) -> bool:
         return name in self._where
+
+    def names(self) -> list[str]:
+        return list(self._where)
 
     def _slice(self, name: str) -> Any:
         if name not in self._slices:
@@ -259,6 +264,22 @@ def load_layers(
         problem = error
     agreement.healthy("checkpoint", problem)
     return source
+
+
+def largest_input_scale(path: str | Path, family: str) -> float:
+    """Of all experts' gate and up projections in a calibrated checkpoint, all layers': what rows in fp8_tensor or nvfp4
+    may travel under (`Wire.input_scale`). Reads these scalars alone. Raises CheckpointError where there are none."""
+    names, source = names_of(family), CheckpointSource(path)
+    formats = [known for known in names.experts if isinstance(known, PerExpert)]
+    ends = {input_scale(name) for known in formats for name in (known.gate, known.up)}
+    numbered = {
+        re.escape(f"{names.block}.{end}").replace(r"\{layer\}", r"\d+").replace(r"\{e\}", r"\d+") for end in ends
+    }
+    pattern = re.compile("|".join(sorted(numbered)) or r"\b\B")
+    found = [float(scalar(source, name)) for name in source.names() if pattern.fullmatch(name)]
+    if not found:
+        raise CheckpointError(f"{path} has no input scales of experts: it was not calibrated; choose another wire")
+    return max(found)
 
 
 def _slots(layer: MoELayer) -> int:
