@@ -1,0 +1,45 @@
+"""Who makes a tensor says where: without that it is on whatever device is the user's default, and what is kept on the
+host is on a GPU one day. `tests/distributed/test_default_device.py` looks at what runs."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import ep_moe
+
+ROOT = Path(ep_moe.__file__).parent
+FACTORIES = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+# a program's own process, and data that contracts make under `made_on_the_host`
+ELSEWHERE = ("testing/", "bench/", "run.py", "run_eplb.py")
+# a module's buffers are made where its parameters are; a place that holds nothing
+MEANT = {"placement/placement.py": ["torch.zeros(shape, dtype=torch.int64)"], "graphs/inputs.py": ["torch.empty(0)"]}
+
+
+def unnamed(source: str) -> list[str]:
+    """Calls of torch's factories without a device."""
+    return [
+        ast.unparse(call)
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in FACTORIES
+        and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_tensor_has_a_device(path):
+    name = path.relative_to(ROOT).as_posix()
+    if not name.startswith(ELSEWHERE):
+        assert unnamed(path.read_text()) == MEANT.get(name, [])
+
+
+def test_it_sees_one():
+    assert unnamed("torch.full((2,), -1)\ntorch.zeros(3, device=d)\ntorch.ones(2, **how)\nx.new_zeros(3)") == [
+        "torch.full((2,), -1)"
+    ]
