@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from ep_moe.devices import multiprocessors
-from ep_moe.kernels.early_triton import early
 from ep_moe.kernels.grids import cdiv, next_power_of_2
 from ep_moe.kernels.launches import Launch, at_once
 from ep_moe.row_formats import SMALLEST
@@ -51,6 +50,7 @@ def round_rows(
     soon: start before the kernel ahead has ended, and let the next one
     """
     from ep_moe.experts import fp8_row_kernels_triton as kernels
+    from ep_moe.kernels.early_triton import early
 
     rows, size = x.shape
     width = next_power_of_2(size)
