@@ -27,7 +27,9 @@ class LoadWindow:
         self._event: torch.cuda.Event | None = None
         self._before = torch.stack([placement.expert_load for placement in self._placements])
         self._counts = torch.empty_like(self._before)
-        self._on_host = torch.empty_like(self._counts, device="cpu", pin_memory=self._counts.is_cuda)
+        self._on_host = torch.empty(
+            self._counts.shape, dtype=torch.int64, device="cpu", pin_memory=self._counts.is_cuda
+        )
         # once, since a forward would wait for kernels that are loaded meanwhile
         self._open()
         self.close()
