@@ -71,6 +71,18 @@ MODELS = {
     }),
 }  # fmt: skip
 
+
+def stored(layer: MoELayer, expert: int) -> dict[str, torch.Tensor]:
+    """One expert's canonical tensors."""
+    return {name: layer.state_dict()[f"expert_weights.{expert}.{name}"] for name in layer.expert_weights.names}
+
+
+def same_bytes(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return found.dtype == wanted.dtype and torch.equal(
+        found.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)
+    )
+
+
 # --- what the parent process writes ------------------------------------------------------------------------------
 
 

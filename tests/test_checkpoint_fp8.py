@@ -17,6 +17,7 @@ from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import find_format
 from ep_moe.weights.scaled_fp8 import ScaledFp8
 from ep_moe.weights.schemes import SCHEMES
+from tests.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -61,16 +62,6 @@ def load(folder, quantization: str) -> MoELayer:
     layer = MoELayer(CONFIG, EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
     load_layers({0: layer}, folder, "qwen3_moe", progress=False)
     return layer
-
-
-def stored(layer: MoELayer, expert: int) -> dict[str, Tensor]:
-    return {name: layer.state_dict()[f"expert_weights.{expert}.{name}"] for name in layer.expert_weights.names}
-
-
-def same_bytes(found: Tensor, wanted: Tensor) -> bool:
-    return found.dtype == wanted.dtype and torch.equal(
-        found.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)
-    )
 
 
 def numbers(matrix: dict[str, Tensor]) -> Tensor:

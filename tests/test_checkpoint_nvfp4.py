@@ -18,6 +18,7 @@ from ep_moe.weights.formats import find_format
 from ep_moe.weights.microscale import dequantize_nvfp4, quantize_nvfp4
 from ep_moe.weights.modelopt import ModelOptNvfp4
 from ep_moe.weights.schemes import SCHEMES
+from tests.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 96, 64, 3
@@ -65,16 +66,6 @@ def load(folder, quantization: str, config: MoEConfig = CONFIG) -> MoELayer:
     layer = MoELayer(config, EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
     load_layers({0: layer}, folder, "qwen3_moe", progress=False)
     return layer
-
-
-def stored(layer: MoELayer, expert: int) -> dict[str, Tensor]:
-    return {name: layer.state_dict()[f"expert_weights.{expert}.{name}"] for name in layer.expert_weights.names}
-
-
-def same_bytes(found: Tensor, wanted: Tensor) -> bool:
-    return found.dtype == wanted.dtype and torch.equal(
-        found.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)
-    )
 
 
 def as_ours(projections: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
