@@ -112,6 +112,16 @@ def save(model, folder, **options):
         model.save_pretrained(folder, **options)
 
 
+def saved_twice(folder, stored, plain, how):
+    """A model's folder at "source" as one with these tensors and `quantization_config`, at "quantised", and as one with
+    the numbers that they stand for, at "plain"."""
+    config = json.loads((folder / "source" / "config.json").read_text())
+    for kind, tensors, more in (("quantised", stored, {"quantization_config": how}), ("plain", plain, {})):
+        (folder / kind).mkdir()
+        save_file(tensors, folder / kind / SINGLE, {"format": "pt"})
+        (folder / kind / "config.json").write_text(json.dumps(config | more))
+
+
 def quiet():
     from transformers.utils import logging
 

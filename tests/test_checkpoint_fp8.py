@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -256,30 +254,25 @@ def test_load_pretrained(family, by_row, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from ep_moe.integrations.transformers import calibrated_wire, load_pretrained, moe_layers
-    from tests.checkpoint_files import quiet, tiny_model
+    from tests.checkpoint_files import quiet, saved_twice, tiny_model
     from tests.checkpoint_files import save as save_model
 
     quiet()
     save_model(tiny_model(family, hidden_size=64), tmp_path / "source")
     file, plain = exported(load_file(tmp_path / "source" / SINGLE), by_row=by_row)
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
-    for kind, tensors in (("fp8", file), ("plain", plain)):
-        (tmp_path / kind).mkdir()
-        save_file(tensors, tmp_path / kind / SINGLE, {"format": "pt"})
     how = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
-    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    saved_twice(tmp_path, file, plain, how)
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()(tokens).logits
-        found = load_pretrained(tmp_path / "fp8", EPContext.local(CPU), dtype=torch.float32)(tokens).logits
+        found = load_pretrained(tmp_path / "quantised", EPContext.local(CPU), dtype=torch.float32)(tokens).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     if not by_row:
         context = EPContext.local(CPU)
-        wire = calibrated_wire(tmp_path / "fp8", context)
+        wire = calibrated_wire(tmp_path / "quantised", context)
         assert wire == Wire(dispatch="fp8_tensor", input_scale=float(torch.tensor(0.01)))
         asked = {"quantization": "fp8_static", "wire": wire, "dtype": torch.bfloat16}
-        model = load_pretrained(tmp_path / "fp8", context, **asked)
+        model = load_pretrained(tmp_path / "quantised", context, **asked)
         own = stored(moe_layers(model)[-1], 1)
         number = max(int(name.split(".")[2]) for name in file if ".experts.1." in name)
         assert torch.equal(own["w2_scale"], file[f"model.layers.{number}.mlp.experts.1.down_proj.weight_scale"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -258,26 +256,23 @@ def test_load_pretrained(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from ep_moe.integrations.transformers import load_pretrained, moe_layers
-    from tests.checkpoint_files import quiet, tiny_model
+    from tests.checkpoint_files import quiet, saved_twice, tiny_model
     from tests.checkpoint_files import save as save_model
 
     quiet()
     model = tiny_model(family, hidden_size=64)
     save_model(model, tmp_path / "source")
     file, plain = exported(load_file(tmp_path / "source" / SINGLE))
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
-    for kind, tensors in (("nvfp4", file), ("plain", plain)):
-        (tmp_path / kind).mkdir()
-        save_file(tensors, tmp_path / kind / SINGLE, {"format": "pt"})
     how = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
-    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "nvfp4" / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    saved_twice(tmp_path, file, plain, how)
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()(tokens).logits
-        found = load_pretrained(tmp_path / "nvfp4", EPContext.local(CPU), dtype=torch.float32)(tokens).logits
+        found = load_pretrained(tmp_path / "quantised", EPContext.local(CPU), dtype=torch.float32)(tokens).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    quantised = load_pretrained(tmp_path / "nvfp4", EPContext.local(CPU), quantization="nvfp4", dtype=torch.bfloat16)
+    quantised = load_pretrained(
+        tmp_path / "quantised", EPContext.local(CPU), quantization="nvfp4", dtype=torch.bfloat16
+    )
     layer = moe_layers(quantised)[-1]
     number = max(int(name.split(".")[2]) for name in file if ".experts.1." in name)
     own = stored(layer, 1)

@@ -103,7 +103,7 @@ def _pass(
     cut, ring = few_rows.Cut.of_rows(picks, each), stream_gemm.ring_for(each, w13)
     own = carve(workspace, shapes(picks, hidden, inner, slots))
     act, y, row_scale = own["act"], own["y"], own["row_scale"]
-    numbers, soon = y.view(FP8).view(-1, hidden)[:picks], cut is None and ring is not None
+    numbers = y.view(FP8).view(-1, hidden)[:picks]
     if x_scale is None and (cut is not None or ring is not None):
         whole, x, x_scale = x, numbers[: len(x)], row_scale[: len(x)]
         round_rows(whole, x, x_scale, launch=launch)
@@ -114,6 +114,7 @@ def _pass(
         few_rows.second_product(act, *found, w2, y, cut.second, w2_scale=w2_scale, launch=launch)
         pair_kernels.reduce(y, *found, slots, out, home=home, launch=launch)
         return
+    soon = ring is not None  # weights are fetched while pairs are sorted, and while what is between is rounded
     lists = pair_kernels.list_pairs(own, *found, slots, soon=soon, told=coming, launch=launch)
     if ring is None:
         round_rows(x, numbers, row_scale, x_scale=x_scale, slots=lists.slots, launch=launch)
@@ -122,13 +123,13 @@ def _pass(
     def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, to: Tensor, **more: Any) -> None:
         scales = RowScales(a_scale, b_scale[:, 0, 0])
         if ring is not None:
-            stream_gemm.product(a, b, lists, to, ring, scales=scales, launch=launch, **more)
+            stream_gemm.product(a, b, lists, to, ring, gather=b is w13, scales=scales, launch=launch, **more)
         else:
             tiles = tiles_for(each, b, spare_sms)
             grouped_gemm(a, b, lists.ends, to, tiles, spare_sms=spare_sms, scales=scales, launch=launch, **more)
 
     assert x_scale is not None
-    multiply(x, x_scale, w13, w13_scale, act, **how, **({"gather": True} if soon else {}))
+    multiply(x, x_scale, w13, w13_scale, act, **how)
     round_rows(act, own["act_numbers"], own["act_scale"], counts=lists.ends[-1:], soon=soon, launch=launch)
     multiply(own["act_numbers"], own["act_scale"], w2, w2_scale, y)
     pair_kernels.reduce(y, *found, slots, out, slots=lists.slots, home=home, soon=soon, launch=launch)

@@ -22,9 +22,8 @@ from ep_moe.weights.checkpoint_checks import checked, not_calibrated
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
 from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import CheckpointNames, names_of
-from ep_moe.weights.formats import ExpertFormat, PerExpert, Source
+from ep_moe.weights.formats import ExpertFormat, PerExpert, Source, input_scale, scalar
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
-from ep_moe.weights.scaled_fp8 import input_scale, scalar
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -183,8 +182,9 @@ class CheckpointSource:
             return ""
         if self.has(_scale_of(name)):
             return "blocks"
-        single = self.has(f"{name}_scale") and self._shape(f"{name}_scale") in ((), (1,))
-        return "matrix" if single else "rows" if self.has(f"{name}_scale") else ""
+        if not self.has(single := f"{name}_scale"):
+            return ""
+        return "matrix" if self._shape(single) in ((), (1,)) else "rows"
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""

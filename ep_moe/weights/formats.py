@@ -337,6 +337,15 @@ def concatenate(*parts: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
+def scalar(source: Source, name: str) -> Tensor:
+    return source.raw(name).reshape(()).float()
+
+
+def input_scale(weight: str) -> str:
+    """The name of a projection's calibrated scale, by that of its weight."""
+    return f"{weight.removesuffix('weight')}input_scale"
+
+
 def find_format(source: Source, block: str, formats: tuple[ExpertFormat, ...]) -> ExpertFormat | None:
     """The first format whose marker the source has."""
     return next((known for known in formats if source.has(f"{block}.{known.marker()}")), None)

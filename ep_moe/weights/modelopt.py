@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.weights.formats import ALL, Inner, PerExpert, Source, concatenate
+from ep_moe.weights.formats import ALL, Inner, PerExpert, Source, concatenate, input_scale, scalar
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
-from ep_moe.weights.scaled_fp8 import input_scale, scalar
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.weights.dequantize import FP8
-from ep_moe.weights.formats import ALL, Inner, PerExpert, Source, concatenate
+from ep_moe.weights.formats import ALL, Inner, PerExpert, Source, concatenate, input_scale, scalar
 
 STATIC, DYNAMIC = "fp8_static", "fp8_dynamic"
 
@@ -61,15 +61,6 @@ class ScaledFp8(PerExpert):
             inputs = {name: scalar(source, input_scale(name)) for name in (gate, up, down)}
             found |= {"w13_input_scale": torch.maximum(inputs[gate], inputs[up]), "w2_input_scale": inputs[down]}
         return found
-
-
-def scalar(source: Source, name: str) -> Tensor:
-    return source.raw(name).reshape(()).float()
-
-
-def input_scale(weight: str) -> str:
-    """The name of a projection's, by that of its weight."""
-    return f"{weight.removesuffix('weight')}input_scale"
 
 
 def _under(scale: Tensor, data: Tensor, own: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP
+from ep_moe.weights.dequantize import FP8, FP8_BLOCK, INT4_GROUP
 from ep_moe.weights.microscale import (
     MX_BLOCK,
     NVFP4_BLOCK,
@@ -32,7 +32,6 @@ from ep_moe.weights.microscale import (
     scale_to,
 )
 
-FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite E4M3
 
 
