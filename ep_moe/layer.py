@@ -30,9 +30,10 @@ from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
 from ep_moe.picks import Pick
-from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats, layer_stats
+from ep_moe.rank_checks import RankChecks
 from ep_moe.router import Router
 from ep_moe.tuned import Tuned
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
@@ -110,7 +111,9 @@ class MoELayer(nn.Module):
                 config,
                 expert_map,
                 ep_rank=layout.ep_rank,
+                ep=context.links["ep"],
                 etp=context.links["etp"],
+                replicas=context.links["expert_data"],
                 dtype=dtype,
                 scheme=scheme_of(quantization),
                 preparation=kernel.preparation,
@@ -127,6 +130,7 @@ class MoELayer(nn.Module):
             name: registry.load("experts", name)(config, self.expert_weights, context.workspaces, options)
             for name in self.picks.kernels[1:]
         }
+        self.checks = RankChecks()
         self.captured = CapturedCalls(context, config)
         self.repeated = RepeatedCalls(context, config, self.kernels)
         context.register(self)
@@ -152,6 +156,7 @@ class MoELayer(nn.Module):
             return replayed
         if (repeated := self.repeated.run(self, x, routing)) is not None:
             return repeated
+        self.checks.first_call(self)
         problem = self._problem(x, routing)
         if problem is not None:
             self._refuse(problem)
@@ -281,13 +286,42 @@ class MoELayer(nn.Module):
         """
         return self.expert_weights.update_expert(logical_id, tensors)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The map goes with the experts that it chose, beside the tensors: in a file that torch.save wrote a rank finds
+        its own experts again, wherever they were moved before; what is put together of several ranks has none."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata[prefix[:-1]]["expert_map"] = self.placement.expert_map.to_json()
+            metadata[prefix[:-1]]["ep_rank"] = self.context.layout.ep_rank
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        saved = local_metadata.get("expert_map")
+        if saved is not None and saved != self.placement.expert_map.to_json():
+            self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], state_dict, f"{prefix}expert_weights.")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _adopt(self, saved: ExpertMap, ep_rank: int, state_dict: Any, prefix: str) -> None:
+        """Put the map of a rank's own state in force where some rank would miss experts otherwise, and the layer has
+        room for it. A state with experts of other ranks too serves any map. All ranks decide alike."""
+        held = {int(key[len(prefix) :].split(".")[0]) for key in state_dict if key.startswith(prefix)}
+        if held != set(saved.local(ep_rank)) - {EMPTY} or self._routes_inside:
+            return
+        now, ranks = self.placement.expert_map, range(saved.num_ranks)
+        if saved.num_ranks == now.num_ranks and all({*now.local(r)} - {EMPTY} <= {*saved.local(r)} for r in ranks):
+            return
+        try:
+            self.placement.update(saved)
+        except ConfigError:
+            return  # keys that are missing are reported
+        self.expert_weights.expert_map = saved
+
     @property
     def dtype(self) -> torch.dtype:
         return self.expert_weights.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.expert_weights.get_parameter("w13").device
+        return self.expert_weights.device
 
     @property
     def pick(self) -> Pick:
@@ -371,7 +405,8 @@ class MoELayer(nn.Module):
 
     def _problem(self, x: Tensor, routing: Routing | None) -> str | None:
         """What is wrong with the arguments of this rank, without raising: all ranks must raise together."""
-        problem = rows_problem(x, self.config.hidden_size, self.dtype, self.device)
+        problem = self.checks.wrapper_problem(self)
+        problem = problem or rows_problem(x, self.config.hidden_size, self.dtype, self.device)
         if problem is not None:
             return problem
         if x.requires_grad and torch.is_grad_enabled() and (stuck := self._not_differentiable()):

@@ -74,7 +74,8 @@ MODELS = {
 
 def stored(layer: MoELayer, expert: int) -> dict[str, torch.Tensor]:
     """One expert's canonical tensors."""
-    return {name: layer.state_dict()[f"expert_weights.{expert}.{name}"] for name in layer.expert_weights.names}
+    weights = layer.expert_weights
+    return weights.whole(weights.held[expert][0])
 
 
 def same_bytes(found: torch.Tensor, wanted: torch.Tensor) -> bool:

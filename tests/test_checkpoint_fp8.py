@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.errors import CheckpointError
 from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, largest_input_scale, load_layers
-from ep_moe.weights.expert_weights import cut
+from ep_moe.weights.cutting import cut
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import find_format
 from ep_moe.weights.scaled_fp8 import ScaledFp8

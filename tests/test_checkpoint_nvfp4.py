@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.errors import CheckpointError
 from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, load_layers
-from ep_moe.weights.expert_weights import cut
+from ep_moe.weights.cutting import cut
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import find_format
 from ep_moe.weights.microscale import dequantize_nvfp4, quantize_nvfp4

@@ -110,9 +110,7 @@ def test_numbers_are_kept_in_another_scheme(kind, quantization, tmp_path):
     layer = load(kind, tmp_path, quantization)
     scheme, stored = SCHEMES[quantization], SCHEMES[KINDS[kind][1]]
     for expert in range(EXPERTS):
-        state = {
-            name: layer.state_dict()[f"expert_weights.{expert}.{name}"] for name in layer.expert_weights.names
-        }  # fmt: skip
+        state = layer.expert_weights.whole(layer.expert_weights.held[expert][0])
         for name in ("w13", "w2"):
             numbers = stored.dequantize(canonical(kind, expert), name)
             parts = scheme.weights.quantize(numbers, torch.bfloat16)

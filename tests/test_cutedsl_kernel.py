@@ -19,7 +19,8 @@ from ep_moe.select import choose, explain
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights import cutedsl
-from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.cutting import cut
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES
 from tests.cutedsl_emulation import Wrapper
 

@@ -13,7 +13,9 @@ from ep_moe.parallel.link import Link
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights import sm90_mixed_gemm as mixed
 from ep_moe.weights.cutlass_sm90 import BOUND, SM90_SCHEMES, CutlassSm90, activation_bound
-from ep_moe.weights.expert_weights import ExpertWeights, cut, join
+from ep_moe.weights.cutting import cut, join
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.parts import split_parts
 from ep_moe.weights.prepare import Preparation
 from ep_moe.weights.schemes import FP8, SCHEMES, Rounding, Scheme
 from tests import cutlass_emulation as emulation
@@ -238,7 +240,15 @@ def filled(scheme: Scheme, shape: MoEConfig | None = None, **options) -> ExpertW
 
 
 def flat(experts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{expert}.{name}": tensor for expert, tensors in enumerate(experts) for name, tensor in tensors.items()}
+    """By the names that are saved: of plain tensors gate and up are apart."""
+    found = {}
+    for expert, tensors in enumerate(experts):
+        plain = set(tensors) <= {"w13", "w2", "w13_bias", "w2_bias"} and tensors["w13"].itemsize > 1
+        for name, tensor in tensors.items():
+            gated = tensors["w13"].shape[0] == 2 * tensors["w2"].shape[1]
+            parts = split_parts(name, tensor, gated) if plain else {name: tensor}
+            found |= {f"{expert}.{part}": value for part, value in parts.items()}
+    return found
 
 
 @with_and_without_a_gate
@@ -258,7 +268,7 @@ def test_checkpoints_go_from_one_layout_to_another_and_back(scheme):
     back = made(scheme)
     back.load_state_dict(canonical.state_dict())
     first = filled(scheme)
-    for name, parameter in back.named_parameters():
+    for name, parameter in back.tensors.items():
         assert torch.equal(bits(parameter)[HELD], bits(first.get_parameter(name))[HELD]), name
     for name in ("w13", "w2"):
         assert back.dense(name).dtype == BF16
@@ -277,7 +287,7 @@ def test_pieces_over_etp_are_prepared_each_for_itself(scheme, activation, monkey
                 pieces = {name: cut(shape, name, tensor, 2, rank) for name, tensor in experts[expert].items()}
                 assert_equal(weights.slot(slot), pieces)
                 prepared = CutlassSm90(shape, scheme, BF16, 2).prepare(pieces)
-                assert_equal({name: p[slot] for name, p in weights.named_parameters()}, prepared)
+                assert_equal({name: p[slot] for name, p in weights.tensors.items()}, prepared)
 
     # the etp group in one process: tensors are gathered in this order
     order = iter([(slot, name) for slot in (1, 3, 0) for name in ranks[0].names])
@@ -311,21 +321,26 @@ def test_update_of_one_tensor_leaves_the_others(scheme):
         assert weights.update_expert(0, {name: new[name]}) == 2
         now = experts_of(shape, scheme)
         now[0][name] = new[name]
-        assert_equal(dict(weights.state_dict()), flat(now))
+        assert_equal(dict(weights.state_dict()), flat(now))  # the others too
         prepared = CutlassSm90(shape, scheme, BF16).prepare(now[0])  # also what is derived from several
         for slot in (1, 4):
-            assert_equal({name: p[slot] for name, p in weights.named_parameters()}, prepared)
+            assert_equal({name: p[slot] for name, p in weights.tensors.items()}, prepared)
 
 
-def test_fresh_quantised_weights_are_zero():
+def test_fresh_quantised_weights_are_the_plain_ones_rounded():
+    """In whatever layout: what is drawn depends on the seed and the expert alone."""
+    torch.manual_seed(3)
+    plain = made(SCHEMES["none"])
+    numbers = [{name: tensor.float() for name, tensor in plain.slot(slot).items()} for slot in range(plain.num_slots)]
     for scheme in map(SCHEMES.get, SM90_SCHEMES):
+        torch.manual_seed(3)
         weights = made(scheme)
-        if scheme.plain:
-            assert weights.w13.std() > 0.01
-            continue
-        assert not any(bits(parameter).any() for parameter in weights.parameters())
-        assert not weights.dense("w13").any()
-        assert not weights.dense("w2").any()
+        for slot, expert in enumerate(weights.local_experts):
+            for name in ("w13", "w2"):
+                own, wanted = weights.dense(name)[slot].float(), numbers[slot][name]
+                assert own.any() == (expert >= 0)
+                # the coarsest, of four bits under a power of two, take 8 of a block for 6
+                assert (own - wanted).abs().max() <= wanted.abs().max() / 4
 
 
 def test_an_empty_rank_has_no_slots():
@@ -346,7 +361,7 @@ def test_an_empty_rank_has_no_slots():
 @each_quantised
 def test_wrong_dtype_is_refused_by_name(scheme):
     weights = filled(scheme)
-    before = {name: parameter.clone() for name, parameter in weights.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in weights.tensors.items()}
     for name, tensor in random_tensors(config(), scheme).items():
         if name.endswith("_bias"):
             continue
@@ -354,7 +369,7 @@ def test_wrong_dtype_is_refused_by_name(scheme):
             weights.update_expert(0, {"w2_bias": torch.ones(256), name: tensor.double()})
         wanted = str(tensor.dtype).removeprefix("torch.")
         assert f"expert 0: {name} must be {wanted} under quantization={scheme.name}, got float64" in str(error.value)
-    assert_equal(dict(weights.named_parameters()), before)
+    assert_equal(dict(weights.tensors), before)
     weights.update_expert(0, {"w2_bias": torch.ones(256)})  # biases are numbers of the layer: any float will do
     assert (weights.slot(1)["w2_bias"] == 1).all()
 
@@ -362,17 +377,17 @@ def test_wrong_dtype_is_refused_by_name(scheme):
 @each_quantised
 def test_another_float_dtype_changes_no_quantised_number(scheme):
     weights = filled(scheme)
-    before = {name: parameter.clone() for name, parameter in weights.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in weights.tensors.items()}
     for moved in (weights.to(BF16), weights.bfloat16(), weights.to("cpu", BF16), torch.nn.Sequential(weights).to(BF16)):
         assert isinstance(moved, torch.nn.Module)
         assert weights.dtype == BF16
-        assert_equal(dict(weights.named_parameters()), before)
+        assert_equal(dict(weights.tensors), before)
     for change in (weights.float, weights.half, lambda: weights.to(torch.float64)):
         with pytest.raises(ConfigError) as error:
             change()
         assert f"quantization={scheme.name} was built for dtype bfloat16 and cannot become float" in str(error.value)
         assert "; build the layer with dtype=float" in str(error.value)
-        assert_equal(dict(weights.named_parameters()), before)
+        assert_equal(dict(weights.tensors), before)
 
 
 def test_plain_weights_change_their_dtype_in_any_layout():
@@ -397,7 +412,7 @@ def test_construction_on_meta(scheme):
     with torch.device("meta"):
         weights = made(scheme)
     assert all(parameter.is_meta for parameter in weights.parameters())
-    assert {name: (tuple(p.shape[1:]), p.dtype) for name, p in weights.named_parameters()} == {
+    assert {name: (tuple(p.shape[1:]), p.dtype) for name, p in weights.tensors.items()} == {
         name: (spec.shape, spec.dtype) for name, spec in CutlassSm90(config(), scheme, BF16).specs().items()
     }
     state = filled(scheme).state_dict()

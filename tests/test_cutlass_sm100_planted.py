@@ -20,7 +20,8 @@ from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
 from ep_moe.weights import cutlass_sm90, cutlass_sm100
 from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES
-from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.cutting import cut
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES
 from tests.test_flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.test_flashinfer_cutlass_planted import before_run, ratio, times_the_limit

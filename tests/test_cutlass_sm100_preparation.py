@@ -11,7 +11,8 @@ from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights import cutlass_sm100
 from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES, CutlassSm90
 from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES, CutlassSm100
-from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.cutting import cut
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES
 
 BF16 = torch.bfloat16

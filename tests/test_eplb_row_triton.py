@@ -185,7 +185,7 @@ def test_tensors_that_were_replaced_are_found(weights):
     held = store_of(weights)
     row = whole_row(held, 1)
     kernels = held._on_gpu()
-    before = {name: parameter.data for name, parameter in weights.named_parameters()}
+    before = {name: parameter.data for name, parameter in weights.tensors.items()}
     for parameter in weights.parameters():
         parameter.data = parameter.data.clone()
     for tensor in before.values():

@@ -41,7 +41,7 @@ def put(store, rows):
 
 def raw(weights, slot):
     """Every byte that is registered and belongs to a slot, found without `slot_tensors`."""
-    held = [*weights._parameters.items(), *weights._buffers.items()]
+    held = [*(weights._slots or weights._parameters).items(), *weights._buffers.items()]
     return {name: tensor.detach()[slot].reshape(-1).view(torch.uint8).clone() for name, tensor in held}
 
 

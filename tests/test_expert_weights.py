@@ -12,11 +12,31 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
-from ep_moe.weights.expert_weights import ExpertWeights, cut, cut_dim, expert_shapes, join
+from ep_moe.weights.cutting import cut, cut_dim, join
+from ep_moe.weights.expert_weights import ExpertWeights
 from tests.helpers import fill, integer_expert, integer_routing, integer_rows
 
 unhurried = settings(deadline=None)
 NAMES = ("w13", "w2", "w13_bias", "w2_bias")
+
+
+def saved(config: MoEConfig) -> set[str]:
+    """Names of an expert's parameters."""
+    up = {"w3", "w3_bias"} if config.activation.gated else set()
+    return {"w1", "w2", "w1_bias", "w2_bias"} | up
+
+
+def saved_expert(config: MoEConfig, expert: int) -> dict[str, Tensor]:
+    """`integer_expert` by these names."""
+    found = {}
+    for name, tensor in integer_expert(config, expert).items():
+        if name.startswith("w13") and config.activation.gated:
+            found |= dict(zip((name.replace("w13", "w1"), name.replace("w13", "w3")), tensor.chunk(2), strict=True))
+        else:
+            found[name.replace("w13", "w1")] = tensor
+    return found
+
+
 ACTIVATIONS = [Activation.SWIGLU, Activation.RELU2]  # with a gate and without
 REDUNDANT = ExpertMap.from_ranks([[4, 0, -1], [1, 2, 0], [3, 2, 4], []], 5)
 
@@ -34,8 +54,8 @@ def etp_link(size: int, rank: int) -> Link:
 
 def filled(config: MoEConfig, expert_map: ExpertMap, *, ep_rank: int = 0, etp: Link | None = None) -> ExpertWeights:
     weights = ExpertWeights(config, expert_map, ep_rank=ep_rank, etp=etp)
-    for parameter in weights.parameters():
-        parameter.data.fill_(torch.nan)
+    for tensor in weights.tensors.values():
+        tensor.fill_(torch.nan)
     for expert in range(config.num_experts):
         weights.update_expert(expert, integer_expert(config, expert))
     return weights
@@ -152,17 +172,56 @@ def test_etp_must_divide_the_intermediate_size():
 # --- parameters -----------------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_per_slot():
+def test_parameters_are_named_by_logical_expert():
+    config = shape()
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    shapes = {"w1": (16, 8), "w3": (16, 8), "w2": (8, 16), "w1_bias": (16,), "w3_bias": (16,), "w2_bias": (8,)}
+    found = {name: tuple(p.shape) for name, p in weights.named_parameters()}
+    assert found == {f"{expert}.{name}": size for expert in (0, 4) for name, size in shapes.items()}
+    without_gate = ExpertWeights(shape(Activation.RELU2, bias=False), REDUNDANT)
+    assert {name for name, _ in without_gate.named_parameters()} == {"0.w1", "0.w2", "4.w1", "4.w2"}
+
+
+def test_parameters_lie_where_kernels_read():
+    """A step of an optimizer in place is what the next call computes with; so is memory put in a parameter's place."""
+    weights = ExpertWeights(shape(), REDUNDANT, ep_rank=0)  # slots: experts 4 and 0
+    gate, up = weights.get_submodule("4").w1, weights.get_submodule("0").w3
+    with torch.no_grad():
+        gate.fill_(3), up.fill_(5)
+    assert (weights.w13[0, :16] == 3).all()
+    assert (weights.w13[1, 16:] == 5).all()
+    gate.data = torch.full_like(gate, 7)
+    assert weights(lambda: bool((weights.w13[0, :16] == 7).all()))
+    assert gate.data_ptr() == weights.w13[0].data_ptr()
+    weights.to(torch.float64)
+    assert weights.get_submodule("4").w1 is gate, "optimizers hold it"
+    assert gate.dtype == torch.float64
+    assert gate.data_ptr() == weights.w13[0].data_ptr()
+
+
+def test_an_expert_that_is_here_twice_has_one_parameter():
+    config = shape(Activation.RELU2, bias=False)
+    weights = ExpertWeights(config, ExpertMap.from_ranks([[0, 1, 0]], 2, allow_duplicates=True))
+    assert [name for name, _ in weights.named_parameters()] == ["0.w1", "0.w2", "1.w1", "1.w2"]
+    with torch.no_grad():
+        weights.get_submodule("0").w1.fill_(2)
+    out = weights(lambda: weights.w13 * torch.tensor([1.0, 10.0, 100.0])[:, None, None])
+    assert (out[2] == 200).all(), "the other slot follows"
+    out.sum().backward()
+    assert (weights.get_submodule("0").w1.grad == 101).all(), "and its gradient counts"
+
+
+def test_stored_tensors_are_per_slot():
     config = shape()
     weights = ExpertWeights(config, REDUNDANT, ep_rank=0, etp=etp_link(2, 0))
-    assert {name: tuple(p.shape) for name, p in weights.named_parameters()} == {
+    assert {name: tuple(p.shape) for name, p in weights.tensors.items()} == {
         "w13": (2, 16, 8),
         "w2": (2, 8, 8),
         "w13_bias": (2, 16),
         "w2_bias": (2, 8),
     }
     assert weights.local_experts == (4, 0)
-    assert set(dict(ExpertWeights(shape(bias=False), REDUNDANT).named_parameters())) == {"w13", "w2"}
+    assert set(ExpertWeights(shape(bias=False), REDUNDANT).tensors) == {"w13", "w2"}
     assert ExpertWeights(config, REDUNDANT, ep_rank=3).w13.shape == (0, 32, 8)
 
 
@@ -188,7 +247,7 @@ def test_update_writes_every_replica_and_cuts(activation, etp):
         for etp_rank in range(etp):
             weights = filled(config, REDUNDANT, ep_rank=ep_rank, etp=etp_link(etp, etp_rank))
             for slot, expert in enumerate(weights.local_experts):
-                for name, parameter in weights.named_parameters():
+                for name, parameter in weights.tensors.items():
                     if expert == -1:
                         assert parameter[slot].isnan().all()
                     else:
@@ -244,11 +303,11 @@ def test_bad_update_names_field_and_value_and_writes_nothing(expert, tensors, me
     config = shape()
     for ep_rank in range(4):
         weights = filled(config, REDUNDANT, ep_rank=ep_rank)
-        before = {name: parameter.clone() for name, parameter in weights.named_parameters()}
+        before = {name: parameter.clone() for name, parameter in weights.tensors.items()}
         with pytest.raises(InputError) as error:
             weights.update_expert(expert, {"w2_bias": torch.ones(8), **tensors} if expert == 1 else tensors)
         assert message in str(error.value)
-        for name, parameter in weights.named_parameters():
+        for name, parameter in weights.tensors.items():
             torch.testing.assert_close(parameter, before[name], rtol=0, atol=0, equal_nan=True)
 
 
@@ -262,11 +321,11 @@ def test_no_bias_tensor_where_there_is_none():
 
 
 def state_of_all_ranks(config: MoEConfig, expert_map: ExpertMap) -> dict[str, Tensor]:
-    """The union over the ranks, which must not overlap."""
+    """The union over the ranks, which agree where they overlap."""
     union: dict[str, Tensor] = {}
     for rank in range(expert_map.num_ranks):
         state = filled(config, expert_map, ep_rank=rank).state_dict()
-        assert not union.keys() & state.keys()
+        assert all(torch.equal(union[key], state[key]) for key in union.keys() & state.keys())
         union |= state
     return union
 
@@ -286,16 +345,31 @@ MAPS = {
 def test_union_of_the_ranks_is_a_checkpoint_in_logical_order(name, bias):
     config = shape(bias=bias)
     state = state_of_all_ranks(config, MAPS[name])
-    assert set(state) == {f"{expert}.{tensor}" for expert in range(5) for tensor in expert_shapes(config)}
     for expert in range(5):
-        for tensor, expected in integer_expert(config, expert).items():
+        parts = saved_expert(config, expert)
+        assert {key for key in state if key.startswith(f"{expert}.")} == {f"{expert}.{name}" for name in parts}
+        for tensor, expected in parts.items():
             assert torch.equal(state[f"{expert}.{tensor}"], expected)
 
 
-def test_an_expert_is_saved_by_its_primary_owner():
+def test_a_rank_saves_what_it_holds_and_loads_that_again():
+    config = shape()
     for rank in range(4):
-        saved = {int(key.split(".")[0]) for key in filled(shape(), REDUNDANT, ep_rank=rank).state_dict()}
-        assert saved == {expert for expert in range(5) if REDUNDANT.primary_owner(expert) == rank}
+        weights = filled(config, REDUNDANT, ep_rank=rank)
+        state = weights.state_dict()
+        assert {int(key.split(".")[0]) for key in state} == set(REDUNDANT.local(rank)) - {-1}
+        again = ExpertWeights(config, REDUNDANT, ep_rank=rank)
+        again.load_state_dict(state)
+        assert all(torch.equal(again.tensors[name], tensor) for name, tensor in weights.tensors.items())
+
+
+def test_a_state_with_gate_and_up_in_one_loads():
+    """As version 0.1 wrote it."""
+    config = shape()
+    state = {f"{e}.{name}": tensor for e in (4, 0) for name, tensor in integer_expert(config, e).items()}
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    weights.load_state_dict(state)
+    assert torch.equal(weights.w13[0], integer_expert(config, 4)["w13"])
 
 
 @pytest.mark.parametrize("to", MAPS)
@@ -310,7 +384,7 @@ def test_checkpoint_of_one_map_loads_into_any_other(of, to):
         assert not result.unexpected_keys
         for slot, expert in enumerate(weights.local_experts):
             if expert >= 0:
-                for name, parameter in weights.named_parameters():
+                for name, parameter in weights.tensors.items():
                     assert torch.equal(parameter[slot], integer_expert(config, expert)[name])
 
 
@@ -321,7 +395,7 @@ def test_checkpoint_loads_into_pieces(etp):
     for rank in range(etp):
         weights = ExpertWeights(config, REDUNDANT, ep_rank=1, etp=etp_link(etp, rank))
         weights.load_state_dict(state)
-        for name, parameter in weights.named_parameters():
+        for name, parameter in weights.tensors.items():
             assert torch.equal(parameter[0], cut(config, name, integer_expert(config, 1)[name], etp, rank))
 
 
@@ -333,7 +407,7 @@ def test_state_dict_of_pieces_has_whole_tensors(monkeypatch):
     def all_gather(pieces: list[Tensor], piece: Tensor, group: object) -> None:
         name, slot = next(
             (name, slot)
-            for name, parameter in ranks[0].named_parameters()
+            for name, parameter in ranks[0].tensors.items()
             for slot in range(ranks[0].num_slots)
             if parameter[slot].data_ptr() == piece.data_ptr()
         )
@@ -342,10 +416,10 @@ def test_state_dict_of_pieces_has_whole_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     state = ranks[0].state_dict()
-    assert {int(key.split(".")[0]) for key in state} == {1, 2}
+    assert {int(key.split(".")[0]) for key in state} == {0, 1, 2}
     for key, tensor in state.items():
         expert, name = key.split(".")
-        assert torch.equal(tensor, integer_expert(config, int(expert))[name]), key
+        assert torch.equal(tensor, saved_expert(config, int(expert))[name]), key
 
 
 def test_ranks_need_their_own_experts_only():
@@ -359,35 +433,35 @@ def test_ranks_need_their_own_experts_only():
 def test_missing_keys_are_reported():
     config = shape()
     state = state_of_all_ranks(config, REDUNDANT)
-    del state["4.w2"], state["0.w13"], state["3.w2"]  # rank 0 holds 4 and 0
+    del state["4.w2"], state["0.w3"], state["3.w2"]  # rank 0 holds 4 and 0
     weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
     with pytest.raises(RuntimeError) as error:
         weights.load_state_dict(state)
-    assert '"0.w13"' in str(error.value)
+    assert '"0.w3"' in str(error.value)
     assert '"4.w2"' in str(error.value)
     assert "3.w2" not in str(error.value)
-    assert sorted(weights.load_state_dict(state, strict=False).missing_keys) == ["0.w13", "4.w2"]
+    assert sorted(weights.load_state_dict(state, strict=False).missing_keys) == ["0.w3", "4.w2"]
 
 
 def test_misshapen_tensors_are_reported():
     config = shape()
     state = state_of_all_ranks(config, REDUNDANT)
-    state["4.w2"], state["0.w13"] = torch.ones(16, 8), torch.ones(3)
+    state["4.w2"], state["0.w1"] = torch.ones(16, 8), torch.ones(3)
     with pytest.raises(RuntimeError) as error:
         ExpertWeights(config, REDUNDANT, ep_rank=0).load_state_dict(state)
     assert "expert 4: w2 must be [8, 16], got [16, 8]" in str(error.value)
-    assert "expert 0: w13 must be [32, 8], got [3]" in str(error.value)
+    assert "expert 0: w1 must be [16, 8], got [3]" in str(error.value)
 
 
 def test_unexpected_keys_are_reported():
     config = shape()
-    state = state_of_all_ranks(config, REDUNDANT) | {"5.w13": torch.ones(1), "0.w1": torch.ones(1)}
+    state = state_of_all_ranks(config, REDUNDANT) | {"5.w1": torch.ones(1), "0.w4": torch.ones(1)}
     weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
     with pytest.raises(RuntimeError) as error:
         weights.load_state_dict(state)
-    assert '"5.w13"' in str(error.value)
-    assert '"0.w1"' in str(error.value)
-    assert sorted(weights.load_state_dict(state, strict=False).unexpected_keys) == ["0.w1", "5.w13"]
+    assert '"5.w1"' in str(error.value)
+    assert '"0.w4"' in str(error.value)
+    assert sorted(weights.load_state_dict(state, strict=False).unexpected_keys) == ["0.w4", "5.w1"]
 
 
 # --- the whole layer ------------------------------------------------------------------------------------------------
@@ -402,7 +476,7 @@ def test_layers_state_loads_into_a_layer_with_another_map():
     first = fill(layer(config, ExpertMap.linear(5, 1)))
     second = layer(config, ExpertMap.from_ranks([[3, -1, 1, 4, 0, 2, 3]], 5, allow_duplicates=True))
     state = first.state_dict()
-    assert set(state) == {"router.weight"} | {f"expert_weights.{e}.{name}" for e in range(5) for name in NAMES}
+    assert set(state) == {"router.weight"} | {f"expert_weights.{e}.{name}" for e in range(5) for name in saved(config)}
     second.load_state_dict(state)
     x, routing = integer_rows(20, 8, 0), integer_routing(20, config, 0)
     with torch.no_grad():

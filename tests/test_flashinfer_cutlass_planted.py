@@ -17,7 +17,8 @@ from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, wors
 from ep_moe.types import LocalIds, Received
 from ep_moe.weights import cutlass_sm90
 from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.cutting import cut
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
 from tests.test_flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 

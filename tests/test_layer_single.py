@@ -23,8 +23,8 @@ def by_hand(layer: MoELayer, x: Tensor, chosen: Routing) -> Tensor:
     for row, (ids, weights) in enumerate(zip(chosen.ids.tolist(), chosen.weights, strict=True)):
         for expert, weight in zip(ids, weights, strict=True):
             if expert >= 0:
-                gate, up = (state[f"expert_weights.{expert}.w13"] @ x[row]).chunk(2)
-                out[row] += weight * (state[f"expert_weights.{expert}.w2"] @ (silu(gate) * up))
+                gate, up, down = (state[f"expert_weights.{expert}.{name}"] for name in ("w1", "w3", "w2"))
+                out[row] += weight * (down @ (silu(gate @ x[row]) * (up @ x[row])))
     return out
 
 

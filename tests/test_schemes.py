@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, ConfigError, MoEConfig
-from ep_moe.weights.expert_weights import cut, join
+from ep_moe.weights.cutting import cut, join
 from ep_moe.weights.microscale import dequantize_mxfp4
 from ep_moe.weights.schemes import FP8_MAX, SCHEMES, Scheme, scheme_of
 

@@ -18,7 +18,8 @@ from ep_moe.parallel.link import Link
 from ep_moe.testing import kernel_contract
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
-from ep_moe.weights.expert_weights import ExpertWeights, cut
+from ep_moe.weights.cutting import cut
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import SCHEMES
 from ep_moe.workspace import Workspaces
 from tests.trtllm_emulation import emulate, unpack
@@ -252,13 +253,13 @@ def test_out_is_written_and_what_was_given_stays(name):
     experts, _ = build(shape(), name)
     received = rows()
     before = [t.clone() for t in (received.x, received.local_ids, received.weights)]
-    stored = {key: p.detach().clone() for key, p in experts.weights.named_parameters()}
+    stored = {key: p.detach().clone() for key, p in experts.weights.tensors.items()}
     out = torch.full_like(received.x, torch.nan)
     assert experts(received, out) is out
     assert not out.isnan().any()
     for now, then in zip((received.x, received.local_ids, received.weights), before, strict=True):
         assert torch.equal(now, then)
-    for key, parameter in experts.weights.named_parameters():
+    for key, parameter in experts.weights.tensors.items():
         assert torch.equal(parameter.detach().view(torch.uint8), stored[key].view(torch.uint8)), key
 
 

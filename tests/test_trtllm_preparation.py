@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.weights.expert_weights import cut
+from ep_moe.weights.cutting import cut
 from ep_moe.weights.schemes import SCHEMES
 from ep_moe.weights.trtllm import LAYOUTS, Trtllm
 from ep_moe.weights.trtllm_shuffle import block_major, row_major, row_order, shuffle_rows, unshuffle_rows

@@ -215,6 +215,12 @@ class Experts(ABC):
         out: contiguous, [..., H] for `received.x`, the layer's dtype; where it is written to. Default a new tensor.
             `received.peer_out`, for kernels that can: then rows without a local expert are left as they are
         """
+        if self.weights.named:
+            found: Tensor | PeerRows = self.weights(self._run, received, out)
+            return found
+        return self._run(received, out)
+
+    def _run(self, received: Received, out: Tensor | PeerRows | None) -> Tensor | PeerRows:
         received = received.dense()
         if not self.capabilities.wire_ids:
             received = localized(received, self.weights.num_slots)

@@ -40,7 +40,8 @@ class ReferenceExperts(Experts):
         weights = self.weights
         grouped = group_rows(received, weights.num_slots)
         if not len(grouped.expert):
-            nothing: Tensor = _Attached.apply(reduce_rows(grouped.x, grouped), *weights.parameters())
+            stored = [*weights.tensors.values(), *([] if weights.anchor is None else [weights.anchor])]
+            nothing: Tensor = _Attached.apply(reduce_rows(grouped.x, grouped), *stored)
             return nothing
         w13_bias, w2_bias = weights.stored("w13_bias"), weights.stored("w2_bias")
         h = _linear(grouped.x, weights.dense("w13"), grouped.ends)

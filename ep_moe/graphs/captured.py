@@ -26,6 +26,8 @@ from ep_moe.parallel.ledger import Step
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.types import Routing, capturing, dtype_name
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.parts import Expert
 
 
 class Layer(Protocol):
@@ -93,9 +95,13 @@ class _Places:
     """Where a layer's parts and their tensors are: graphs read there, whatever takes their place."""
 
     def __init__(self, layer: Layer) -> None:
-        modules = list(layer.modules())
-        self._children = [(module._modules, list(module._modules.values())) for module in modules]
-        self._owners: list[Any] = [tensors for module in modules for tensors in (module._parameters, module._buffers)]
+        # an expert's parameters lie in its layer's tensors, and their names move with the map
+        modules = [module for module in layer.modules() if not isinstance(module, Expert)]
+        weights = [module for module in modules if isinstance(module, ExpertWeights)]
+        others = [module for module in modules if not isinstance(module, ExpertWeights)]
+        self._children = [(module._modules, list(module._modules.values())) for module in others]
+        self._owners: list[Any] = [tensors for module in others for tensors in (module._parameters, module._buffers)]
+        self._owners += [module.tensors for module in weights]
         self._sizes = list(map(len, self._owners))
         self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
         self._places = self._now()

@@ -85,6 +85,11 @@ class RankLayout:
         return self.tp if self.tokens is Tokens.REPLICATED else 1
 
     @property
+    def token_ranks(self) -> int:
+        """Ranks of a stage that have tokens of their own: over how many a batch's gradients are averaged."""
+        return self.stage // self.split
+
+    @property
     def lockstep(self) -> int:
         """Ranks that must enter one layer's collectives together: a contiguous block of this size."""
         return math.lcm(self.split, self.ep * self.etp)
@@ -135,7 +140,8 @@ class RankLayout:
         """Every group of every kind, the same lists on all ranks.
 
         tp, dp, ep, etp are the usual ones; `lockstep` holds the ranks that enter a layer together; `expert_data` holds
-        the ranks with the same shard of the same experts in other EP groups (their gradients belong together).
+        the ranks with the same shard of the same experts in other EP groups (their gradients belong together); `stage`
+        holds all ranks of a pipeline stage.
         """
         return {
             "tp": self._blocks(self.tp, 1),
@@ -145,6 +151,7 @@ class RankLayout:
             "etp": self._blocks(self.etp, 1),
             "lockstep": self._blocks(self.lockstep, 1),
             "expert_data": self._blocks(self.replicas, self.ep * self.etp),
+            "stage": self._blocks(self.stage, 1),
         }
 
     def group(self, kind: str) -> list[int]:

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -26,6 +27,8 @@ from torch.distributed import Store
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout
 from ep_moe.parallel.device_mark import DeviceMark
 from ep_moe.types import capturing
+
+_PATIENCE_S = 5.0  # before a rank that waits for others says so
 
 
 class Step(NamedTuple):
@@ -89,7 +92,7 @@ class Ledger:
         self._beats = 0
         self._mark: DeviceMark | None = None
         self._marked = 0.0
-        self._shared: dict[tuple[int, ...], int] = {}
+        self._shared: dict[object, int] = {}  # calls of `share` and `meet`, by what names them
         self._store = store
         if store is not None and len(self._ranks) > 1:
             own = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a waiting call holds its lock
@@ -166,6 +169,29 @@ class Ledger:
         except RuntimeError as error:
             raise self._diagnose(f"rank {owner} did not say what is wrong there") from error
         return self._store.get(key).decode()
+
+    def meet(self, key: str, ranks: Sequence[int], what: str) -> None:
+        """Wait through the store until all of `ranks` are here, before a collective that a user might start on one rank
+        alone. Warns after a few seconds, and raises PeerTimeout after the deadline, naming who is missing.
+
+        key: the same on all ranks; may come again
+        """
+        if self._store is None or len(ranks) == 1:
+            return
+        number = self._shared[key] = self._shared.get(key, 0) + 1
+        key = f"meet/{'-'.join(map(str, ranks))}/{key}/{number}"
+        self._store.set(f"{key}/{self._rank}", "")
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        for seconds in (min(_PATIENCE_S, self.deadline_s), self.deadline_s):
+            try:
+                self._store.wait(list(keys.values()), timedelta(seconds=seconds))
+                return
+            except RuntimeError:  # DistStoreError, but FileStore has no type of its own
+                missing = [rank for rank, own in keys.items() if not self._store.check([own])]
+                text = f"{what} needs rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} too"
+                if seconds < self.deadline_s:
+                    warnings.warn(f"{text}; rank {self._rank} waits up to {self.deadline_s:g} s", stacklevel=2)
+        raise PeerTimeout(f"{text}, which did not call it within {self.deadline_s:g} s; call it on all ranks")
 
     def refuse(self, text: str) -> None:
         """This rank cannot go on: raise `text` as InputError at every rank's next step, here and on the peers."""

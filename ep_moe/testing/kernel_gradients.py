@@ -51,7 +51,7 @@ def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
     found = {"x": _grad(received.x)}
     if received.weights is not None:
         found["weights"] = _grad(received.weights)
-    stored = dict(layer.experts.weights.named_parameters())
+    stored = dict(layer.experts.weights.tensors.items())
     for slot in range(len(layer.tensors)):
         own = {name: _grad(parameter)[slot] for name, parameter in stored.items()}
         canonical = layer.experts.weights.preparation.restore(own)

@@ -19,8 +19,8 @@ from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
 from ep_moe.weights.checkpoint_checks import checked, not_calibrated
+from ep_moe.weights.cutting import cut
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
-from ep_moe.weights.expert_weights import cut
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.formats import ExpertFormat, PerExpert, Source, input_scale, scalar
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4

@@ -1,4 +1,4 @@
-"""Expert weights of one rank: parameters per slot in its kernel's layout, a state dict per logical expert in ours.
+"""Expert weights of one rank: all slots in its kernel's layout, parameters and a state dict per logical expert in ours.
 
 Canonical, of one whole expert (all of it where etp = 1; `PLAIN` scheme; other schemes have the parts that
 `weights.schemes` names, such as `w13_scale`):
@@ -6,25 +6,32 @@ Canonical, of one whole expert (all of it where etp = 1; `PLAIN` scheme; other s
     w13 [2I, H]  gate rows first, then up rows (as Hugging Face and vLLM); [I, H] without a gate
     w2  [H, I]
     w13_bias [2I], w2_bias [H] where the layer has them; w2_bias is added by etp rank 0 alone
+
+Parameters and saved tensors of the plain scheme have the two halves of w13 apart, as w1 [I, H] (gate) and w3 [I, H]
+(up): each is cut over etp in one piece, which checkpoints can say, and has the fan-in that its shape tells.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, SupportsIndex
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.errors import ConfigError, InputError
-from ep_moe.parallel.link import Link
-from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.errors import InputError
 from ep_moe.types import dtype_name
+from ep_moe.weights.cutting import cut, join
+from ep_moe.weights.initial import initial_expert
+from ep_moe.weights.parts import part_names, parts_of, split_parts
 from ep_moe.weights.prepare import Preparation
 from ep_moe.weights.schemes import PLAIN, Scheme
+from ep_moe.weights.slots import ExpertSlots
+
+Result = TypeVar("Result")
 
 
 def expert_shapes(config: MoEConfig, scheme: Scheme = PLAIN) -> dict[str, tuple[int, ...]]:
@@ -32,175 +39,76 @@ def expert_shapes(config: MoEConfig, scheme: Scheme = PLAIN) -> dict[str, tuple[
     return {name: spec.shape for name, spec in scheme.expert(config, torch.float32).items()}
 
 
-def cut_dim(name: str, dims: int) -> int | None:
-    """Which dimension of an expert's tensor is cut over etp; None: not at all."""
-    if dims == 0 or name == "w2_bias":
-        return None
-    return 0 if name.startswith("w13") else 1
-
-
-def cut(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -> Tensor:
-    """The etp rank's piece of a whole expert's tensor; gate and up are cut alike, so that a piece has both."""
-    dim = cut_dim(name, tensor.dim())
-    if etp == 1 or dim is None:
-        return tensor
-    halves = tensor.chunk(2, dim) if name.startswith("w13") and config.activation.gated else (tensor,)
-    return torch.cat([half.chunk(etp, dim)[etp_rank] for half in halves], dim)
-
-
-def join(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
-    """The inverse of `cut`: all etp ranks' pieces in order to the whole tensor. What is not cut is etp rank 0's: it
-    alone uses w2_bias, and alone trains it."""
-    dim = cut_dim(name, pieces[0].dim())
-    if len(pieces) == 1 or dim is None:
-        return pieces[0]
-    if name.startswith("w13") and config.activation.gated:
-        gates, ups = zip(*(piece.chunk(2, dim) for piece in pieces), strict=True)
-        return torch.cat([*gates, *ups], dim)
-    return torch.cat(pieces, dim)
-
-
-class ExpertWeights(nn.Module):
-    """The parameters of this rank's slots: one [L, ...] per tensor that `preparation` stores.
+class ExpertWeights(ExpertSlots):
+    """The weights of this rank's slots: one [L, ...] per tensor that `preparation` stores.
 
     scheme: how the numbers are stored; preparation: in what layout, by the kernel that reads them (default canonical)
-    trainable: whether floating-point parameters require gradients; quantised ones never do
+    trainable: whether the kernel has a backward. Plain canonical weights are then parameters by logical expert, such as
+        `3.w1`, on the memory that kernels read; others are one frozen parameter a tensor, of all slots
     dtype: of the activations, and of what is not quantised
+    ep, etp: the links of this rank; replicas: to the ranks with the same slots in other EP groups
 
-    `state_dict` has the keys `{logical id}.w13` and so on, whole canonical tensors, each expert on the rank that owns
-    its first replica: the union over ranks is a checkpoint that depends on no placement and no kernel. With etp > 1 it
-    is collective over the etp group. `load_state_dict` takes any dict that has (at least) this rank's experts.
+    `state_dict` has each expert of this rank by logical id, `3.w1` and so on, whole and canonical: the union over ranks
+    is a checkpoint that depends on no placement and no kernel. With etp > 1 it is collective over the etp group.
+    `load_state_dict` takes any dict that has (at least) this rank's experts.
     """
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        expert_map: ExpertMap,
-        *,
-        ep_rank: int = 0,
-        etp: Link | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        scheme: Scheme = PLAIN,
-        preparation: Callable[[MoEConfig, Scheme, torch.dtype, int], Preparation] = Preparation,
-        trainable: bool = True,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.expert_map = expert_map
-        self.ep_rank = ep_rank
-        self.etp = etp or Link.alone()
-        self.scheme = scheme
-        if config.intermediate_size % self.etp.size:
-            raise ConfigError(
-                f"ParallelConfig.etp must divide MoEConfig.intermediate_size, got etp={self.etp.size}, "
-                f"intermediate_size={config.intermediate_size}"
-            )
-        problem = scheme.problem(config, self.etp.size)
-        if problem is not None:
-            raise ConfigError(problem)
-        self.num_slots = expert_map.num_slots(ep_rank)
-        self.updates = 0  # calls that may have written weights, alike on all ranks
-        self._dtype = dtype or torch.get_default_dtype()
-        self.preparation = preparation(config, scheme, self._dtype, self.etp.size)
-        self.names = tuple(self.preparation.canonical)
-        for name, spec in self.preparation.specs().items():
-            data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
-            self.register_parameter(name, nn.Parameter(data, requires_grad=trainable and scheme.plain))
-        self.reset_parameters()
+    def __getattr__(self, name: str) -> Any:
+        if name.isdigit() and not self.named and int(name) in self.held:  # checkpoints look up what `state_dict` names
+            return SimpleNamespace(**self._parts(self.slot(self.held[int(name)][0])))
+        return super().__getattr__(name)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the activations."""
-        return self.get_parameter("w13").dtype if self.scheme.plain else self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.get_parameter("w13").device
-
-    def get_parameter(self, target: str) -> nn.Parameter:
-        """As any module's; without its walk through submodules, which layers would pay for at each call."""
-        found = self._parameters.get(target)
-        return super().get_parameter(target) if found is None else found
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Addresses of all that kernels read: other ones once tensors are replaced, the same while they are written."""
-        return tuple([tensor.data_ptr() for tensor in self._parameters.values() if tensor is not None])
-
-    def stored(self, name: str) -> Tensor | None:
-        """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
-        return self._parameters.get(name)
+    # --- what is there -----------------------------------------------------------------------------------------
 
     def dense(self, name: str) -> Tensor:
-        """w13 or w2 of all slots [L, rows, columns] in the canonical layout: the parameter itself where it is plain and
+        """w13 or w2 of all slots [L, rows, columns] in the canonical layout: the stored tensor where it is plain and
         canonical, dequantised to `dtype` otherwise."""
         if self.scheme.plain and type(self.preparation) is Preparation:
-            return self.get_parameter(name)
+            return self.tensors[name]
         slots = [self.slot(slot) for slot in range(self.num_slots)]
         whole = {part: torch.stack([tensors[part] for tensors in slots]) for part in self.names} if slots else {}
         if not whole:
             rows, columns = PLAIN.expert(self.config, self.dtype, self.etp.size)[name].shape
-            return torch.empty(0, rows, columns, dtype=self.dtype, device=self.get_parameter("w13").device)
+            return torch.empty(0, rows, columns, dtype=self.dtype, device=self.device)
         return self.scheme.dequantize(whole, name).to(self.dtype)
 
     def slot_tensors(self) -> dict[str, Tensor]:
         """Everything that belongs to slots, [L, ...] each, in the kernel's layout: what moves when an expert moves. All
         that is registered, so that no scale can be forgotten; a tensor that is not per slot has no place here."""
-        found = dict([*self.named_parameters(), *self.named_buffers()])
+        found = dict([*self.tensors.items(), *self.named_buffers()])
         odd = [name for name, tensor in found.items() if tensor.dim() == 0 or len(tensor) != self.num_slots]
         assert not odd, f"{odd} of ExpertWeights are not [{self.num_slots} slots, ...]"
         return {name: found[name].detach() for name in sorted(found)}
 
     def slot(self, slot: int) -> dict[str, Tensor]:
         """One slot's canonical tensors."""
-        return self.preparation.restore({name: p.detach()[slot] for name, p in self.named_parameters()})
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
-        """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""
-        if self.scheme.plain:
-            super()._apply(fn, recurse)
-            return self
-        wanted = fn(torch.empty(0, dtype=self._dtype, device=self.get_parameter("w13").device)).dtype
-        if wanted != self._dtype:
-            raise ConfigError(
-                f"quantization={self.scheme.name} was built for dtype {dtype_name(self._dtype)} and cannot become "
-                f"{dtype_name(wanted)}; build the layer with dtype={dtype_name(wanted)}"
-            )
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        super()._apply(move, recurse)
-        return self
-
-    @property
-    def local_experts(self) -> tuple[int, ...]:
-        """The logical expert in each slot, -1 for an empty one."""
-        return self.expert_map.local(self.ep_rank)[: self.num_slots]
-
-    @property
-    def is_meta(self) -> bool:
-        return self.get_parameter("w13").is_meta
+        return self.preparation.restore({name: tensor.detach()[slot] for name, tensor in self.tensors.items()})
 
     @property
     def adds_output_bias(self) -> bool:
         """Outputs are summed over etp: one rank of it adds w2_bias."""
         return self.etp.rank == 0
 
+    # --- writing -----------------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(fan in), as `nn.Linear`, in the canonical as in any kernel's order of rows; biases zero.
-        Replicas differ until weights are loaded. Quantised numbers become zero: they are loaded, not trained."""
+        """Uniform in +-1/sqrt(fan in), as `nn.Linear`; biases zero; quantised where the layer is. What an expert gets
+        depends on the state of torch's default generator on the CPU and on its logical id: with one seed the model is
+        the same under every layout and map, and copies of an expert are equal."""
         self.updates += 1
-        for parameter in self.parameters():
-            parameter.zero_()
-        if not self.scheme.plain:
+        if self.is_meta:
             return
-        for name, fan_in in (("w13", self.config.hidden_size), ("w2", self.config.intermediate_size)):
-            bound = 1 / math.sqrt(fan_in)
-            self.get_parameter(name).uniform_(-bound, bound)
+        for tensor in self.tensors.values():
+            tensor.zero_()
+        seeds = torch.randint(2**62, (self.config.num_experts,), device="cpu").tolist()
+        for expert, slots in self.held.items():
+            whole = initial_expert(self.config, self.scheme, self._dtype, seeds[expert], self.device)
+            self.write(slots, self._cut(whole))
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        size, rank = self.etp.size, self.etp.rank
+        return {name: cut(self.config, name, tensor, size, rank) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def update_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> int:
@@ -210,29 +118,30 @@ class ExpertWeights(nn.Module):
         """
         if self.is_meta:
             raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
+        if self.named and not self._slots:
+            raise InputError("expert parameters are shared out by fully_shard; load them with load_state_dict")
         if not isinstance(logical_id, SupportsIndex) or not 0 <= logical_id < self.config.num_experts:
             raise InputError(f"logical_id must be an integer in [0, {self.config.num_experts}), got {logical_id!r}")
         self._check_expert(logical_id, tensors)
         self.updates += 1
-        slots = [slot for slot, expert in enumerate(self.local_experts) if expert == logical_id]
+        slots = self.held.get(int(logical_id), [])
         if slots:
-            size, rank = self.etp.size, self.etp.rank
-            self.write(slots, {name: cut(self.config, name, tensor, size, rank) for name, tensor in tensors.items()})
+            self.write(slots, self._cut(tensors))
         return len(slots)
 
     @torch.no_grad()
     def write(self, slots: list[int], pieces: Mapping[str, Tensor]) -> None:
         """Write an expert's canonical tensors (some or all of them), cut to this etp rank, into `slots`."""
-        device, specs = self.get_parameter("w13").device, self.preparation.canonical
+        specs = self.preparation.canonical
         canonical = {
-            name: piece.to(device, self.dtype if self.scheme.plain else specs[name].dtype)
+            name: piece.to(self.device, self.dtype if self.scheme.plain else specs[name].dtype)
             for name, piece in pieces.items()
         }
         if canonical.keys() != self.preparation.canonical.keys():
             canonical = self.slot(slots[0]) | canonical  # a kernel's tensor may be made of several of ours
         for name, tensor in self.preparation.prepare(canonical).items():
             for slot in slots:
-                self.get_parameter(name)[slot].copy_(tensor)
+                self.tensors[name][slot].copy_(tensor)
 
     def _check_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> None:
         specs = self.scheme.expert(self.config, self._dtype)
@@ -257,12 +166,14 @@ class ExpertWeights(nn.Module):
                     f"got {dtype_name(tensor.dtype)}; quantize it with ep_moe.weights.schemes first"
                 )
 
+    # --- saving and loading ------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def whole(self, slot: int) -> dict[str, Tensor]:
         """A slot's whole canonical tensors. Collective over the etp group."""
-        return {name: self._join(name, piece) for name, piece in self.slot(slot).items()}
+        return {name: self._join_pieces(name, piece) for name, piece in self.slot(slot).items()}
 
-    def _join(self, name: str, piece: Tensor) -> Tensor:
+    def _join_pieces(self, name: str, piece: Tensor) -> Tensor:
         if self.etp.size == 1:
             return piece
         wire = piece.contiguous().view(torch.uint8) if piece.dtype.itemsize == 1 else piece.contiguous()
@@ -271,14 +182,30 @@ class ExpertWeights(nn.Module):
             dist.all_gather(pieces, wire, group=self.etp.group)
         return join(self.config, name, [part.view(piece.dtype) for part in pieces])
 
+    @property
+    def saved_names(self) -> list[str]:
+        """Of an expert's tensors in `state_dict`: those of its parameters where it is plain."""
+        return part_names(self.names, self.config.activation.gated) if self.scheme.plain else list(self.names)
+
+    def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Canonical tensors by the names that are saved."""
+        if not self.scheme.plain:
+            return dict(tensors)
+        gated = self.config.activation.gated
+        return {part: view for name, t in tensors.items() for part, view in split_parts(name, t, gated).items()}
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        first_slot = self.ep_rank * self.expert_map.cap
-        for expert, physical in sorted(
-            (expert, first_slot + slot) for slot, expert in enumerate(self.local_experts) if expert != EMPTY
-        ):
-            if self.expert_map.logical_to_physical[expert][0] == physical:
-                for name, tensor in self.whole(physical - first_slot).items():
-                    destination[f"{prefix}{expert}.{name}"] = tensor
+        if self.etp.size > 1 and self.held and (self._slots or not self.named):
+            self.etp.ledger.meet(f"{prefix}state_dict", self.etp.ranks, "state_dict() of a layer with etp > 1")
+        for expert, slots in self.held.items():
+            if self.named and (self.etp.size == 1 or not self._slots):
+                module = self._modules[str(expert)]
+                assert module is not None
+                found: dict[str, Tensor] = dict(module.named_parameters())
+            else:
+                found = self._parts(self.whole(slots[0]))
+            for name, tensor in found.items():
+                destination[f"{prefix}{expert}.{name}"] = tensor if keep_vars else tensor.detach()
 
     def _load_from_state_dict(
         self,
@@ -296,21 +223,73 @@ class ExpertWeights(nn.Module):
             )
             return
         self.updates += 1  # also where this rank has no experts
-        known = {f"{prefix}{e}.{name}" for e in range(self.config.num_experts) for name in self.names}
+        names = {*self.saved_names, *self.names}
+        known = {f"{prefix}{e}.{name}" for e in range(self.config.num_experts) for name in names}
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
-        for expert in sorted(set(self.local_experts) - {EMPTY}):
-            keys = {name: f"{prefix}{expert}.{name}" for name in self.names}
-            missing_keys += [key for key in keys.values() if key not in state_dict]
-            tensors = {name: state_dict[key] for name, key in keys.items() if key in state_dict}
+        for expert in self.held:
+            own = {name: state_dict[key] for name in names if (key := f"{prefix}{expert}.{name}") in state_dict}
+            missing_keys += [f"{prefix}{expert}.{name}" for name in self._missing(own)]
             try:
-                self.update_expert(expert, tensors)
-            except InputError as error:
+                self._load_expert(expert, own)
+            except (InputError, RuntimeError) as error:
                 error_msgs.append(str(error))
+
+    def _missing(self, found: Mapping[str, Tensor]) -> list[str]:
+        gated, missing = self.config.activation.gated, []
+        for name in self.names:
+            if name not in found:
+                parts = parts_of(name, gated) if self.scheme.plain else (name,)
+                missing += [part for part in parts if part not in found]
+        return missing
+
+    @torch.no_grad()
+    def _load_expert(self, expert: int, found: Mapping[str, Tensor]) -> None:
+        """found: by the names of parameters, or by canonical ones (w13), of which the latter win."""
+        if self.named and not self._slots:
+            parts = {**found, **self._parts({name: found[name] for name in self.names if name in found})}
+            module = self._modules[str(expert)]
+            assert module is not None
+            for name, parameter in module.named_parameters():
+                if name in parts:
+                    _copy_into(parameter, parts[name])
+            return
+        whole, specs = {}, self.scheme.expert(self.config, self._dtype)
+        for name in self.names:
+            parts_here = parts_of(name, self.config.activation.gated) if self.scheme.plain else ()
+            if name in found:
+                whole[name] = _full(found[name])
+            elif parts_here and all(part in found for part in parts_here):
+                tensors = {part: _full(found[part]) for part in parts_here}
+                rows, *columns = specs[name].shape
+                shape = [rows // len(parts_here), *columns]
+                for part, tensor in tensors.items():
+                    if list(tensor.shape) != shape:
+                        raise InputError(f"expert {expert}: {part} must be {shape}, got {list(tensor.shape)}")
+                whole[name] = torch.cat(list(tensors.values()))
+        self.update_expert(expert, whole)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"  # a line for each expert would tell no more
 
     def extra_repr(self) -> str:
         plain = self.scheme.plain
         shapes = [
-            f"{name} {list(p.shape)}" + ("" if plain else f" {dtype_name(p.dtype)}")
-            for name, p in self.named_parameters()
+            f"{name} {list(tensor.shape)}" + ("" if plain else f" {dtype_name(tensor.dtype)}")
+            for name, tensor in self.tensors.items()
         ]
         return f"{', '.join(shapes)}, experts {list(self.local_experts)}"
+
+
+def _full(value: Any) -> Any:
+    """The whole of a DTensor. Collective over its mesh."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _copy_into(parameter: Tensor, value: Tensor) -> None:
+    """A whole tensor, or one that is shared out as the parameter is."""
+    if hasattr(parameter, "placements") and not hasattr(value, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+    parameter.copy_(value)

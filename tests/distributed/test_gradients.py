@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, RankLayout, Routing, Tokens
+from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.expert_weights import cut_dim, expert_shapes, join
+from ep_moe.weights.cutting import cut
 from tests.distributed.cases import batch_of, batches, everywhere
 from tests.helpers import assert_same, fill, integer_routing, integer_rows
 
@@ -96,7 +96,10 @@ def backward(layer: MoELayer, x: Tensor, routing: Routing | None, behind: Tensor
         y = layer.forward_routed(x, Routing(routing.ids.to(device), leaves["weights"]))
     y.backward(behind.to(device))
     leaves |= dict(layer.named_parameters())
-    return {name: (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).cpu() for name, leaf in leaves.items()}
+    missing = {name.split(".")[0] for name, leaf in leaves.items() if leaf.grad is None}
+    assert missing <= {"router", "shared_experts"}, "of experts zeros, where no row came"
+    found = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    return {name: getattr(gradient, "_local_tensor", gradient).cpu() for name, gradient in found.items()}
 
 
 @functools.cache
@@ -114,22 +117,6 @@ def one_process(config: MoEConfig, parts: list) -> dict[str, Tensor]:
     return backward(layer, x, routing, behind)
 
 
-def logical_gradients(config: MoEConfig, layout: RankLayout, ranks: list) -> dict[str, Tensor]:
-    """Expert gradients by name [E, ...], of all ranks' (slots, gradients): pieces joined over etp, replicas summed."""
-    total = {}
-    for members in dict.fromkeys(map(tuple, layout.groups["etp"])):
-        for slot, expert in enumerate(ranks[members[0]][0]):
-            for name in expert_shapes(config):
-                pieces = [ranks[rank][1][f"expert_weights.{name}"][slot] for rank in members]
-                # w2_bias is not cut: one rank of the group adds it and has its gradient
-                whole = sum(pieces) if cut_dim(name, pieces[0].dim()) is None else join(config, name, pieces)
-                total[name, expert] = total.get((name, expert), 0) + whole
-    return {
-        name: torch.stack([total[name, expert] for expert in range(config.num_experts)])
-        for name in expert_shapes(config)
-    }
-
-
 def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str) -> None:
     layout, rank = layer.context.layout, dist.get_rank()
     batch, replicated = batch_of(layout, rank), layout.tokens is Tokens.REPLICATED
@@ -144,9 +131,14 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
         if name in found:
             compare(found[name], expected[name].split([len(part[0]) for part in parts])[batch], name)
     parameters = {name: gradient for name, gradient in found.items() if "." in name}
-    ranks = everywhere((layer.expert_weights.local_experts, parameters))
-    for name, gradient in logical_gradients(config, layout, ranks).items():
-        compare(gradient, expected[f"expert_weights.{name}"], name)
+    ranks = everywhere(parameters)
+    for name, gradient in parameters.items():
+        if name.startswith("expert_weights"):
+            part = name.split(".")[-1]
+            compare(gradient, cut(config, part, expected[name], layout.etp, layout.etp_rank), name)
+            twins = [ranks[twin] for twin in range(layout.etp_rank, layout.world, layout.etp)]
+            copies = [copy[name] for copy in twins if name in copy]
+            assert all(torch.equal(copy, gradient) for copy in copies), f"{what}: copies of {name} differ"
 
     if config == INTEGER:
         return
@@ -156,7 +148,7 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
             continue
         if layout.etp <= (layout.tp if replicated else 1):  # etp inside the batch: its own gradient, on every rank
             compare(found[name], alone[name], f"{name} of this batch")
-        total = sum(gradients[name] for _, gradients in (ranks[:: layout.tp] if replicated else ranks))
+        total = sum(gradients[name] for gradients in (ranks[:: layout.tp] if replicated else ranks))
         compare(total, expected[name], f"{name} summed over batches")
 
 
@@ -186,7 +178,9 @@ def test_backward_where_only_the_experts_learn(all2all, world_size):
         ids = torch.tensor([[0, -1]] * 3, device=context.device)
         y = layer.forward_routed(x, Routing(ids, torch.ones(3, 2, device=context.device)))
         y.sum().backward()
-        assert (layer.expert_weights.w2.grad is not None) or dist.get_rank() > 0
+        for name, parameter in layer.expert_weights.named_parameters():
+            expected = dist.get_rank() == 0 and name.startswith("0.")
+            assert parameter.grad.any() == expected, f"{name}: zeros, and not None, where no row came"
 
 
 @distributed(2, 4)
@@ -204,6 +198,6 @@ def test_two_calls_before_their_backwards(world_size):
             outs.append(layer.forward_routed(x.to(device), Routing(routing.ids.to(device), routing.weights.to(device))))
         for y, (_, _, behind) in reversed(list(zip(outs, parts, strict=True))):
             y.backward(behind.to(device))
-        for name in ("w13", "w2", "w13_bias", "w2_bias"):
+        for name, parameter in layer.expert_weights.named_parameters():
             total = alone[0][f"expert_weights.{name}"] + alone[1][f"expert_weights.{name}"]
-            assert_same(layer.expert_weights.get_parameter(name).grad, total, name)
+            assert_same(parameter.grad, total, name)

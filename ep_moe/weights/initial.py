@@ -1,0 +1,42 @@
+"""What a fresh expert holds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.weights.schemes import PLAIN, Scheme
+
+
+def initial_expert(
+    config: MoEConfig, scheme: Scheme, dtype: torch.dtype, seed: int, device: torch.device
+) -> dict[str, Tensor]:
+    """One whole expert's canonical tensors, drawn by a generator of its own.
+
+    Matrices are uniform in +-1/sqrt(fan in), biases zero, input scales 1. The numbers are drawn in float32 and then
+    rounded, so that they are the same ones in every dtype and scheme.
+
+    Args:
+        config: the layer's.
+        scheme: by which the matrices are quantised.
+        dtype: of the activations.
+        seed: of this expert.
+        device: where the numbers are drawn; generators of CPUs and GPUs give different ones.
+
+    Returns:
+        Tensors by canonical name, of the shapes and dtypes of `scheme.expert`.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, spec in PLAIN.expert(config, torch.float32).items():
+        tensor = torch.zeros(spec.shape, dtype=torch.float32, device=device)
+        if name in ("w13", "w2"):
+            bound = 1 / math.sqrt(spec.shape[1])
+            tensor.uniform_(-bound, bound, generator=generator)
+        tensors[name] = tensor
+    if scheme.activations.calibrated:
+        tensors |= {f"{name}_input_scale": torch.ones((), device=device) for name in ("w13", "w2")}
+    return scheme.quantize(tensors, dtype)

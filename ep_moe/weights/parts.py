@@ -1,0 +1,110 @@
+"""One expert's parameters by name, as optimizers, wrappers and checkpoints see them: w1 (gate), w3 (up) and w2 (down).
+
+Kernels read all slots of a rank at once, w13 [L, 2I, H] and w2 [L, H, I]. Each parameter here is a view of its part of
+one slot, so that an optimizer's step in place is what the kernels read next, and no byte is held twice. Names bear the
+logical expert and not the slot: what belongs to an expert has one name on every rank, under every map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_moe.errors import ConfigError
+
+_HALVES = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}  # of stored tensors: rows of gate, rows of up
+
+WRAP = (
+    "{what} would share out expert parameters among ranks that hold different experts; call "
+    "ep_moe.training.fully_shard(model, context) in its place"
+)
+
+
+def parts_of(name: str, gated: bool) -> tuple[str, ...]:
+    """Names of the parameters that make up a stored tensor, in the order of its rows."""
+    names = _HALVES.get(name, (name,))
+    return names if gated else names[:1]
+
+
+def part_names(names: Iterator[str] | tuple[str, ...], gated: bool) -> list[str]:
+    """Names of an expert's parameters, for those of its stored tensors."""
+    return [part for name in names for part in parts_of(name, gated)]
+
+
+def split_parts(name: str, tensor: Tensor, gated: bool) -> dict[str, Tensor]:
+    """A stored tensor of one slot as views by parameter name."""
+    names = parts_of(name, gated)
+    return dict(zip(names, tensor.chunk(len(names)), strict=True))
+
+
+class Expert(nn.Module):
+    """The parameters of one logical expert on this rank. They are saved and loaded by `ExpertWeights`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared_out = False  # by `ep_moe.training.fully_shard`, among ranks that hold this same expert
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 sets a DTensor in the place of each parameter that it takes over
+        before = self.__dict__.get("_parameters", {}).get(name)
+        cut = isinstance(value, nn.Parameter) and hasattr(value, "placements")
+        if cut and before is not None and not hasattr(before, "placements") and not self.shared_out:
+            raise ConfigError(WRAP.format(what="fully_shard"))
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters:  # FSDP1 takes parameters away, to flatten them
+            raise ConfigError(WRAP.format(what="FullyShardedDataParallel"))
+        super().__delattr__(name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        return
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        return
+
+
+def etp_parameter(view: Tensor, name: str, mesh: DeviceMesh | None, requires_grad: bool) -> nn.Parameter:
+    """A parameter on the memory of `view`, this etp rank's piece.
+
+    mesh: of the etp group, None where there is one rank of it. Pieces are DTensors over it, so that whatever saves or
+        measures them knows which rows or columns of the whole they are.
+    """
+    if mesh is None:
+        return nn.Parameter(view, requires_grad=requires_grad)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    dim = None if name == "w2_bias" else 1 if name == "w2" else 0
+    placement = Replicate() if dim is None else Shard(dim)
+    return nn.Parameter(DTensor.from_local(view, mesh, [placement], run_check=False), requires_grad=requires_grad)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's own numbers of a parameter; differentiable."""
+    found: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return found
+
+
+class Joined(Function):
+    """All slots' tensors as functions of the experts' parameters, whose memory they are: nothing is copied. One node
+    for all tensors of a call, so that what backward exchanges has one order on all ranks.
+
+    back: the stored tensors' gradients to those of the inputs, in order
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, stored: tuple[Tensor, ...], back: Callable[..., list[Tensor]], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(tensor.view_as(tensor) for tensor in stored)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        with torch.no_grad():
+            return (None, None, *ctx.back(list(gradients)))

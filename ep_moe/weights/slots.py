@@ -1,0 +1,312 @@
+"""The memory of a rank's expert weights: all slots in one tensor each, as kernels read them, and parameters on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_moe.config import MoEConfig
+from ep_moe.errors import ConfigError
+from ep_moe.parallel.link import Link
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.types import dtype_name
+from ep_moe.weights import optimizer_guard
+from ep_moe.weights.gradients import GradientSum
+from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
+from ep_moe.weights.prepare import Preparation
+from ep_moe.weights.schemes import PLAIN, Scheme
+
+Result = TypeVar("Result")
+
+
+class ExpertSlots(nn.Module):
+    """Stored tensors [L, ...] and, where they can be trained, parameters by logical expert on the same memory.
+
+    Arguments as `ExpertWeights` has them.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        expert_map: ExpertMap,
+        *,
+        ep_rank: int = 0,
+        ep: Link | None = None,
+        etp: Link | None = None,
+        replicas: Link | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: Scheme = PLAIN,
+        preparation: Callable[[MoEConfig, Scheme, torch.dtype, int], Preparation] = Preparation,
+        trainable: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ep_rank = ep_rank
+        self.etp = etp or Link.alone()
+        self.scheme = scheme
+        if config.intermediate_size % self.etp.size:
+            raise ConfigError(
+                f"ParallelConfig.etp must divide MoEConfig.intermediate_size, got etp={self.etp.size}, "
+                f"intermediate_size={config.intermediate_size}"
+            )
+        problem = scheme.problem(config, self.etp.size)
+        if problem is not None:
+            raise ConfigError(problem)
+        self._expert_map = expert_map
+        self.num_slots = expert_map.num_slots(ep_rank)
+        self.updates = 0  # calls that may have written weights, alike on all ranks
+        self._dtype = dtype or torch.get_default_dtype()
+        self.preparation = preparation(config, scheme, self._dtype, self.etp.size)
+        self.names = tuple(self.preparation.canonical)
+        self.gradient_sum = GradientSum(self, ep or Link.alone(), self.etp, replicas or Link.alone())
+        self.named = trainable and scheme.plain and type(self.preparation) is Preparation
+        self._slots: dict[str, Tensor] = {}
+        self._joined: dict[str, Tensor] | None = None
+        self._mesh: DeviceMesh | None = None
+        self._copied = -1
+        for name, spec in self.preparation.specs().items():
+            data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
+            if self.named:
+                self._slots[name] = data
+            else:
+                self.register_parameter(name, nn.Parameter(data, requires_grad=trainable and scheme.plain))
+        # what keeps a rank without experts in the graph, so that its backward enters what the peers' do
+        self.anchor = torch.zeros(0, device=self.device, requires_grad=True) if self.named else None
+        self._name_experts(requires_grad=True)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """What fresh experts hold."""
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All stored tensors of all slots, [L, ...] each. While a kernel runs they are functions of the parameters."""
+        if self._joined is not None:
+            return self._joined
+        if self._slots and not torch.compiler.is_compiling():
+            self._reattach()
+        return self._held
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        """As they lie there; empty where parameters are shared out."""
+        found: dict[str, Any] = self._slots if self.named else self._parameters
+        return found
+
+    def stored(self, name: str) -> Tensor | None:
+        """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
+        return self.tensors.get(name)
+
+    def get_parameter(self, target: str) -> Any:
+        """A stored tensor of all slots, such as "w13", as kernels read it; or a parameter by its path, such as "3.w1".
+        Without a module's walk through submodules, which layers would pay for at each call."""
+        found = self._parameters.get(target)
+        if found is not None:
+            return found
+        if target in self._held:
+            return self.tensors[target]
+        return super().get_parameter(target)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_slots", ()):
+            return self.tensors[name]
+        return super().__getattr__(name)
+
+    def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a kernel on the parameters: within, `tensors` are functions of them, gathered first where they are shared
+        out. A module's call, so that wrappers' hooks come before and behind it."""
+        before, self._joined = self._joined, self._join()
+        try:
+            return compute(*arguments)
+        finally:
+            self._joined = before
+
+    def _join(self) -> dict[str, Tensor]:
+        if not self._slots or torch.compiler.is_compiling():
+            return self._summed(self._stacked())
+        self._reattach()
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.parameters()):
+            return self._slots
+        self.gradient_sum.check()
+        stored = tuple(self._slots.values())
+        out = Joined.apply(stored, self._by_parameter, *[local(parameter) for parameter in self.parameters()])
+        return dict(zip(self._slots, out, strict=True))
+
+    def _summed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same, whose gradients are summed over copies."""
+        if not torch.is_grad_enabled() or self.gradient_sum.alone or not tensors["w13"].requires_grad:
+            return tensors
+        self.gradient_sum.check()
+
+        def back(gradients: list[Tensor]) -> list[Tensor]:
+            return list(self.gradient_sum(dict(zip(tensors, gradients, strict=True))).values())
+
+        stored = tuple(tensor.detach() for tensor in tensors.values())
+        return dict(zip(tensors, Joined.apply(stored, back, *tensors.values()), strict=True))
+
+    def _by_parameter(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Of stored tensors [L, ...], summed over all that hold the same expert, to each parameter's."""
+        summed = self.gradient_sum(dict(zip(self._slots, gradients, strict=True)))
+        return [
+            part
+            for slots in self.held.values()
+            for name, gradient in summed.items()
+            for part in split_parts(name, gradient[slots[0]], self.config.activation.gated).values()
+        ]
+
+    def _stacked(self) -> dict[str, Tensor]:
+        """Copies of the parameters, differentiable: where they lie elsewhere than in the slots."""
+        found, gated = {}, self.config.activation.gated
+        for name, spec in self.preparation.canonical.items():
+            slots = []
+            for expert in self.local_experts:
+                if expert == EMPTY:
+                    slots.append(torch.zeros(spec.shape, dtype=self.dtype, device=self.device))
+                    continue
+                module = self._modules[str(expert)]
+                assert module is not None
+                slots.append(torch.cat([local(module.get_parameter(part)) for part in parts_of(name, gated)]))
+            empty = torch.empty(0, *spec.shape, dtype=self.dtype, device=self.device)
+            found[name] = torch.stack(slots) if slots else empty
+        return found
+
+    @torch.no_grad()
+    def _reattach(self) -> None:
+        """Whoever replaced a parameter's memory means its numbers: they go to where kernels read them. Whoever replaced
+        a stored tensor's takes the parameters along. An expert that this rank holds twice has one parameter, and its
+        other slot follows it."""
+        if self._place != self.place:
+            self._follow(lambda tensor: tensor)
+        for parameter, view in self._views:
+            own = local(parameter)
+            if own.data_ptr() != view.data_ptr():
+                view.copy_(own)
+                parameter.data = view
+        versions = sum(tensor._version for tensor in self._slots.values())
+        if versions != self._copied:
+            for first, *others in self.held.values():
+                for tensor in self._slots.values():
+                    for other in others:
+                        tensor[other].copy_(tensor[first])
+            self._copied = sum(tensor._version for tensor in self._slots.values())
+
+    def _name_experts(self, *, requires_grad: bool) -> None:
+        """Make the parameters by logical expert, of the map in force."""
+        self.held: dict[int, list[int]] = {}
+        for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
+            if expert != EMPTY:
+                self.held.setdefault(expert, []).append(slot)
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        if not self.named:
+            return
+        self._place = self.place
+        if self.etp.size > 1 and self.etp.group is not None and self._mesh is None:
+            device = self._slots["w13"].device.type
+            ranks = torch.tensor(self.etp.ranks, device="cpu")
+            self._mesh = DeviceMesh.from_group(self.etp.group, device, mesh=ranks, mesh_dim_names=("etp",))
+        self._modules.clear()
+        for expert, (first, *_) in self.held.items():
+            module = Expert()
+            for name, tensor in self._slots.items():
+                for part, view in split_parts(name, tensor[first], self.config.activation.gated).items():
+                    parameter = etp_parameter(view, part, self._mesh, requires_grad)
+                    module.register_parameter(part, parameter)
+                    if self.gradient_sum.ep.size > 1:
+                        optimizer_guard.mark(parameter)
+                    self._views.append((parameter, view))
+            self.add_module(str(expert), module)
+
+    @property
+    def expert_map(self) -> ExpertMap:
+        return self._expert_map
+
+    @expert_map.setter
+    def expert_map(self, expert_map: ExpertMap) -> None:
+        """Slots hold other experts from now on."""
+        self._expert_map = expert_map
+        self._name_experts(requires_grad=any(p.requires_grad for p in self.parameters()))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""
+        if not self.scheme.plain:
+            return self._move(fn, recurse)
+        if not self._slots:
+            super()._apply(fn, recurse)
+            return self
+        self._slots.update({name: fn(tensor) for name, tensor in self._slots.items()})
+        self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
+        self._follow(fn)
+        return self
+
+    def _follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Lay the parameters into the stored tensors, which are others now. fn: made these of the old ones"""
+        before = dict(self.named_parameters())
+        self._name_experts(requires_grad=True)
+        for (name, made), (_, view) in zip(list(self.named_parameters()), list(self._views), strict=True):
+            old, kept = before[name], made
+            if self._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
+                old.data, kept = view, old  # optimizers hold the parameter itself
+            kept.requires_grad_(old.requires_grad)
+            if old.grad is not None:
+                kept.grad = fn(old.grad)
+            expert, _, part = name.partition(".")
+            cast("Expert", self._modules[expert])._parameters[part] = kept
+        self._views = [(p, view) for p, (_, view) in zip(self.parameters(), self._views, strict=True)]
+
+    def _move(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Self:
+        wanted = fn(torch.empty(0, dtype=self._dtype, device=self.device)).dtype
+        if wanted != self._dtype:
+            raise ConfigError(
+                f"quantization={self.scheme.name} was built for dtype {dtype_name(self._dtype)} and cannot become "
+                f"{dtype_name(wanted)}; build the layer with dtype={dtype_name(wanted)}"
+            )
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(move, recurse)
+        return self
+
+    def share_out(self) -> None:
+        """Give the slots' memory back: from now on each parameter has its own, which a wrapper shares out among the
+        ranks that hold the same experts."""
+        for module in self.children():
+            assert isinstance(module, Expert)
+            module.shared_out = True
+            for parameter in module.parameters():
+                parameter.data = parameter.data.clone()
+        self._device, self._slots, self._views = self.device, {}, []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+        if not self.scheme.plain:
+            return self._dtype
+        found: torch.dtype = self._held["w13"].dtype if self._held else next(self.parameters()).dtype
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self._held["w13"].device if self._held else self._device
+        return found
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Addresses of all that kernels read: other ones once tensors are replaced, the same while they are written."""
+        return tuple([tensor.data_ptr() for tensor in self._held.values() if tensor is not None])
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The logical expert in each slot, -1 for an empty one."""
+        return self.expert_map.local(self.ep_rank)[: self.num_slots]
+
+    @property
+    def is_meta(self) -> bool:
+        return self.device.type == "meta"
