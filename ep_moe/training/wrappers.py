@@ -1,0 +1,92 @@
+"""Data-parallel wrappers of torch around a model whose ranks hold different experts."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.placement.placement import Placement
+from ep_moe.training.gradients import expert_parameters, expert_weights_of
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def exclude_experts(model: Model) -> Model:
+    """Tell `DistributedDataParallel` to leave expert parameters alone.
+
+    The wrapper then broadcasts and averages everything else. Experts' gradients are summed over ranks in backward and
+    divided as it divides, so that nothing is to be called after backward.
+
+    Args:
+        model: what is given to `DistributedDataParallel(model)` or `accelerator.prepare(model)` next.
+
+    Returns:
+        The same model.
+    """
+    own = {id(parameter) for parameter in expert_parameters(model)}
+    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
+    before = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    buffers = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, Placement)  # each rank counts its own load
+        for name, _ in module.named_buffers()
+    }
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(before | names | buffers))
+    return model
+
+
+def fully_shard(
+    model: Model, context: EPContext, *, mesh: DeviceMesh | None = None, shard_experts: bool = True, **options: Any
+) -> Model:
+    """Apply FSDP2 to a model with `MoELayer`s: `torch.distributed.fsdp.fully_shard` that knows the experts.
+
+    Expert parameters are cut over the ranks that hold the same experts (`RankLayout.groups["expert_data"]`), where
+    there are several; else each rank keeps its own whole. Gradients are means over ranks afterwards, of experts too.
+
+    Args:
+        model: the root module.
+        context: of its layers.
+        mesh: for everything that is not an expert: 1-D to cut over, 2-D to replicate and cut (HSDP). Its ranks must be
+            all with tokens of their own, or all of the stage. Default: all ranks.
+        shard_experts: cut experts as well.
+        options: of torch's function, such as `mp_policy`, `reshard_after_forward`, `offload_policy`.
+
+    Returns:
+        The same model, an `FSDPModule` now.
+
+    Raises:
+        ConfigError: the mesh is none of these; on all ranks alike.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard as shard
+
+    layout = context.layout
+    if mesh is None:
+        mesh = init_device_mesh(context.device.type, (layout.world,), mesh_dim_names=("dp",))
+    if mesh.size() not in (layout.token_ranks, layout.stage):
+        raise ConfigError(
+            f"fully_shard: mesh must have the {layout.token_ranks} ranks that have tokens of their own, or all "
+            f"{layout.stage} of the stage, got {mesh.size()}"
+        )
+    for weights in expert_weights_of(model):
+        gradients = weights.gradient_sum
+        gradients.divisor = layout.token_ranks
+        cut = shard_experts and gradients.replicas.size > 1 and weights.named and not weights.expert_map.num_redundant
+        if not cut or weights.etp.size > 1 or not weights.held:
+            continue
+        group, kind = gradients.replicas.group, context.device.type
+        ranks = torch.tensor(gradients.replicas.ranks, device="cpu")
+        own = DeviceMesh.from_group(group, kind, mesh=ranks, mesh_dim_names=("expert_data",))  # type: ignore[arg-type]
+        weights.share_out()
+        gradients.shared_out = True
+        shard(weights, mesh=own, **options)
+    kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
+    shard(model, mesh=mesh, ignored_params=kept, **options)
+    return model
