@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,22 +14,30 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe import registry
-from ep_moe._version import __version__
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
-from ep_moe.parallel.groups import Links, check_groups, default_store, init_from_torchrun, local_device, sizes_from_mesh
+from ep_moe.parallel.groups import (
+    DEADLINE_S,
+    Links,
+    agreed_layout,
+    check_groups,
+    default_store,
+    init_from_torchrun,
+    local_device,
+    numbered,
+)
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.mesh import axis_groups, members, read_mesh
 from ep_moe.parallel.tokens import TokenFlow
 from ep_moe.workspace import Workspaces
 
 if TYPE_CHECKING:
     from ep_moe.all2all.base import Dispatcher, Geometry
 
-DEADLINE_S = 300.0
 TUNING_S = 1800.0  # how long ranks wait for the one that tunes
 TUNED_ROWS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
@@ -132,45 +139,10 @@ class EPContext:
 
         A group must hold the ranks that RankLayout gives it.
         """
-        if not dist.is_initialized():
-            raise ConfigError(
-                "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
-            )
-        rank, world = dist.get_rank(), dist.get_world_size()
-        parallel = parallel or ParallelConfig(dp=world)
-        base = default_store()
-        # counted per rank in the store and not in a global: all ranks make their contexts in the same order
-        number = base.add(f"ep_moe/contexts/{rank}", 1)
-        store = PrefixStore(f"ep_moe/{number}", base)
-        layout = _agreed_layout(parallel, store, rank, world, device, deadline_s, max_tokens)
-        return cls._connect(layout, device, store, groups, deadline_s, max_tokens)
-
-    @classmethod
-    def _connect(
-        cls,
-        layout: RankLayout,
-        device: torch.device,
-        store: Store,
-        groups: Mapping[str, ProcessGroup] | None,
-        deadline_s: float,
-        max_tokens: int | None,
-    ) -> EPContext:
-        agreement = Agreement(PrefixStore("connect", store), range(layout.world), layout.rank, deadline_s)
-        problem = None
-        try:
-            check_groups(layout, groups or {})
-        except ConfigError as error:
-            problem = error
-        # before any group is made: a rank that makes another set of them would leave the others waiting
-        agreement.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
-        made: list[Links] = []
-        abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
-        peers = layout.group("lockstep")  # others have nothing to do with what is told here
-        scope = PrefixStore(f"ledger/block{peers[0]}", store)
-        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort)
-        made.append(Links(layout, ledger, device, groups))
-        agreement.healthy("EPContext", None)  # all have their groups before any uses one
-        return cls(layout, device, store, made[0], ledger, max_tokens)
+        _check_initialized()
+        ranks = range(dist.get_world_size())
+        parallel = parallel or ParallelConfig(dp=len(ranks))
+        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens)
 
     @classmethod
     def from_mesh(
@@ -184,18 +156,73 @@ class EPContext:
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
     ) -> EPContext:
-        """From a DeviceMesh with axes among (pp, dp, tp) or (pp, replica, ep, etp); its groups are used.
+        """Make a context over the ranks of a DeviceMesh, whose axes it knows by their names.
 
-        ep, etp: for a mesh of attention's axes; default ep = dp * tp, etp = 1.
+        The axes may stand in any order. Attention's are `pp`, `dp_replicate`, one of `dp`, `dp_shard`, `fsdp` and
+        `batch`, `cp`, and `tp`. The experts' are `pp`, `dp_replicate`, one of `replica`, `efsdp` and `edp` (ranks that
+        hold the same experts), `ep` and `etp`. All axes but `pp`, `tp`, `ep` and `etp` hold different tokens: together
+        they are the layer's dp. With an `ep` or `etp` axis each rank has its own tokens (tp = 1).
+
+        The ranks of the mesh call this and no others. A submesh is served: contexts of several live side by side.
+        The groups of `tp`, `ep` and `etp` are the mesh's own; those that it lacks are made.
+
+        Args:
+            mesh: A mesh with axis names, for example `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))`.
+            tokens: Whether the tp ranks of one dp rank pass the same tokens.
+            ep: The size of an EP group, for a mesh of attention's axes. Its ranks follow each other in the order
+                `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`. Default: dp * tp / etp.
+            etp: The number of ranks over which an expert is cut, for a mesh of attention's axes. Default: 1.
+            device: Where the layers compute. Default: this process's device of the mesh's type.
+            deadline_s: Seconds that a collective step may last before its peers are examined.
+            max_tokens: The most tokens that any rank passes to a layer in one call. None: any number, and no
+                transport with fixed buffers.
+
+        Returns:
+            The context. Its `layout.ranks` are the mesh's ranks in the order of the layout.
+
+        Raises:
+            ConfigError: The mesh cannot be served, or the ranks do not agree. All its ranks raise alike.
         """
-        sizes, groups = sizes_from_mesh(mesh)
-        etp = sizes.get("etp", 1) if etp is None else etp
-        tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-        parallel = ParallelConfig(
-            pp=pp, dp=mesh.size() // (tp * pp), tp=tp, ep=sizes.get("ep", ep), etp=etp, tokens=tokens
-        )
+        _check_initialized()
+        ranks, parallel, problem = members(mesh), ParallelConfig(), None
+        try:
+            parallel, ranks = read_mesh(mesh, tokens=tokens, ep=ep, etp=etp)
+        except ConfigError as error:
+            problem = error
         device = device or (local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type))
-        return cls.from_groups(parallel, groups, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
+        groups = {} if problem else axis_groups(mesh)
+        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
+
+    @classmethod
+    def _connect(
+        cls,
+        parallel: ParallelConfig,
+        ranks: Sequence[int],
+        groups: Mapping[str, ProcessGroup] | None,
+        device: torch.device,
+        deadline_s: float,
+        max_tokens: int | None,
+        problem: ConfigError | None = None,
+    ) -> EPContext:
+        """ranks: those of the context, as the layout orders them; problem: why this rank cannot make one"""
+        name = numbered("context", ranks)
+        store = PrefixStore(name, default_store())
+        layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, problem)
+        agreement = Agreement(PrefixStore("connect", store), layout.ranks, layout.rank, deadline_s)
+        try:
+            check_groups(layout, groups or {})
+        except ConfigError as error:
+            problem = error
+        # before any group is made: a rank that makes another set of them would leave the others waiting
+        agreement.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
+        made: list[Links] = []
+        abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
+        peers = layout.group("lockstep")  # others have nothing to do with what is told here
+        scope = PrefixStore(f"ledger/block{peers[0]}", store)
+        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort)
+        made.append(Links(layout, ledger, device, groups, name))
+        agreement.healthy("EPContext", None)  # all have their groups before any uses one
+        return cls(layout, device, store, made[0], ledger, max_tokens)
 
     @classmethod
     def local(cls, device: torch.device | None = None) -> EPContext:
@@ -363,32 +390,8 @@ class EPContext:
         return f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._pool)} transports)"
 
 
-def _agreed_layout(
-    parallel: ParallelConfig,
-    store: Store,
-    rank: int,
-    world: int,
-    device: torch.device,
-    deadline_s: float,
-    max_tokens: int | None,
-) -> RankLayout:
-    """This rank's layout, after all ranks stated the same versions and sizes."""
-    if not isinstance(device, torch.device):
-        raise ConfigError(f"device must be a torch.device, got {device!r}; write torch.device({device!r})")
-    facts = {
-        "ep_moe version": __version__,
-        "torch version": torch.__version__,
-        "python version": platform.python_version(),
-        "device type": device.type,
-        "deadline_s": deadline_s,
-        "max_tokens": max_tokens,
-        **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
-        "ParallelConfig.tokens": parallel.tokens.value,
-    }
-    problem = None if deadline_s > 0 else ConfigError(f"deadline_s must be positive, got {deadline_s}")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        problem = ConfigError(f"max_tokens must be an integer of at least 1 or None, got {max_tokens!r}")
-    patience = DEADLINE_S if problem else deadline_s
-    Agreement(PrefixStore("create", store), range(world), rank, patience).same("EPContext", facts, problem)
-    # equal facts, so that this raises on all ranks or on none
-    return RankLayout.from_config(parallel, world=world, rank=rank)
+def _check_initialized() -> None:
+    if not dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
+        )

@@ -1,5 +1,6 @@
 """RankLayout: tables written by hand, properties of every layout, and what a wrong one is told."""
 
+import dataclasses
 import math
 
 import pytest
@@ -103,6 +104,21 @@ def all_ranks(draw) -> list[RankLayout]:
     etp = draw(st.sampled_from(divisors(block)))
     sizes = {"pp": pp, "dp": dp, "tp": tp, "ep": block // etp, "etp": etp, "tokens": draw(st.sampled_from(Tokens))}
     return [RankLayout(world=pp * dp * tp, rank=rank, **sizes) for rank in range(pp * dp * tp)]
+
+
+@unhurried
+@given(all_ranks(), st.randoms(use_true_random=False))
+def test_any_rank_may_be_at_any_place(layouts, random):
+    """Coordinates are those of the place, groups hold the ranks that are there; ranks of a submesh too."""
+    table = tuple(random.sample(range(100), len(layouts)))
+    for place, plain in enumerate(layouts):
+        moved = dataclasses.replace(plain, rank=table[place], ranks=table)
+        assert (moved.place, moved.rank) == (place, table[place])
+        for axis in ("pp", "dp", "tp", "replica", "ep", "etp"):
+            assert getattr(moved, f"{axis}_rank") == getattr(plain, f"{axis}_rank")
+        for kind in KINDS:
+            assert moved.groups[kind] == [[table[at] for at in places] for places in plain.groups[kind]]
+            assert moved.group(kind) == [table[at] for at in plain.group(kind)]
 
 
 @unhurried

@@ -116,6 +116,10 @@ def test_refusals_of_deepep(name, fields, sentence):
         ({"wire": FP8}, "pplx needs hidden_size to be a multiple of 512 with fp8_block rows, got 256"),
         ({"dtype": torch.float32}, "pplx carries bfloat16, float16, not float32"),
         ({"layout": layout(8)}, "pplx is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
+        (
+            {"layout": RankLayout(world=2, rank=0, dp=2, ep=2, ranks=(1, 0))},
+            "pplx makes a group of its own, which sorts its ranks, and those of the EP group are [1, 0]",
+        ),
     ],
 )
 def test_refusals_of_pplx(fields, sentence):

@@ -62,6 +62,9 @@ class PplxDispatcher(Dispatcher):
 
     @classmethod
     def platform_problem(cls, layout: RankLayout) -> str | None:
+        ranks = layout.group("ep")
+        if ranks != sorted(ranks):
+            return f"{cls.name} makes a group of its own, which sorts its ranks, and those of the EP group are {ranks}"
         return one_host_problem(cls.name, layout)
 
     @classmethod

@@ -355,7 +355,7 @@ class ExpertBalancer:
 
     def _vote(self, word: str, forward: int) -> tuple[str, int]:
         """The first word of any rank about the layer under way, and the ledger's number at which it was said."""
-        what = f"eplb {self._link.number} epoch {self._epoch}"
+        what = f"eplb {self._link.name} epoch {self._epoch}"
         word, number = self._context.agreement.first(what, f"{word} {forward}").split()
         return word, int(number)
 

@@ -20,7 +20,7 @@ from ep_moe.eplb.staging import Room, Staging
 from ep_moe.eplb.store import Checksum, SlotStore
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.agree import Agreement
-from ep_moe.parallel.groups import Links, default_store
+from ep_moe.parallel.groups import Links, default_store, make_group, numbered
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
@@ -40,12 +40,12 @@ class Context(Protocol):
 
 @dataclass
 class Connections:
-    """number: of the balancer, among all that this job has made; deadline_s: for the other ranks"""
+    """name: of the balancer, unique in this job; deadline_s: for the other ranks"""
 
     layers: list[BalancedLayer]
     mover: Mover
     pact: Pact
-    number: int
+    name: str
     deadline_s: float
     agreement: Agreement
     groups: list[ProcessGroup] = field(default_factory=list)
@@ -72,28 +72,25 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
         staging = _staging(stores, context.device, config)
     except EPMoEError as error:
         problem = error
-    layout, number = context.layout, 0
+    layout, name = context.layout, ""
     if layout.world > 1:
-        base = default_store()
-        # counted per rank in the store and not in a global: all ranks make their balancers in the same order
-        number = base.add(f"ep_moe/balancers/{layout.rank}", 1)
-        every = Agreement(
-            PrefixStore(f"ep_moe/balancer{number}", base), range(layout.world), layout.rank, context.ledger.deadline_s
-        )
+        name = numbered("balancer", layout.ranks)
+        scope = PrefixStore(name, default_store())
+        every = Agreement(scope, layout.ranks, layout.rank, context.ledger.deadline_s)
         every.same("ExpertBalancer", {} if problem is not None else flat_facts(config, "EPLBConfig"), problem)
     elif problem is not None:
         raise problem
     assert staging is not None, "all ranks would have raised"
     groups: list[ProcessGroup] = []
     deadline = _deadline(config, context)
-    pact = Pact(_own(context, "lockstep", "gloo", deadline, groups))
+    pact = Pact(_own(context, "lockstep", name, "gloo", deadline, groups))
     # NCCL's own timeout would end the process: the balancer's must come first
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
-    mover = Mover(_own(context, "ep", kind, seconds, groups), staging, deadline / 2)
+    mover = Mover(_own(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
     for layer in layers:
         mover.rehearse(layer)
     context.agreement.healthy("ExpertBalancer", None)  # all are connected before any goes on
-    return Connections(layers, mover, pact, number, deadline, context.agreement, groups)
+    return Connections(layers, mover, pact, name, deadline, context.agreement, groups)
 
 
 def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConfig) -> Staging:
@@ -109,18 +106,14 @@ def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConf
         ) from error
 
 
-def _own(context: Context, kind: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> Link:
-    """A link of the context's, over a process group of its own. Every rank makes every group of a kind."""
+def _own(context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> Link:
+    """A link of the context's, over a process group of its own."""
     link = context.links[kind]
     if link.size == 1:
         return link
     timeout = timedelta(seconds=timeout_s)
     options = _few_blocks(timeout) if backend == "nccl" else None
-    groups = {
-        tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
-        for ranks in context.layout.groups[kind]
-    }
-    own: ProcessGroup = groups[link.ranks]
+    own = make_group(context.layout, kind, name, timeout, backend, options)
     made.append(own)
     return Link(own, link.ranks, link.rank, link.ledger)
 

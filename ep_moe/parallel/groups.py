@@ -1,27 +1,32 @@
-"""From integers to process groups: torchrun's environment, `RankLayout` to links, and DeviceMesh both ways.
+"""From integers to process groups: torchrun's environment, an agreed `RankLayout`, and its links.
 
 The only module that reads environment variables (beside the CLI).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from ep_moe._version import __version__
+from ep_moe.config import ParallelConfig
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 
+DEADLINE_S = 300.0
 LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage")
-MESH_AXES = {"attention": ("pp", "dp", "tp"), "experts": ("pp", "replica", "ep", "etp")}
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,91 @@ def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
 
 
 def default_store() -> Store:
-    """The store of the default process group: the one private call into torch.distributed."""
+    """The store of the default process group, by a private call into torch.distributed."""
     return dist.distributed_c10d._get_default_store()
+
+
+def numbered(what: str, ranks: Sequence[int]) -> str:
+    """A name for the next thing of a kind that these ranks make together: the same one on all of them.
+
+    The store counts for each rank, and not a global: all ranks make their things of a kind in the same order.
+    """
+    members = hashlib.sha1("-".join(map(str, sorted(ranks))).encode()).hexdigest()[:16]
+    number = default_store().add(f"ep_moe/{members}/{what}s/{dist.get_rank()}", 1)
+    return f"ep_moe/{members}/{what}{number}"
+
+
+def agreed_layout(
+    parallel: ParallelConfig,
+    ranks: Sequence[int],
+    store: Store,
+    device: torch.device,
+    deadline_s: float,
+    max_tokens: int | None,
+    problem: ConfigError | None = None,
+) -> RankLayout:
+    """This rank's layout, after all ranks stated the same versions and sizes. ranks: the rank at each place."""
+    if not isinstance(device, torch.device):
+        raise ConfigError(f"device must be a torch.device, got {device!r}; write torch.device({device!r})")
+    facts = {
+        "ep_moe version": __version__,
+        "torch version": torch.__version__,
+        "python version": platform.python_version(),
+        "device type": device.type,
+        "deadline_s": deadline_s,
+        "max_tokens": max_tokens,
+        **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
+        "ParallelConfig.tokens": parallel.tokens.value,
+        "ranks": list(ranks),
+    }
+    if not deadline_s > 0:
+        problem = ConfigError(f"deadline_s must be positive, got {deadline_s}")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        problem = ConfigError(f"max_tokens must be an integer of at least 1 or None, got {max_tokens!r}")
+    patience = deadline_s if deadline_s > 0 else DEADLINE_S
+    rank = dist.get_rank()
+    Agreement(PrefixStore("create", store), sorted(ranks), rank, patience).same("EPContext", facts, problem)
+    # equal facts, so that this raises on all ranks or on none
+    return RankLayout.from_config(parallel, world=len(ranks), rank=rank, ranks=ranks)
+
+
+def make_group(
+    layout: RankLayout, kind: str, name: str, timeout: timedelta, backend: str | None = None, options: Any = None
+) -> ProcessGroup:
+    """This rank's process group of a kind, in the order of the layout. All ranks of the layout call it.
+
+    name: unique among the groups of the job, and the same on the group's ranks
+    """
+    mine = layout.group(kind)
+    if layout.ranks == tuple(range(dist.get_world_size())):
+        # every rank makes every group of a kind in the same order, as new_group requires
+        made = {
+            tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
+            for ranks in layout.groups[kind]
+        }
+        own: ProcessGroup = made[tuple(mine)]
+        return own
+    # The steps of new_group, for the members alone. new_group(use_local_synchronization=True) names a group after the
+    # number of groups that this process has, in which members may differ, and older versions sort the ranks.
+    c10d: Any = dist.distributed_c10d
+    default = c10d._get_default_group()
+    bound = default.bound_device_id
+    default.bound_device_id = None  # else NCCL splits the default communicator, for which all ranks must call
+    try:
+        own, _ = c10d._new_process_group_helper(
+            len(mine),
+            mine.index(layout.rank),
+            mine,
+            c10d.Backend(backend or dist.get_backend()),
+            default_store(),
+            f"{name}/{kind}{mine[0]}",
+            backend_options=options,
+            timeout=timeout,
+        )
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[own] = {rank: at for at, rank in enumerate(mine)}
+    return own
 
 
 def local_device() -> torch.device:
@@ -89,6 +177,7 @@ class Links:
     """This rank's links of every kind, and the process groups that were made for them.
 
     given: groups of the caller's by kind, checked with `check_groups`; they are not destroyed here.
+    name: of the context, unique in the job; groups that are made here are named after it.
     """
 
     def __init__(
@@ -97,6 +186,7 @@ class Links:
         ledger: Ledger,
         device: torch.device,
         given: Mapping[str, ProcessGroup] | None = None,
+        name: str = "",
     ) -> None:
         self._made: list[ProcessGroup] = []
         self._links: dict[str, Link] = {}
@@ -108,16 +198,12 @@ class Links:
             every, mine = layout.groups[kind], layout.group(kind)
             group = next((group for lists, group in known if lists == every), None)
             if group is None and len(mine) > 1:
-                group = (given or {}).get(kind) or self._make(every, mine, timedelta(seconds=seconds))
+                group = (given or {}).get(kind)
+                if group is None:
+                    group = make_group(layout, kind, name, timedelta(seconds=seconds))
+                    self._made.append(group)
             known.append((every, group))
             self._links[kind] = Link(group, tuple(mine), mine.index(layout.rank), ledger)
-
-    def _make(self, every: list[list[int]], mine: list[int], timeout: timedelta) -> ProcessGroup:
-        """Every rank makes every group of a kind in the same order; torch.distributed requires it."""
-        groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in every}
-        own: ProcessGroup = groups[tuple(mine)]
-        self._made.append(own)
-        return own
 
     def __getitem__(self, kind: str) -> Link:
         return self._links[kind]
@@ -144,38 +230,3 @@ def check_groups(layout: RankLayout, groups: Mapping[str, ProcessGroup]) -> None
                 f"groups[{kind!r}] holds ranks {ranks}, but {layout} puts rank {layout.rank} into "
                 f"{layout.group(kind)}; build the group from RankLayout.groups[{kind!r}]"
             )
-
-
-def device_mesh(layout: RankLayout, view: str, device_type: str) -> DeviceMesh:
-    """A DeviceMesh over all ranks. view: "attention" (pp, dp, tp) or "experts" (pp, replica, ep, etp)."""
-    if view not in MESH_AXES:
-        raise ConfigError(f"view must be one of {', '.join(MESH_AXES)}, got {view!r}")
-    sizes = {
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "tp": layout.tp,
-        "replica": layout.replicas,
-        "ep": layout.ep,
-        "etp": layout.etp,
-    }
-    axes = MESH_AXES[view]
-    ranks = torch.arange(layout.world, device="cpu").view([sizes[axis] for axis in axes])
-    return DeviceMesh(device_type, ranks, mesh_dim_names=axes)
-
-
-def sizes_from_mesh(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, ProcessGroup]]:
-    """Sizes and groups of a mesh whose axes bear names of ours."""
-    names = mesh.mesh_dim_names or ()
-    known = {"pp", "dp", "tp", "ep", "etp", "replica"}
-    if not names or not set(names) <= known:
-        raise ConfigError(f"mesh.mesh_dim_names must be among {', '.join(sorted(known))}, got {names}")
-    orders = [tuple(axis for axis in axes if axis in names) for axes in MESH_AXES.values()]
-    ranks = mesh.mesh.flatten().tolist()
-    if tuple(names) not in orders or ranks != list(range(len(ranks))):
-        raise ConfigError(
-            f"a mesh's axes must be {' or '.join(', '.join(axes) for axes in MESH_AXES.values())}, in this order, and "
-            f"its ranks 0, 1, 2, ..., the last axis running fastest, got {', '.join(names)} and ranks {ranks}"
-        )
-    sizes = {name: mesh.size(index) for index, name in enumerate(names)}
-    groups = {name: mesh.get_group(name) for name in names if name in LINKED and sizes[name] > 1}
-    return sizes, groups

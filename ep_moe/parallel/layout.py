@@ -6,11 +6,15 @@ With pp = 1, dp = 2, tp = 2, ep = 4, etp = 1:
     rank        0  1  2  3
     (dp, tp)   00 01 10 11      tp groups  {0 1} {2 3}
     ep          0  1  2  3      ep group   {0 1 2 3}
+
+The arithmetic is on places, which count a job's ranks in this order. `RankLayout.ranks` gives the rank in
+torch.distributed at each place: 0, 1, 2, ... unless a DeviceMesh orders them otherwise.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +26,9 @@ from ep_moe.errors import ConfigError
 class RankLayout:
     """Sizes, this rank's coordinates and every group's rank list. No torch, no communication.
 
-    world, rank: the job's size and this process in it
+    world: the number of ranks that share the layout, all of the job or a submesh of it
+    rank: this process in torch.distributed
+    ranks: the rank in torch.distributed at each place; empty for 0, 1, 2, ...
     pp, dp, tp, ep, etp: group sizes; `replicas` EP groups stand side by side inside a pipeline stage
     tokens: whether the tp ranks of one dp rank pass the same tokens
     """
@@ -35,9 +41,10 @@ class RankLayout:
     ep: int = 1
     etp: int = 1
     tokens: Tokens = Tokens.REPLICATED
+    ranks: tuple[int, ...] = ()
 
     @classmethod
-    def from_config(cls, parallel: ParallelConfig, *, world: int, rank: int) -> RankLayout:
+    def from_config(cls, parallel: ParallelConfig, *, world: int, rank: int, ranks: Sequence[int] = ()) -> RankLayout:
         """The layout of `rank` among `world` ranks; an `ep` left open takes dp * tp / etp."""
         p = parallel
         ep = p.ep
@@ -48,13 +55,18 @@ class RankLayout:
                     f"that ep * etp divides dp * tp"
                 )
             ep = p.dp * p.tp // p.etp
-        return cls(world=world, rank=rank, pp=p.pp, dp=p.dp, tp=p.tp, ep=ep, etp=p.etp, tokens=p.tokens)
+        return cls(
+            world=world, rank=rank, ranks=tuple(ranks), pp=p.pp, dp=p.dp, tp=p.tp, ep=ep, etp=p.etp, tokens=p.tokens
+        )
 
     def __post_init__(self) -> None:
         for name in ("world", "pp", "dp", "tp", "ep", "etp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"RankLayout.{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.rank < self.world:
+        if not self.ranks:
+            object.__setattr__(self, "ranks", tuple(range(self.world)))
+        assert len(self.ranks) == self.world, f"{len(self.ranks)} ranks for {self.world} places"
+        if self.rank not in self.ranks:
             raise ConfigError(f"RankLayout.rank must be in [0, world), got rank={self.rank}, world={self.world}")
         if self.pp * self.dp * self.tp != self.world:
             raise ConfigError(
@@ -64,7 +76,7 @@ class RankLayout:
         if self.stage % (self.ep * self.etp):
             raise ConfigError(
                 f"ep * etp must divide dp * tp, got ep={self.ep} * etp={self.etp} = {self.ep * self.etp} and dp="
-                f"{self.dp} * tp={self.tp} = {self.stage}"
+                f"{self.dp} * tp={self.tp} = {self.stage}; change ep or etp"
             )
 
     # --- sizes -------------------------------------------------------------------------------------------------
@@ -91,7 +103,7 @@ class RankLayout:
 
     @property
     def lockstep(self) -> int:
-        """Ranks that must enter one layer's collectives together: a contiguous block of this size."""
+        """Ranks that must enter one layer's collectives together: a contiguous block of so many places."""
         return math.lcm(self.split, self.ep * self.etp)
 
     def wire_tokens(self, tokens: int) -> int:
@@ -100,44 +112,49 @@ class RankLayout:
 
     # --- this rank's coordinates -------------------------------------------------------------------------------
 
+    @cached_property
+    def place(self) -> int:
+        """This rank's index among the places that the arithmetic is on."""
+        return self.ranks.index(self.rank)
+
     @property
     def pp_rank(self) -> int:
-        return self.rank // self.stage
+        return self.place // self.stage
 
     @property
     def dp_rank(self) -> int:
-        return self.rank % self.stage // self.tp
+        return self.place % self.stage // self.tp
 
     @property
     def tp_rank(self) -> int:
-        return self.rank % self.tp
+        return self.place % self.tp
 
     @property
     def replica_rank(self) -> int:
-        return self.rank % self.stage // (self.ep * self.etp)
+        return self.place % self.stage // (self.ep * self.etp)
 
     @property
     def ep_rank(self) -> int:
-        return self.rank % (self.ep * self.etp) // self.etp
+        return self.place % (self.ep * self.etp) // self.etp
 
     @property
     def etp_rank(self) -> int:
-        return self.rank % self.etp
+        return self.place % self.etp
 
     # --- groups ------------------------------------------------------------------------------------------------
 
     def _blocks(self, size: int, stride: int) -> list[list[int]]:
-        """All groups of `size` ranks with this stride, in rank order; blocks of size * stride are contiguous."""
+        """All groups of `size` places with this stride, as ranks; blocks of size * stride places are contiguous."""
         block = size * stride
         return [
-            list(range(base + offset, base + block, stride))
+            list(self.ranks[base + offset : base + block : stride])
             for base in range(0, self.world, block)
             for offset in range(stride)
         ]
 
     @cached_property
     def groups(self) -> dict[str, list[list[int]]]:
-        """Every group of every kind, the same lists on all ranks.
+        """Every group of every kind in torch.distributed's ranks, the same lists on all of them.
 
         tp, dp, ep, etp are the usual ones; `lockstep` holds the ranks that enter a layer together; `expert_data` holds
         the ranks with the same shard of the same experts in other EP groups (their gradients belong together); `stage`
@@ -165,7 +182,9 @@ class RankLayout:
 
     def __str__(self) -> str:
         parts = " ".join(f"{name}={getattr(self, name)}" for name in ("pp", "dp", "tp", "ep", "etp"))
-        return f"rank {self.rank} of {self.world} ({parts} replicas={self.replicas} tokens={self.tokens.value})"
+        whole = self.ranks == tuple(range(self.world))
+        among = self.world if whole else f"ranks {', '.join(map(str, self.ranks))}"
+        return f"rank {self.rank} of {among} ({parts} replicas={self.replicas} tokens={self.tokens.value})"
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -42,6 +42,8 @@ class TokenFlow:
         self._layout = layout
         self._tp, self._etp, self._lockstep = tp, etp, lockstep
         self._replicated = layout.split > 1
+        # a lockstep group holds whole tp groups where tokens are split over them
+        self._split_rank = {rank: at % layout.split for at, rank in enumerate(lockstep.ranks)}
         self._union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
         self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
         self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
@@ -64,7 +66,7 @@ class TokenFlow:
             totals = {rank: row[0] for rank, row in zip(self._lockstep.ranks, rows, strict=True)}
             self._check_replicated(totals)
         return Share(
-            own=share(total, layout.split, layout.tp_rank if self._replicated else 0),
+            own=share(total, layout.split, self._split_rank[layout.rank]),
             etp_counts=[self._own_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
             tp_counts=[self._own_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
         )
@@ -77,8 +79,7 @@ class TokenFlow:
                 self._lockstep.agree([], problem, device)
 
     def _own_count(self, rank: int, totals: dict[int, int]) -> int:
-        layout = self._layout
-        start, stop = share(totals[rank], layout.split, rank % layout.tp if self._replicated else 0)
+        start, stop = share(totals[rank], self._layout.split, self._split_rank[rank])
         return stop - start
 
     def _check_replicated(self, totals: dict[int, int]) -> None:
@@ -86,10 +87,10 @@ class TokenFlow:
         if not self._replicated:
             return
         tp = self._layout.tp
-        for base in range(self._lockstep.ranks[0], self._lockstep.ranks[0] + self._lockstep.size, tp):
-            found = {totals[rank] for rank in range(base, base + tp)}
-            if len(found) > 1:
-                counts = ", ".join(f"{totals[rank]} on rank {rank}" for rank in range(base, base + tp))
+        for base in range(0, self._lockstep.size, tp):
+            ranks = self._lockstep.ranks[base : base + tp]
+            if len({totals[rank] for rank in ranks}) > 1:
+                counts = ", ".join(f"{totals[rank]} on rank {rank}" for rank in ranks)
                 raise InputError(
                     f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks, got x "
                     f"with {counts} rows; pass the same x, or tokens={Tokens.SHARDED.value} where each rank has its own"

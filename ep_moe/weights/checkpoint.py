@@ -253,10 +253,10 @@ def load_layers(
         problem = error if named else CheckpointError(f"{path}: {error}")
     agreement.healthy("checkpoint", problem)
     assert source is not None
-    rank = plan[0][0].context.layout.rank
+    first = plan[0][0].context.layout.place == 0
     total = sum(_slots(layer) for layer, _, _ in plan)
     try:
-        with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and rank == 0 else True) as bar:
+        with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar:
             for layer, block, found in plan:
                 read_experts(layer, source, block, found, bar)
                 _read_rest(layer, source, block, names)

@@ -24,12 +24,13 @@ def everywhere(value: Any) -> list[Any]:
 
 def batch_of(layout: RankLayout, rank: int) -> int:
     """Which batch a rank passes: tp ranks share one where tokens are replicated."""
-    return rank // layout.tp if layout.tokens is Tokens.REPLICATED else rank
+    place = layout.ranks.index(rank)
+    return place // layout.tp if layout.tokens is Tokens.REPLICATED else place
 
 
 def batches(layout: RankLayout) -> int:
     """How many different batches all ranks together pass."""
-    return batch_of(layout, layout.world - 1) + 1
+    return batch_of(layout, layout.ranks[-1]) + 1
 
 
 def same_error(kind: type[EPMoEError], call: Callable[[], Any]) -> str:

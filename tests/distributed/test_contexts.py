@@ -1,4 +1,4 @@
-"""Several contexts, several layers, groups from a DeviceMesh, and weights that move between layouts."""
+"""Several contexts, several layers, and weights that move between layouts."""
 
 import gc
 import time
@@ -15,9 +15,7 @@ from ep_moe import (
     MoEConfig,
     MoELayer,
     ParallelConfig,
-    Tokens,
 )
-from ep_moe.parallel.groups import device_mesh
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call, everywhere
 from tests.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved
@@ -101,42 +99,6 @@ def test_a_layer_that_is_gone_is_not_counted(world_size):
             MoELayer(CONFIG, context, expert_map=ExpertMap.linear(3, 2))
         assert caught.tb is not None  # it holds the half-made layer
         assert context.plan() == kept.plan()
-
-
-@distributed(4)
-def test_from_mesh(world_size):
-    device, rank = rank_device(), dist.get_rank()
-    grid = torch.arange(4).view(2, 2)
-    attention = dist.DeviceMesh(device.type, grid, mesh_dim_names=("dp", "tp"))
-    with EPContext.from_mesh(attention, device=device, deadline_s=20) as context:
-        assert (context.layout.dp, context.layout.tp, context.layout.ep, context.layout.etp) == (2, 2, 4, 1)
-        assert context.links["tp"].group is attention.get_group("tp")
-        check_call(fill(MoELayer(CONFIG, context)), context)
-    with EPContext.from_mesh(attention, etp=2, tokens=Tokens.SHARDED, device=device, deadline_s=20) as context:
-        assert (context.layout.ep, context.layout.etp, context.layout.split) == (2, 2, 1)
-        check_call(fill(MoELayer(CONFIG, context)), context)
-    experts = dist.DeviceMesh(device.type, grid, mesh_dim_names=("ep", "etp"))
-    with EPContext.from_mesh(experts, device=device, deadline_s=20) as context:
-        assert (context.layout.dp, context.layout.tp, context.layout.ep, context.layout.etp) == (4, 1, 2, 2)
-        assert context.links["ep"].group is experts.get_group("ep")
-        check_call(fill(MoELayer(CONFIG, context)), context)
-    replicas = dist.DeviceMesh(device.type, grid, mesh_dim_names=("replica", "ep"))
-    with EPContext.from_mesh(replicas, device=device, deadline_s=20) as context:
-        assert (context.layout.replicas, context.layout.ep) == (2, 2)
-        check_call(fill(MoELayer(CONFIG, context)), context)
-    with pytest.raises(ConfigError, match=r"mesh\.mesh_dim_names must be among .*, got \('x', 'y'\)"):
-        EPContext.from_mesh(dist.DeviceMesh(device.type, grid, mesh_dim_names=("x", "y")), device=device)
-    for ranks, names in ((grid, ("dp", "pp")), (grid, ("tp", "dp")), (grid.t(), ("pp", "dp"))):
-        with pytest.raises(ConfigError, match=f"in this order, and its ranks 0, 1, 2, .* got {', '.join(names)} and"):
-            EPContext.from_mesh(dist.DeviceMesh(device.type, ranks, mesh_dim_names=names), device=device)
-    with made(dp=2, tp=2, ep=2, etp=2) as context:
-        for view, axis in (("attention", "tp"), ("experts", "ep"), ("experts", "etp")):
-            mesh = device_mesh(context.layout, view, device.type)
-            assert dist.get_process_group_ranks(mesh.get_group(axis)) == context.layout.group(axis)
-        coordinate = device_mesh(context.layout, "attention", device.type).get_coordinate()
-        assert list(coordinate) == [0, rank // 2, rank % 2]
-        with pytest.raises(ConfigError, match="view must be one of attention, experts, got 'rows'"):
-            device_mesh(context.layout, "rows", device.type)
 
 
 def union(layer: MoELayer) -> dict[str, torch.Tensor]:
