@@ -18,6 +18,7 @@ from ep_moe import registry
 from ep_moe._version import __version__
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
+from ep_moe.devices import gpu_index, on_device_of, with_index
 from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
@@ -56,7 +57,7 @@ class EPContext:
     Made collectively by one of `from_torchrun`, `from_groups`, `from_mesh`; `local` makes one for a single process.
     Outlives its layers, is not re-entrant, works as a context manager. Several may live in one process.
 
-    layout: this rank's RankLayout; device: where the layers compute
+    layout: this rank's RankLayout; device: where the layers compute; gpu: its index, None on a CPU
     tokens: the TokenFlow between attention's and the experts' view
     agreement: among the ranks that run the same layers (this rank's lockstep group)
     stage_times: None, or a StageTimes that the layers add to
@@ -77,7 +78,7 @@ class EPContext:
         max_tokens: int | None = None,
     ) -> None:
         self.layout = layout
-        self.device = device
+        self.device, self.gpu = device, gpu_index(device)
         self.ledger = ledger
         self.links = links
         self.tokens = TokenFlow(layout, tp=links["tp"], etp=links["etp"], lockstep=links["lockstep"])
@@ -114,7 +115,7 @@ class EPContext:
         max_tokens: the most tokens (rows of x) that any rank will pass to a layer; opens the transports whose buffers
             are made once, which CUDA graphs need
         """
-        device = device or local_device()
+        device = with_index(device or local_device())
         init_from_torchrun(device, deadline_s=deadline_s)
         return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
 
@@ -136,7 +137,7 @@ class EPContext:
             raise ConfigError(
                 "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
             )
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world, device = dist.get_rank(), dist.get_world_size(), with_index(device)
         parallel = parallel or ParallelConfig(dp=world)
         base = default_store()
         # counted per rank in the store and not in a global: all ranks make their contexts in the same order
@@ -146,6 +147,7 @@ class EPContext:
         return cls._connect(layout, device, store, groups, deadline_s, max_tokens)
 
     @classmethod
+    @on_device_of(lambda cls, layout, device, *_: device)
     def _connect(
         cls,
         layout: RankLayout,
@@ -202,7 +204,7 @@ class EPContext:
         """One process, no torch.distributed."""
         layout = RankLayout(world=1, rank=0)
         ledger = Ledger()
-        device = device or local_device()
+        device = with_index(device or local_device())
         return cls(layout, device, None, Links(layout, ledger, device), ledger)
 
     # --- what layers use ---------------------------------------------------------------------------------------
@@ -214,6 +216,7 @@ class EPContext:
         )
         return made
 
+    @on_device_of(lambda self, *_: self.device)
     def pooled(self, name: str, geometry: Geometry, make: Callable[[], Any]) -> Any:
         """What layers of one geometry share, made on first use and given back with the context. It has `capabilities`
         and `destroy()`."""
@@ -296,6 +299,7 @@ class EPContext:
             total["transport"] = sum(shared.values())
         return total
 
+    @on_device_of(lambda self, *_, **__: self.device)
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> None:
         """`MoELayer.tune` for every layer, measured once for layers of one shape. Collective."""
         found: dict[Any, list[int]] = {}
@@ -307,11 +311,13 @@ class EPContext:
                 else:
                     layer.use(kernel, found[key])
 
+    @on_device_of(lambda self, *_, **__: self.device)
     def capture(self, tokens: Sequence[int]) -> None:
         """`MoELayer.capture` for every layer. Collective."""
         for _, layer in sorted(self._layers.items()):
             layer.capture(tokens)
 
+    @on_device_of(lambda self, *_, **__: self.device)
     def capture_routed(self, tokens: Sequence[int]) -> None:
         """`MoELayer.capture_routed` for every layer. Collective."""
         for _, layer in sorted(self._layers.items()):
@@ -319,6 +325,7 @@ class EPContext:
 
     # --- lifetime ----------------------------------------------------------------------------------------------
 
+    @on_device_of(lambda self: self.device)
     def destroy(self) -> None:
         """Give back dispatchers and groups made here. Collective, idempotent. The default group stays."""
         if self._destroyed:

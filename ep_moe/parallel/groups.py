@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from ep_moe.devices import on_device
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
@@ -99,6 +100,7 @@ class Links:
         given: Mapping[str, ProcessGroup] | None = None,
     ) -> None:
         self._made: list[ProcessGroup] = []
+        self._device = device
         self._links: dict[str, Link] = {}
         # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the ledger, which raises
         # in the caller instead, must come first
@@ -124,8 +126,9 @@ class Links:
 
     def abort(self) -> None:
         """Free whoever waits on a device for a collective of these groups."""
-        for group in self._made:
-            group.abort()
+        with on_device(self._device):  # in whatever thread
+            for group in self._made:
+                group.abort()
 
     def destroy(self) -> None:
         for group in self._made:
