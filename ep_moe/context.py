@@ -19,13 +19,15 @@ from ep_moe._version import __version__
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.devices import gpu_index, on_device_of, with_index
-from ep_moe.errors import ConfigError, PeerTimeout
+from ep_moe.errors import ConfigError, EPMoEError, OutOfMemory, PeerTimeout
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.failed import is_out_of_memory
 from ep_moe.parallel.groups import Links, check_groups, default_store, init_from_torchrun, local_device, sizes_from_mesh
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.ledger import COMPILING_S, Ledger
 from ep_moe.parallel.tokens import TokenFlow
+from ep_moe.types import capturing
 from ep_moe.workspace import Workspaces
 
 if TYPE_CHECKING:
@@ -47,7 +49,12 @@ class _Forward:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context()
-        if context is not None:
+        if context is None:
+            return
+        try:
+            if error is not None:
+                context.broken_by(error)
+        finally:
             context.left()
 
 
@@ -169,7 +176,9 @@ class EPContext:
         abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
         peers = layout.group("lockstep")  # others have nothing to do with what is told here
         scope = PrefixStore(f"ledger/block{peers[0]}", store)
-        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort)
+        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort, device=device)
+        if device.type == "cuda":
+            ledger.prepare_mark(device)
         made.append(Links(layout, ledger, device, groups))
         agreement.healthy("EPContext", None)  # all have their groups before any uses one
         return cls(layout, device, store, made[0], ledger, max_tokens)
@@ -223,7 +232,9 @@ class EPContext:
         self._check_alive()
         key = (name, geometry)
         if key not in self._pool:
-            self._pool[key] = make()
+            # a library may wait for peers, after it has compiled its kernels
+            with self.ledger.step("connect", name, counted=False, more_s=COMPILING_S):
+                self._pool[key] = make()
         return self._pool[key]
 
     @property
@@ -256,6 +267,7 @@ class EPContext:
     def name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""
         self._check_alive()
+        self.ledger.check()
         self._layer_count += 1
         return name or f"moe{self._layer_count - 1}"
 
@@ -276,8 +288,23 @@ class EPContext:
                 f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
                 f"model that runs in another thread"
             )
-        self._inside = self.ledger.where = name
+        self.ledger.enter(name)
+        self._inside = name
         return self._forward
+
+    def broken_by(self, error: BaseException) -> None:
+        """An exception leaves a forward. What all ranks raise alike breaks nothing. Any other is this rank's alone: its
+        peers are told, and every further call raises it on all ranks."""
+        alike = isinstance(error, EPMoEError) and not is_out_of_memory(error, self.device)
+        # a recomputation ends by an exception of torch's, on all ranks at the same operation
+        ends = type(error).__module__ == "torch.utils.checkpoint"
+        if self.ledger.alone or alike or ends or capturing(self.device):
+            return
+        before = self.ledger.failed
+        failure = self.ledger.fail(error)
+        if before or isinstance(failure, OutOfMemory):
+            raise failure.with_traceback(None) from error
+        error.add_note(f"ep_moe: {failure}")
 
     def left(self) -> None:
         """The end of that forward."""
@@ -331,7 +358,9 @@ class EPContext:
         if self._destroyed:
             return
         self._destroyed = True
-        if self.device.type == "cuda" and any(d.capabilities.static for d in self._pool.values()):
+        static = any(dispatcher.capabilities.static for dispatcher in self._pool.values())
+        # what failed may have left kernels that wait for ever
+        if self.device.type == "cuda" and static and not self.ledger.failed:
             torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
         try:
             # nobody closes connections while a peer still opens or uses them
