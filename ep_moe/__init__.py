@@ -29,7 +29,9 @@ from ep_moe.errors import (
     ConfigError,
     EPMoEError,
     InputError,
+    OutOfMemory,
     PeerTimeout,
+    RankFailed,
     RebalanceError,
 )
 from ep_moe.experts.base import ExpertsOptions
@@ -57,8 +59,10 @@ __all__ = [
     "MoELayer",
     "ModelConfig",
     "ParallelConfig",
+    "OutOfMemory",
     "PeerTimeout",
     "Placement",
+    "RankFailed",
     "RankLayout",
     "RebalanceError",
     "Router",

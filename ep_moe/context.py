@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ep_moe import registry
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
-from ep_moe.errors import ConfigError, PeerTimeout
+from ep_moe.devices import gpu_index, on_device, on_device_of, with_index
+from ep_moe.errors import ConfigError, EPMoEError, OutOfMemory, PeerTimeout
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.failed import is_out_of_memory
 from ep_moe.parallel.groups import (
     DEADLINE_S,
     Links,
@@ -30,9 +32,10 @@ from ep_moe.parallel.groups import (
     numbered,
 )
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.ledger import COMPILING_S, Ledger
 from ep_moe.parallel.mesh import axis_groups, members, read_mesh
 from ep_moe.parallel.tokens import TokenFlow
+from ep_moe.types import capturing
 from ep_moe.workspace import Workspaces
 
 if TYPE_CHECKING:
@@ -53,7 +56,12 @@ class _Forward:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context()
-        if context is not None:
+        if context is None:
+            return
+        try:
+            if error is not None:
+                context.broken_by(error)
+        finally:
             context.left()
 
 
@@ -63,7 +71,7 @@ class EPContext:
     Made collectively by one of `from_torchrun`, `from_groups`, `from_mesh`; `local` makes one for a single process.
     Outlives its layers, is not re-entrant, works as a context manager. Several may live in one process.
 
-    layout: this rank's RankLayout; device: where the layers compute
+    layout: this rank's RankLayout; device: where the layers compute; gpu: its index, None on a CPU
     tokens: the TokenFlow between attention's and the experts' view
     agreement: among the ranks that run the same layers (this rank's lockstep group)
     stage_times: None, or a StageTimes that the layers add to
@@ -84,7 +92,7 @@ class EPContext:
         max_tokens: int | None = None,
     ) -> None:
         self.layout = layout
-        self.device = device
+        self.device, self.gpu = device, gpu_index(device)
         self.ledger = ledger
         self.links = links
         self.tokens = TokenFlow(layout, tp=links["tp"], etp=links["etp"], lockstep=links["lockstep"])
@@ -121,7 +129,7 @@ class EPContext:
         max_tokens: the most tokens (rows of x) that any rank will pass to a layer; opens the transports whose buffers
             are made once, which CUDA graphs need
         """
-        device = device or local_device()
+        device = with_index(device or local_device())
         init_from_torchrun(device, deadline_s=deadline_s)
         return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
 
@@ -142,7 +150,7 @@ class EPContext:
         _check_initialized()
         ranks = range(dist.get_world_size())
         parallel = parallel or ParallelConfig(dp=len(ranks))
-        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens)
+        return cls._connect(parallel, ranks, groups, with_index(device), deadline_s, max_tokens)
 
     @classmethod
     def from_mesh(
@@ -190,6 +198,7 @@ class EPContext:
         except ConfigError as error:
             problem = error
         device = device or (local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type))
+        device = with_index(device)
         groups = {} if problem else axis_groups(mesh)
         return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
 
@@ -208,6 +217,21 @@ class EPContext:
         name = numbered("context", ranks)
         store = PrefixStore(name, default_store())
         layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, problem)
+        with on_device(device):
+            return cls._linked(layout, name, store, groups, device, max_tokens, deadline_s, problem)
+
+    @classmethod
+    def _linked(
+        cls,
+        layout: RankLayout,
+        name: str,
+        store: Store,
+        groups: Mapping[str, ProcessGroup] | None,
+        device: torch.device,
+        max_tokens: int | None,
+        deadline_s: float,
+        problem: ConfigError | None,
+    ) -> EPContext:
         agreement = Agreement(PrefixStore("connect", store), layout.ranks, layout.rank, deadline_s)
         try:
             check_groups(layout, groups or {})
@@ -219,7 +243,9 @@ class EPContext:
         abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
         peers = layout.group("lockstep")  # others have nothing to do with what is told here
         scope = PrefixStore(f"ledger/block{peers[0]}", store)
-        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort)
+        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort, device=device)
+        if device.type == "cuda":
+            ledger.prepare_mark(device)
         made.append(Links(layout, ledger, device, groups, name))
         agreement.healthy("EPContext", None)  # all have their groups before any uses one
         return cls(layout, device, store, made[0], ledger, max_tokens)
@@ -229,7 +255,7 @@ class EPContext:
         """One process, no torch.distributed."""
         layout = RankLayout(world=1, rank=0)
         ledger = Ledger()
-        device = device or local_device()
+        device = with_index(device or local_device())
         return cls(layout, device, None, Links(layout, ledger, device), ledger)
 
     # --- what layers use ---------------------------------------------------------------------------------------
@@ -241,13 +267,16 @@ class EPContext:
         )
         return made
 
+    @on_device_of(lambda self, *_: self.device)
     def pooled(self, name: str, geometry: Geometry, make: Callable[[], Any]) -> Any:
         """What layers of one geometry share, made on first use and given back with the context. It has `capabilities`
         and `destroy()`."""
         self._check_alive()
         key = (name, geometry)
         if key not in self._pool:
-            self._pool[key] = make()
+            # a library may wait for peers, after it has compiled its kernels
+            with self.ledger.step("connect", name, counted=False, more_s=COMPILING_S):
+                self._pool[key] = make()
         return self._pool[key]
 
     @property
@@ -280,6 +309,7 @@ class EPContext:
     def name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""
         self._check_alive()
+        self.ledger.check()
         self._layer_count += 1
         return name or f"moe{self._layer_count - 1}"
 
@@ -300,8 +330,23 @@ class EPContext:
                 f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
                 f"model that runs in another thread"
             )
-        self._inside = self.ledger.where = name
+        self.ledger.enter(name)
+        self._inside = name
         return self._forward
+
+    def broken_by(self, error: BaseException) -> None:
+        """An exception leaves a forward. What all ranks raise alike breaks nothing. Any other is this rank's alone: its
+        peers are told, and every further call raises it on all ranks."""
+        alike = isinstance(error, EPMoEError) and not is_out_of_memory(error, self.device)
+        # a recomputation ends by an exception of torch's, on all ranks at the same operation
+        ends = type(error).__module__ == "torch.utils.checkpoint"
+        if self.ledger.alone or alike or ends or capturing(self.device):
+            return
+        before = self.ledger.failed
+        failure = self.ledger.fail(error)
+        if before or isinstance(failure, OutOfMemory):
+            raise failure.with_traceback(None) from error
+        error.add_note(f"ep_moe: {failure}")
 
     def left(self) -> None:
         """The end of that forward."""
@@ -323,6 +368,7 @@ class EPContext:
             total["transport"] = sum(shared.values())
         return total
 
+    @on_device_of(lambda self, *_, **__: self.device)
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> None:
         """`MoELayer.tune` for every layer, measured once for layers of one shape. Collective."""
         found: dict[Any, list[int]] = {}
@@ -334,11 +380,13 @@ class EPContext:
                 else:
                     layer.use(kernel, found[key])
 
+    @on_device_of(lambda self, *_, **__: self.device)
     def capture(self, tokens: Sequence[int]) -> None:
         """`MoELayer.capture` for every layer. Collective."""
         for _, layer in sorted(self._layers.items()):
             layer.capture(tokens)
 
+    @on_device_of(lambda self, *_, **__: self.device)
     def capture_routed(self, tokens: Sequence[int]) -> None:
         """`MoELayer.capture_routed` for every layer. Collective."""
         for _, layer in sorted(self._layers.items()):
@@ -346,12 +394,15 @@ class EPContext:
 
     # --- lifetime ----------------------------------------------------------------------------------------------
 
+    @on_device_of(lambda self: self.device)
     def destroy(self) -> None:
         """Give back dispatchers and groups made here. Collective, idempotent. The default group stays."""
         if self._destroyed:
             return
         self._destroyed = True
-        if self.device.type == "cuda" and any(d.capabilities.static for d in self._pool.values()):
+        static = any(dispatcher.capabilities.static for dispatcher in self._pool.values())
+        # what failed may have left kernels that wait for ever
+        if self.device.type == "cuda" and static and not self.ledger.failed:
             torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
         try:
             # nobody closes connections while a peer still opens or uses them

@@ -1,10 +1,24 @@
-"""What a device can do, asked once."""
+"""What a device can do, asked once; and the device that is current.
+
+Torch's own operations run where their tensors are. Triton, the driver, FlashInfer, pinned memory, graph captures and
+events run on the device that is current, which is 0 until somebody says otherwise. Whoever is called by a user enters
+`on_device` of the context's device first.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from ep_moe.errors import InputError
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 @cache
@@ -25,3 +39,64 @@ def current_stream(device: torch.device) -> int:
 def starts_early(device: torch.device) -> bool:
     """Kernels can start before those ahead of them have ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current device, for a `with`. Nothing happens on a CPU, or where it is current already.
+
+    Compiled code needs nothing of it: it makes the device of its tensors current by itself.
+    """
+    index = None if torch.compiler.is_compiling() else gpu_index(device)
+    if index is None or not elsewhere(index):
+        return nullcontext()
+    if torch.cuda.is_current_stream_capturing():
+        found = torch.cuda.current_device()
+        raise InputError(
+            f"a CUDA graph is captured on cuda:{found}, which is current, and would have nothing of what runs on "
+            f"{device}; capture it within torch.cuda.device({str(device)!r})"
+        )
+    return torch.cuda.device(index)
+
+
+def elsewhere(index: int | None) -> bool:
+    """Whether another GPU than this one is current; None for no GPU. For eager calls, whose host time it is part of."""
+    return index is not None and not torch.compiler.is_compiling() and torch._C._cuda_getDevice() != index
+
+
+@cache  # half a microsecond of torch's otherwise
+def gpu_index(device: torch.device) -> int | None:
+    """None for a CPU, and for a GPU without an index."""
+    return device.index if device.type == "cuda" else None
+
+
+def on_device_of(
+    place: Callable[..., torch.device],
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Decorate a function to run within `on_device` of what `place` returns for the function's arguments."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(function)
+        def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            with on_device(place(*args, **kwargs)):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def with_index(device: torch.device) -> torch.device:
+    """`torch.device("cuda")` as the device that is current now; others as they are."""
+    if isinstance(device, torch.device) and device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def memory_left(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a GPU; (0, 0) where there is none, or it does not answer."""
+    if device.type != "cuda":
+        return 0, 0
+    try:
+        return torch.cuda.mem_get_info(device)
+    except RuntimeError:
+        return 0, 0

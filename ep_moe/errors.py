@@ -3,6 +3,8 @@
 `assert` is for our own bugs; everything a user can cause is one of these, raised on all ranks alike.
 """
 
+import torch
+
 
 class EPMoEError(Exception):
     """Base of all errors that `ep_moe` raises on purpose."""
@@ -30,6 +32,16 @@ class BackendUnavailable(EPMoEError, RuntimeError):
 
 class PeerTimeout(EPMoEError, RuntimeError):
     """A peer died, hung or went another way; the message names the phase and the ranks."""
+
+
+class RankFailed(EPMoEError, RuntimeError):
+    """An exception left a layer's call on one rank, while its peers were in the same call. The message names the rank
+    and the exception. The context cannot be used again, and each further call raises this on all ranks."""
+
+
+class OutOfMemory(EPMoEError, torch.OutOfMemoryError):
+    """One rank ran out of device memory in a layer's call. The message names the rank, the device, the step and the
+    remedy. As `RankFailed`, all ranks raise it, and the context cannot be used again."""
 
 
 class RebalanceError(EPMoEError, RuntimeError):

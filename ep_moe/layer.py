@@ -16,6 +16,7 @@ from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
+from ep_moe.devices import elsewhere, on_device, on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.exchange import Exchange
 from ep_moe.experts.base import Experts, ExpertsOptions
@@ -65,6 +66,7 @@ class MoELayer(nn.Module):
     dp rank's tokens, as any replicated module does (average or sum them over dp as usual).
     """
 
+    @on_device_of(lambda self, config, context, **_: context.device)
     def __init__(
         self,
         config: MoEConfig,
@@ -152,6 +154,9 @@ class MoELayer(nn.Module):
         return self._forward(x, routing)
 
     def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
+        if elsewhere(self.context.gpu):
+            with on_device(self.context.device):
+                return self._forward(x, routing)
         if (replayed := self.captured.replay(x, routing)) is not None:
             return replayed
         if (repeated := self.repeated.run(self, x, routing)) is not None:
@@ -224,6 +229,7 @@ class MoELayer(nn.Module):
         found = [self.tune_kernel(kernel, rows, cache) for kernel in self.kernels]
         return found[0]
 
+    @on_device_of(lambda self, *_, **__: self.context.device)
     def tune_kernel(self, kernel: Kernel, rows: Sequence[int], cache: str | Path | None = None) -> list[int]:
         """`tune` for one of `kernels`."""
         found = tuned_on_one_rank(kernel, self.context, self.placement.expert_map, rows, cache, self.name)
@@ -279,6 +285,7 @@ class MoELayer(nn.Module):
 
     # --- weights -----------------------------------------------------------------------------------------------
 
+    @on_device_of(lambda self, *_, **__: self.context.device)
     def update_expert(self, logical_id: int, **tensors: Tensor) -> int:
         """Write an expert's whole tensors (w13 [2I, H], w2 [H, I], w13_bias, w2_bias) into all its replicas.
 
@@ -377,6 +384,7 @@ class MoELayer(nn.Module):
             return {(INSIDE, self.experts.geometry): self.experts.buffer_bytes(self.experts.geometry)}
         return self.picks.transport_bytes(self._geometry)
 
+    @on_device_of(lambda self: self.context.device)
     def stats(self) -> LayerStats:
         """Load per expert and rank, as `layer_stats` says. Collective over the EP group, waits for the device."""
         if self._routes_inside:

@@ -17,6 +17,8 @@ def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device) 
         return f"x must be a Tensor, got {type(x).__name__}"
     if device.type == "meta":
         return "the layer is on the meta device; call to_empty(device=...) and load weights first"
+    if x.layout is not torch.strided:
+        return f"x must be dense, got {x.layout}; pass x.to_dense()"
     if x.dim() < 1 or x.shape[-1] != hidden:
         return f"x must be [..., {hidden}] (hidden_size), got {list(x.shape)}"
     if x.dtype != dtype:

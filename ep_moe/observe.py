@@ -23,9 +23,10 @@ class StageTimes:
     def span(self, stage: str) -> Iterator[None]:
         if self._device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            stream = torch.cuda.current_stream(self._device)
+            begin.record(stream)
             yield
-            end.record()
+            end.record(stream)
             self._spans.setdefault(stage, []).append((begin, end))
         else:
             start = time.perf_counter()

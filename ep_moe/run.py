@@ -105,8 +105,6 @@ def run(options: RunOptions) -> RunReport | None:
     if TorchrunEnv.present():
         world = TorchrunEnv.read().world_size
         device = local_device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         init_from_torchrun(device, deadline_s=options.deadline_s)
         try:
             return run_on_rank(settle(options, world), device)

@@ -20,6 +20,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
+from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.exchange import Exchange
 from ep_moe.experts.base import Experts
@@ -80,8 +81,6 @@ def run(options: TuneOptions, say: Say) -> Tuned | None:
     say: told each result on rank 0; on ranks forked here, at the end"""
     if TorchrunEnv.present():
         device = local_device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         init_from_torchrun(device, deadline_s=DEADLINE_S)
         try:
             return run_on_rank(options, device, say)
@@ -131,6 +130,7 @@ def _quiet(line: str) -> None:
 
 
 @torch.no_grad()
+@on_device_of(lambda context, *_, **__: context.device)
 def tune(
     context: EPContext,
     config: MoEConfig,

@@ -366,7 +366,7 @@ def on_the_cpu() -> list[object]:
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
     layer.in_turns = lambda calls, repeat, replays, before: [10.0 + len(call()) for call in calls]
     layer.host = lambda call, calls, before: timing.host(call, calls=1, samples=1, before=before)
-    stages.timeline = lambda call: [span for number in range(3) for span in call_of(13.0 * number)]
+    stages.timeline = lambda call, device: [span for number in range(3) for span in call_of(13.0 * number)]
     return made
 
 

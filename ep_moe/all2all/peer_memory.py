@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.link import Link, barrier
 
 
 class PeerMemory:
@@ -29,4 +28,4 @@ class PeerMemory:
         self.addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
         self._handle = handle  # it holds the mapping
         self.local.zero_()
-        dist.barrier(link.group)  # nobody writes here before it is zero
+        barrier(device, link.group)  # nobody writes here before it is zero

@@ -42,7 +42,7 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             pending = call()
             done = torch.cuda.Event()
-            done.record()
+            done.record(self._stream)
 
         return Pending(partial(_join, device, done, pending, call))
 

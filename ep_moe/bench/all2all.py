@@ -36,7 +36,10 @@ from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence,
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
+from ep_moe.devices import on_device_of
 from ep_moe.experts.wire_rows import round_rows
+from ep_moe.parallel.groups import local_device
+from ep_moe.parallel.link import barrier
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 EXPERTS, TOP_K = 128, 8
@@ -145,12 +148,12 @@ def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalR
         if load and line.rows == "plain":
             calls += load_pairs(context, geometry, rows, routing)
     measure = partial(replayed, repeat=20 if line.tokens <= FEW else 5) if line.captured else eager
-    times = measure(calls, before=dist.barrier)
+    times = measure(calls, before=partial(barrier, context.device))
     found = zip(("us", "raw_us", "without_load_us", "with_load_us"), times, strict=False)
     for name, us in found:
         setattr(line, name, slowest(context, us))
-    torch.cuda.synchronize()
-    dist.barrier()
+    torch.cuda.synchronize(context.device)
+    barrier(context.device)
     dispatcher.destroy()
 
 
@@ -194,7 +197,7 @@ def p2p_rate(context: EPContext) -> float:
     target = torch.device("cuda", (local + 1) % ranks)
     source = torch.ones(1 << 28, dtype=torch.uint8, device=context.device)
     sink = torch.empty_like(source, device=target)
-    (us,) = eager([lambda: sink.copy_(source)], before=dist.barrier)
+    (us,) = eager([lambda: sink.copy_(source)], before=partial(barrier, context.device))
     return float(source.nbytes / slowest(context, us) * 1e6)
 
 
@@ -254,6 +257,7 @@ def plot(lines: list[Line], file: Path) -> None:
 
 
 @one_sentence
+@on_device_of(local_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     known = list(registry.targets("dispatchers"))
@@ -266,7 +270,6 @@ def main() -> None:
     asked = parse(parser, Where.RANKS)
     check_dealt(EXPERTS)
     with EPContext.from_torchrun() as context:
-        torch.cuda.set_device(context.device)
         lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens, load=asked.load)
         check_measured(lines)
         if context.layout.rank:

@@ -46,11 +46,12 @@ from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence,
 from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
+from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
-from ep_moe.parallel.link import all_gather_single
+from ep_moe.parallel.link import all_gather_single, barrier
 from ep_moe.select import AUTO
 from ep_moe.types import Routing
 from ep_moe.weights.schemes import SCHEMES
@@ -196,7 +197,7 @@ def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | N
     try:
         made = make()
         if context.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(context.device)
     except Exception as error:  # whatever a library raises: the others are still to be measured
         reason = f"{type(error).__name__}: {error}"
     reasons: list[str | None] = [None] * context.layout.ep
@@ -230,7 +231,7 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
         graph = attempt(context, f"{entry.name}, {entry.scheme}, captured", partial(captured, entry.call, repeat))
         if graph is not None:
             graphs[number] = graph.replay
-    found = in_turns(list(graphs.values()), repeat, REPLAYS, dist.barrier)
+    found = in_turns(list(graphs.values()), repeat, REPLAYS, partial(barrier, context.device))
     for number, us in zip(graphs, found, strict=True):
         lines[number].us = slowest(context, us)
     return lines
@@ -267,7 +268,7 @@ def recorded(layer: MoELayer, tokens: int) -> bool:
 def host_time(context: EPContext, what: str, call: Callable[[], Any]) -> float | None:
     """The slowest rank's, of so many calls in a row that reading the clock is nothing and the GPU's queue has room."""
     calls = 20 if (context.max_tokens or 1) <= 128 else 5
-    own = attempt(context, what, partial(host, call, calls=calls, before=dist.barrier))
+    own = attempt(context, what, partial(host, call, calls=calls, before=partial(barrier, context.device)))
     return None if own is None else slowest(context, own)
 
 
@@ -312,6 +313,7 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
 
 
 @one_sentence
+@on_device_of(local_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
@@ -327,13 +329,13 @@ def main() -> None:
         check_dealt(load_model_config(model).moe.num_experts)
     if missing := sorted({*asked.memory} - {*asked.tokens}):
         raise ConfigError(f"--memory {missing[0]} is not among --tokens {asked.tokens}; add it there")
-    torch.cuda.set_device(local_device())
     machine, lines, console = machine_of(), list[Line](), Console(width=150)
     variants = [variant for variant in VARIANTS if variant[0] in asked.experts]
     first = dist.get_rank() == 0
     if first:
         console.print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {machine.rates.copy / 1e12:.2f} TB/s, "
+            f"{torch.cuda.get_device_name(local_device())}, torch {torch.__version__}: "
+            f"copy {machine.rates.copy / 1e12:.2f} TB/s, "
             f"bf16 {machine.rates.bf16 / 1e12:.0f}, fp8 {machine.rates.fp8 / 1e12:.0f} TFLOP/s, "
             f"peer to peer {machine.p2p / 1e9:.0f} GB/s"
         )

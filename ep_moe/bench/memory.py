@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ep_moe.bench.overlap import batch
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.layer import MoELayer
+from ep_moe.parallel.link import barrier
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ def measure(context: EPContext, config: MoEConfig, make: Callable[[], MoELayer |
     """In a context that has nothing yet; None where `make` gives nothing. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
-    dist.barrier(context.links["ep"].group)  # so that NCCL has its own buffers before
-    before = _mark()
+    barrier(context.device, context.links["ep"].group)  # so that NCCL has its own buffers before
+    before = _mark(context.device)
     layer = make()
     if layer is None:
         return None
     for _ in range(2):  # the first call makes what is made once
         gc.collect()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(context.device)
         out = layer.forward_routed(x, routing)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(context.device)
         del out
-    after = _mark()
+    after = _mark(context.device)
     return Held(sum(context.plan().values()), *taken(before, after))
 
 
@@ -60,10 +60,10 @@ def taken(before: _Mark, after: _Mark) -> tuple[int, int]:
     return after.allocated - before.allocated + outside, after.peak - before.allocated + outside
 
 
-def _mark() -> _Mark:
-    torch.cuda.synchronize()
+def _mark(device: torch.device) -> _Mark:
+    torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    return _Mark(allocated, peak, -free - torch.cuda.memory_reserved())
+    free, _ = torch.cuda.mem_get_info(device)
+    allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return _Mark(allocated, peak, -free - torch.cuda.memory_reserved(device))

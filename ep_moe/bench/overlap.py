@@ -36,9 +36,11 @@ from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence,
 from ep_moe.bench.timing import replayed
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
+from ep_moe.devices import on_device_of
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
+from ep_moe.parallel.link import barrier
 from ep_moe.types import LogicalIds, Routing
 from ep_moe.weights.schemes import SCHEMES
 
@@ -128,8 +130,8 @@ def pipelines(model: str, count: int, variant: Variant) -> list[Line]:
         tune(context, [size for size, _ in cases])
         x, routing = batch(context, config, count)
         calls = [partial(layer.forward_routed, x, routing) for layer in layers]
-        times = [slowest(context, us) for us in replayed(calls, repeat=2, before=dist.barrier)]
-        shares = [beside(timeline(call)) for call in calls]
+        times = [slowest(context, us) for us in replayed(calls, repeat=2, before=partial(barrier, context.device))]
+        shares = [beside(timeline(call, context.device)) for call in calls]
     experts, _, rows, all2all, _ = variant
     found = zip(cases, times, shares, strict=True)
     return [
@@ -153,27 +155,31 @@ def shared(model: str, count: int) -> Gap | None:
             partial(alone, x),
             partial(full.forward_routed, x, routing),
         ]
-        return Gap(model, count, *(slowest(context, us) for us in replayed(calls, repeat=2, before=dist.barrier)))
+        return Gap(
+            model,
+            count,
+            *(slowest(context, us) for us in replayed(calls, repeat=2, before=partial(barrier, context.device))),
+        )
 
 
 def tune(context: EPContext, sizes: Sequence[int]) -> None:
     context.tune(sorted({min(context.layout.ep * size, ExpertsOptions().chunk_rows) for size in sizes}))
 
 
-def timeline(call: Callable[[], Any]) -> list[Span]:
+def timeline(call: Callable[[], Any], device: torch.device) -> list[Span]:
     """The kernels of one call, replayed: eagerly the host is slower than they are."""
     call()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         call()
     graph.replay()
-    torch.cuda.synchronize()
-    dist.barrier()
+    torch.cuda.synchronize(device)
+    barrier(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         graph.replay()
-        torch.cuda.synchronize()
-    dist.barrier()
+        torch.cuda.synchronize(device)
+    barrier(device)
     kernels = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
     events = [event for event in kernels if not event.name.startswith("ep_moe::")]  # stages, of many kernels each
     return [(event.name, event.time_range.start, event.time_range.end) for event in events]
@@ -219,7 +225,7 @@ def plot(model: str, count: int, variant: Variant, file: Path) -> None:
         for axes, pipeline, spare in ((above, None, 0), (below, count // 2, variant[-1][-1])):
             layer = build(context, config, variant, pipeline, spare)
             tune(context, [pipeline or count])
-            spans = timeline(partial(layer.forward_routed, x, routing))
+            spans = timeline(partial(layer.forward_routed, x, routing), context.device)
             draw(spans, f"{model}, {variant[3]}, {count} tokens per rank, {pipeline or count} at once", axes)
         if context.layout.rank == 0:
             figure.savefig(file, dpi=110)
@@ -257,6 +263,7 @@ def shared_table(found: list[Gap]) -> Table:
 
 
 @one_sentence
+@on_device_of(local_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
@@ -268,7 +275,6 @@ def main() -> None:
     asked = parse(parser, Where.RANKS)
     for model in asked.models:
         check_dealt(load_model_config(model).moe.num_experts)
-    torch.cuda.set_device(local_device())
     console = Console(width=130)
     named = [variant for variant in VARIANTS if variant[3] in asked.transports]
     variants = [variant for variant in named if registry.why_not("dispatchers", variant[3]) is None]

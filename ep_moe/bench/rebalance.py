@@ -33,6 +33,7 @@ from ep_moe.bench.overlap import batch, build, tune
 from ep_moe.bench.start import Where, check_dealt, one_sentence, parse, positive
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.context import EPContext
+from ep_moe.devices import on_device_of
 from ep_moe.eplb.balancer import ExpertBalancer
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.pact import State
@@ -118,9 +119,9 @@ def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Calla
     if context.device.type != "cuda":
         return forward
     forward()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(context.device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(context.device)):
         forward()
 
     def replay(_read: Callable[[], Any] = forward) -> None:  # rows and routes live as long as what was captured
@@ -151,7 +152,7 @@ def timed(
             marks[-1 - AHEAD].synchronize()
     seconds = time.perf_counter() - start
     if on_gpu:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(context.device)
         own = [one.elapsed_time(two) for one, two in pairwise(marks[WARM:])]
     else:
         own = [1e3 * (two - one) for one, two in pairwise(marks[WARM:])]
@@ -164,7 +165,7 @@ def _now(context: EPContext) -> Any:
     if context.device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(context.device))
     return event
 
 
@@ -175,6 +176,7 @@ def rotated(placed: ExpertMap) -> ExpertMap:
 
 
 @one_sentence
+@on_device_of(local_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")
@@ -187,7 +189,6 @@ def main() -> None:
     asked = parse(parser, Where.RANKS)
     config: MoEConfig = load_model_config(asked.model).moe
     check_dealt(config.num_experts)
-    torch.cuda.set_device(local_device())
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))

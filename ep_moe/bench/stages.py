@@ -34,7 +34,7 @@ class Stages:
 
 def measure(context: EPContext, call: Callable[[], Any]) -> Stages | None:
     """The mean over ranks, for a wait on one is another's work; None where a kernel does it all. Collective."""
-    own = split(timeline(lambda: [call() for _ in range(CALLS)]))
+    own = split(timeline(lambda: [call() for _ in range(CALLS)], context.device))
     found = torch.tensor([0.0] * 4 if own is None else astuple(own), dtype=torch.float64, device=context.device)
     dist.all_reduce(found)
     return None if own is None else Stages(*(found / context.layout.ep).tolist())

@@ -1,4 +1,5 @@
-"""Timing of GPU work: medians, calls taking turns, so that the clock drifts for all."""
+"""Timing of work on the device that is current (`on_device`): medians, calls taking turns, so that the clock drifts for
+all."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from ep_moe.devices import on_device_of
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.connect import Connections, Context, connect
 from ep_moe.eplb.decide import Background, Decision, Planner, decide, default_planner, given, laid_out, loads
@@ -31,6 +32,7 @@ from ep_moe.placement.stats import LayerStats
 
 _GO, _BACK = "go", "back"  # what can be said of a commit
 _PAUSE_S = 5e-4
+_on_its_device = on_device_of(lambda self, *_: self._context.device)
 
 
 class ExpertBalancer:
@@ -50,6 +52,7 @@ class ExpertBalancer:
     balancer is then OFF, and each further `step` says so.
     """
 
+    @on_device_of(lambda self, layers, context, *_, **__: context.device)
     def __init__(
         self,
         layers: nn.Module | Sequence[BalancedLayer],
@@ -87,6 +90,7 @@ class ExpertBalancer:
     def state(self) -> State:
         return self._state
 
+    @_on_its_device
     def step(self) -> None:
         """After each forward, on all ranks. Does not wait for the device; for peers where a transfer on the CPU or an
         exchange begun `sync_every` steps ago has not come yet."""
@@ -97,6 +101,7 @@ class ExpertBalancer:
         finally:
             self._watch_window()
 
+    @_on_its_device
     def move_to(self, maps: Sequence[ExpertMap]) -> None:
         """Move the experts to these maps, one per layer, in the steps to come. On all ranks, after the same step."""
         self._check_on("move_to")
@@ -105,6 +110,7 @@ class ExpertBalancer:
         self._plan(partial(given, maps, len(self.layers)))
         self._tell()
 
+    @_on_its_device
     def settle(self) -> None:
         """Bring what is under way to its end, without forwards. On all ranks, after the same step."""
         self._check_on("settle")
@@ -131,6 +137,7 @@ class ExpertBalancer:
             **self._counts,
         )
 
+    @_on_its_device
     def close(self) -> None:
         """Bring what is under way to its end and give back the process groups. Collective, idempotent. Where that end
         is a rollback, the groups are given back and it raises what `step` would have raised."""

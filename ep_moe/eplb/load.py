@@ -59,7 +59,7 @@ class LoadWindow:
         self._on_host.copy_(self._counts, non_blocking=True)
         if self._counts.is_cuda:
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._counts.device))
 
     @property
     def copied(self) -> bool:

@@ -155,6 +155,6 @@ class Pact:
         return counts
 
     def _await(self, phase: str, work: dist.Work | None) -> None:
-        with self.link.ledger.step(phase):
+        with self.link.ledger.step(phase, keep=False):  # layers go on where a rank was only late
             if work is not None:
                 work.wait()

@@ -176,17 +176,18 @@ class Tactics:
         experts.use([len(received.x), *pair])
         try:
             experts.compute(received, out)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            device = experts.workspaces.device
+            torch.cuda.synchronize(device)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
                 for _ in range(_CALLS):
                     experts.compute(received, out)
             times: list[float] = []
             for _ in range(_REPLAYS):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
+                start.record(stream)
                 graph.replay()
-                end.record()
+                end.record(stream)
                 end.synchronize()
                 times.append(start.elapsed_time(end) / _CALLS)
             return statistics.median(times)

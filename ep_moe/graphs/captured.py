@@ -16,6 +16,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.lanes import Lane, Lanes
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
+from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.shared import SharedExperts
@@ -175,6 +176,7 @@ class CapturedCalls:
             and not torch.is_autocast_enabled(x.device.type)
         )
 
+    @on_device_of(lambda self, *_, **__: self._context.device)
     def capture(self, layer: Layer, tokens: Sequence[int], *, routed: bool) -> None:
         """As `MoELayer.capture`."""
         context, what = self._context, f"{layer.name}.{'capture_routed' if routed else 'capture'}"

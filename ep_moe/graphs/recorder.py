@@ -11,6 +11,7 @@ from torch import Tensor
 from ep_moe.devices import current_stream
 from ep_moe.graphs.call_graph import CallGraph, Given
 from ep_moe.graphs.inputs import InputMemory
+from ep_moe.types import capturing
 from ep_moe.workspace import Workspaces
 
 
@@ -45,7 +46,7 @@ class Recorder:
     @property
     def here(self) -> bool:
         """Whether a replay may begin: the stream is current, and not being captured itself."""
-        return current_stream(self._device) == self._current and not torch.cuda.is_current_stream_capturing()
+        return current_stream(self._device) == self._current and not capturing(self._device)
 
     def warm(self, call: Callable[[], Tensor]) -> None:
         """Run it where it will be recorded: what the first call on a stream makes is not to be made in a graph."""

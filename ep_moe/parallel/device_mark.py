@@ -13,6 +13,9 @@ class DeviceMark:
         self._asked = 0
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.set()  # what it runs for the first time is loaded now, while no kernel waits for a peer
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def set(self) -> None:
         """Behind everything that the current stream has been given."""

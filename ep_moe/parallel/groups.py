@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ep_moe._version import __version__
 from ep_moe.config import ParallelConfig
+from ep_moe.devices import on_device
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import RankLayout
@@ -189,6 +190,7 @@ class Links:
         name: str = "",
     ) -> None:
         self._made: list[ProcessGroup] = []
+        self._device = device
         self._links: dict[str, Link] = {}
         # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the ledger, which raises
         # in the caller instead, must come first
@@ -210,8 +212,9 @@ class Links:
 
     def abort(self) -> None:
         """Free whoever waits on a device for a collective of these groups."""
-        for group in self._made:
-            group.abort()
+        with on_device(self._device):  # in whatever thread
+            for group in self._made:
+                group.abort()
 
     def destroy(self) -> None:
         for group in self._made:

@@ -2,8 +2,9 @@
 
 Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest one as a
 heartbeat. When a step fails or outlasts its deadline, the heartbeats of all ranks are compared: one that
-stopped is a dead process, one that is behind hangs elsewhere, one with another phase went another way. There is no
-collective in this and nothing on the hot path but filling in a record.
+stopped is a dead process, one that is behind hangs elsewhere, one with another phase went another way. A rank that
+leaves a call by an exception of its own publishes what happened, and its peers raise that. There is no collective in
+this and nothing on the hot path but filling in a record.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Store
 
-from ep_moe.errors import EPMoEError, InputError, PeerTimeout
+from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.device_mark import DeviceMark
+from ep_moe.parallel.failed import is_communication_error, is_out_of_memory, told
 from ep_moe.types import capturing
 
 _PATIENCE_S = 5.0  # before a rank that waits for others says so
+COMPILING_S = 600.0  # beyond the deadline, where a library may compile kernels first
 
 
 class Step(NamedTuple):
@@ -65,8 +67,9 @@ class Ledger:
     """One rank's record, and the watch over its peers. Without a store or peers it only counts.
 
     deadline_s: how long a step may last before its peers are examined.
-    abort: called once when a step outlasts its deadline, to free a thread that waits on a device; None where the
-        transport has a timeout of its own (gloo).
+    abort: called once when a step outlasts its deadline or a peer's call failed, to free a thread that waits on a
+        device; None where the transport has a timeout of its own (gloo).
+    device: of the layers, for what is said of its memory
     """
 
     def __init__(
@@ -77,15 +80,18 @@ class Ledger:
         *,
         deadline_s: float = 300.0,
         abort: Callable[[], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.where = ""
+        self.where = ""  # the layer whose call is under way
         self._inside = _Inside(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
         self._step = Step(0, "", "start", "", True)
         self._started = time.monotonic()
         self._failure: EPMoEError | None = None
-        self._abort = abort
+        self._keeps, self._more_s = True, 0.0  # of the step under way
+        self._abort, self._aborted = abort, False
+        self._device = torch.device("cpu") if device is None else device
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._period = min(5.0, max(0.05, deadline_s / 8))
@@ -112,12 +118,28 @@ class Ledger:
         """Take it for the newest: replays and recordings of a call end where the peers' own calls do."""
         self._step = step
 
-    def step(self, phase: str, detail: str = "", *, counted: bool = True) -> AbstractContextManager[None]:
+    @property
+    def failed(self) -> bool:
+        """Whether each further step raises."""
+        return self._failure is not None
+
+    def enter(self, where: str) -> None:
+        """A layer's call begins. Until `where` is empty again the watch takes it for a step."""
+        self.check()
+        self.where = where
+        self._started = time.monotonic()
+
+    def step(
+        self, phase: str, detail: str = "", *, counted: bool = True, keep: bool = True, more_s: float = 0.0
+    ) -> AbstractContextManager[None]:
         """Enter a collective step, for a `with`. A communication failure inside leaves as PeerTimeout.
 
         counted: False for a step that not all ranks make, or not equally often: the running number stays
+        more_s: seconds beyond the deadline, for what compiles or connects
+        keep: raise that PeerTimeout at every later step too; False where groups of its own leave the others usable
         """
         self.check()
+        self._keeps, self._more_s = keep, more_s
         self._step = Step(self._step.number + counted, self.where, phase, detail, False)
         self._started = time.monotonic()
         return self._inside
@@ -136,25 +158,63 @@ class Ledger:
     def _explain(self, error: EPMoEError | RuntimeError) -> None:
         """Raise what it comes from, if that is something else."""
         if self._failure is not None:  # whatever an aborted collective left behind is no news of its own
-            raise self._failure from error
-        if not isinstance(error, EPMoEError) and _is_communication_error(error):
-            raise self._diagnose(str(error).splitlines()[0]) from error
+            raise self._failure.with_traceback(None) from error
+        if isinstance(error, EPMoEError):
+            return
+        if is_out_of_memory(error, self._device):
+            raise self.fail(error) from error
+        if is_communication_error(error):
+            found = self._diagnose(str(error).splitlines()[0])
+            if self._keeps:
+                self._failure = found
+            raise found from error
+
+    @property
+    def alone(self) -> bool:
+        """No peer waits for this rank."""
+        return self._store is None or len(self._ranks) == 1
+
+    def fail(self, error: BaseException) -> EPMoEError:
+        """An exception left a call on this rank, whose peers wait for the rest of it: tell them. Returns what every
+        rank raises from now on."""
+        if self._failure is not None:
+            return self._failure
+        memory = is_out_of_memory(error, self._device)
+        text = told(error, self._rank, self._step, self.where, self._device, memory=memory)
+        failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
+        if self._store is not None and not self.alone:
+            with suppress(RuntimeError):  # the store is gone, and with it the job
+                entry = json.dumps({"memory": memory, "text": text})
+                # of two ranks that fail the first one is the cause
+                failure = _failure(self._store.compare_set("failed", "", entry)) or failure
+            self._failure = failure
+        return failure
+
+    def _failed_elsewhere(self, store: Store | None) -> EPMoEError | None:
+        if store is None or not store.check(["failed"]):
+            return None
+        return _failure(store.get("failed"))
 
     def mark(self, device: torch.device) -> None:
         """Let the watch see when a GPU has come this far: for steps that the host leaves before the device does. Now
         and then one is enough."""
         if self._thread is None or time.monotonic() - self._marked < self._period or capturing(device):
             return
-        if self._mark is None:
-            self._mark = DeviceMark(device)
-        if self._mark.reached:
+        self.prepare_mark(device)
+        if self._mark is not None and self._mark.reached:
             self._marked = time.monotonic()
             self._mark.set()
+
+    def prepare_mark(self, device: torch.device) -> None:
+        """Make what `mark` needs, while no kernel waits for a peer: pinned memory, and a kernel that is loaded, would
+        wait for that one."""
+        if self._thread is not None and self._mark is None:
+            self._mark = DeviceMark(device)
 
     def check(self) -> None:
         """Raise what the watch found, if anything: what an aborted collective left in its buffers is noise."""
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
 
     def share(self, text: str | None, *, owner: int, group: tuple[int, ...]) -> str:
         """The owner's text on every rank of a group. For error messages only: it waits for the store."""
@@ -213,28 +273,41 @@ class Ledger:
                 self._beat(store)
                 if self._failure is None and store.check(["refusal"]):
                     self._failure = InputError(store.get("refusal").decode())
-                late = self._late()
+                if self._failure is None and (found := self._failed_elsewhere(store)) is not None:
+                    self._failure = found
+                    self._free()
+                late = max(self._late_on_host(), self._late_on_device())
                 if late > self.deadline_s and self._failure is None and self._abort is not None:
                     self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
-                    # beside this thread: it waits for a device whose kernel may wait for the lost peer
-                    threading.Thread(target=self._abort, daemon=True).start()
+                    self._free()
                 if self._late_on_device() > 2 * self.deadline_s:
-                    self._end()
+                    self._end("The device still waits")
+                if self._late_on_host() > 2 * self.deadline_s and self._abort is not None:
+                    self._end("The host still waits")
         except RuntimeError:  # DistError, but FileStore has no type of its own
             pass  # the store is gone, and with it the job
 
-    def _late(self) -> float:
-        """Seconds that a step has lasted, or that the device has not come to a mark."""
-        step = 0.0 if self._step.done else time.monotonic() - self._started
-        return max(step, self._late_on_device())
+    def _free(self) -> None:
+        """Whoever waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait for the
+        lost peer."""
+        if self._abort is not None and not self._aborted:
+            self._aborted = True
+            threading.Thread(target=self._abort, daemon=True, name="ep_moe abort").start()
+
+    def _late_on_host(self) -> float:
+        """Seconds since the newest step began, less what it may take beyond the deadline; between the steps of a call,
+        where kernels are compiled too, since the last one began."""
+        if not self._step.done:
+            return time.monotonic() - self._started - self._more_s
+        return time.monotonic() - self._started - COMPILING_S if self.where else 0.0
 
     def _late_on_device(self) -> float:
         return 0.0 if self._mark is None or self._mark.reached else time.monotonic() - self._marked
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         """A kernel that waits for a lost peer cannot be called back, and a thread that waits for the kernel cannot be
         told: what is left is to end the process, as NCCL's own watchdog does, so that the launcher ends the job."""
-        sys.stderr.write(f"{type(self._failure).__name__}: {self._failure} The device still waits: ending.\n")
+        sys.stderr.write(f"{type(self._failure).__name__}: {self._failure} {why}: ending.\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()
         os._exit(1)
@@ -254,21 +327,25 @@ class Ledger:
             found[rank] = (entry.pop("beat"), Step(**entry))
         return found
 
-    def _diagnose(self, cause: str, store: Store | None = None) -> PeerTimeout:
-        """Compare two readings of all heartbeats. The first rank to reach a verdict publishes it, because its own
-        exit is what the others see next. A later failure, of ranks that went on after this one, has another key: by
-        then the one that is furthest behind is not where it was."""
+    def _diagnose(self, cause: str, store: Store | None = None) -> EPMoEError:
+        """What a rank that failed says of itself; else compare two readings of all heartbeats. The first rank to reach
+        a verdict publishes it, because its own exit is what the others see next. A later failure, of ranks that went on
+        after this one, has another key: by then the one that is furthest behind is not where it was."""
         step = self._step
         store = store or self._store
         text = f"rank {self._rank} lost its peers {step}: {cause}."
         if store is None:
             return PeerTimeout(text)
         try:
+            if (failed := self._failed_elsewhere(store)) is not None:
+                return failed
             self._beat(store)
             before = self._read(store)
             time.sleep(2.5 * self._period)
             self._beat(store)
             after = self._read(store)
+            if (failed := self._failed_elsewhere(store)) is not None:
+                return failed
             verdict = _compare(step, self._rank, before, after)
             behind = min([step.number, *(entry[1].number for entry in after.values() if entry is not None)])
             verdict = store.compare_set(f"verdict/{behind}", "", verdict).decode() or verdict
@@ -294,7 +371,9 @@ def _compare(
     return " ".join(findings) or "Every peer is alive and in the same step."
 
 
-def _is_communication_error(error: RuntimeError) -> bool:
-    """gloo and NCCL raise plain RuntimeErrors beside torch's own types."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "connection closed"))
+def _failure(entry: bytes) -> EPMoEError | None:
+    """What `Ledger.fail` published."""
+    found = json.loads(entry or b"null")
+    if found is None:
+        return None
+    return (OutOfMemory if found["memory"] else RankFailed)(found["text"])

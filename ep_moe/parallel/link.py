@@ -19,6 +19,12 @@ from ep_moe.parallel.ledger import Ledger
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
+    """Wait for all ranks of a group, default all of the job's. NCCL would guess this rank's GPU: it is told."""
+    ids = [device.index] if dist.get_backend(group) == "nccl" else None
+    dist.barrier(group, device_ids=ids)
+
+
 Gradients = Mapping[str, Tensor]  # what a call is differentiated by, by name
 _NO: Gradients = MappingProxyType({})
 

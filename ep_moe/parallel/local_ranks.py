@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe.errors import EPMoEError
+from ep_moe.parallel.link import barrier
 
 _PRELOAD = "ep_moe.testing.preload"
 _GRACE_S = 2.0  # how long the others may take to report after the first failure
@@ -156,7 +157,7 @@ def _rank_main(
         store.wait([f"connected/{peer}" for peer in range(world)])
         result = _resolve(target)(**kwargs)
         if together:  # gloo connects sub-groups in its own time: a rank that leaves early breaks a peer's connection
-            dist.barrier()
+            barrier(torch.device("cpu"))
         pipe.send_bytes(pickle.dumps(_Report(True, result)))  # tensors by value: this process does not stay
     except BaseException as error:
         ours = error if isinstance(error, EPMoEError) else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.late import LateRouting, Tables
@@ -183,6 +184,7 @@ class Placement(nn.Module):
         for table, values in zip((self.logical_to_physical, self.replica_count), tables, strict=True):
             table.copy_(values, non_blocking=True)
 
+    @on_device_of(lambda self, *_: self.replica_count.device)
     def _tables(self, expert_map: ExpertMap) -> list[Tensor]:
         """Of a map, on the host; pinned for a GPU: a map is put in force between two forwards, without a wait."""
         used = [self._used(ids, expert_map.cap) for ids in expert_map.logical_to_physical]

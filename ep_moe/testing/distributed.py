@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ep_moe.devices import on_device
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
+from ep_moe.parallel.link import barrier
 from ep_moe.parallel.local_ranks import run_local_ranks
 
 DEADLINE_S = 60.0
 
 
 def distributed(
-    *world_sizes: int, deadline_s: float = DEADLINE_S, expect_dead: Collection[int] = ()
+    *world_sizes: int, deadline_s: float = DEADLINE_S, expect_dead: Collection[int] = (), set_device: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run a module-level test body on each of these numbers of ranks.
 
@@ -26,6 +29,8 @@ def distributed(
     otherwise, on all ranks alike. The body's arguments must be picklable; it may take `world_size`.
     deadline_s: for the whole body on forked ranks, which are then ended; torchrun's ranks have 60 s for each collective
     expect_dead: ranks that the body ends, or lets hang, on purpose; such a test runs on forked ranks only.
+    set_device: make each rank's GPU the current device, for a body that calls transports or kernels by themselves.
+        Without it device 0 is current on all ranks, as in a user's script: layers and contexts need nothing else.
     """
     import pytest
 
@@ -38,7 +43,7 @@ def distributed(
             if wants_world:
                 kwargs["world_size"] = world_size
             if TorchrunEnv.present():
-                _run_under_torchrun(body, world_size, kwargs, bool(expect_dead))
+                _run_under_torchrun(body, world_size, kwargs, bool(expect_dead), set_device)
             else:
                 target = f"{body.__module__}:{body.__qualname__}.body"
                 run_local_ranks(target, world_size, kwargs, deadline_s=deadline_s, expect_dead=expect_dead)
@@ -53,7 +58,9 @@ def distributed(
     return decorate
 
 
-def _run_under_torchrun(body: Callable[..., Any], world_size: int, kwargs: dict[str, Any], kills: bool) -> None:
+def _run_under_torchrun(
+    body: Callable[..., Any], world_size: int, kwargs: dict[str, Any], kills: bool, set_device: bool
+) -> None:
     import pytest
 
     env = TorchrunEnv.read()
@@ -62,11 +69,10 @@ def _run_under_torchrun(body: Callable[..., Any], world_size: int, kwargs: dict[
     if kills:
         pytest.skip("ends ranks on purpose; run it under plain pytest")
     device = local_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     init_from_torchrun(device, deadline_s=DEADLINE_S)
-    body(**kwargs)
-    dist.barrier()
+    with on_device(device) if set_device else nullcontext():
+        body(**kwargs)
+    barrier(device)
 
 
 def rank_device() -> torch.device:

@@ -22,6 +22,7 @@ from ep_moe.config import MoEConfig, ParallelConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
 from ep_moe.fused.base import FusedExperts
+from ep_moe.parallel.link import barrier
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
@@ -228,9 +229,9 @@ def _replayed(cases: list[Case]) -> None:
     for case in cases:
         first = case.call(case.max_tokens)
         case.kernel(first.x, first.routed)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(case.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(case.device)):
             assert capturing(case.device)
             y = case.kernel(first.x, first.routed)
         graphs.append((graph, first, y))
@@ -285,7 +286,7 @@ def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device:
             case.that(sentence in said(lambda: case.kernel(more.x, more.routed)), "one too many was not refused")
         else:
             case.check(case.call(bound), "beside a rank that refuses")
-        dist.barrier()
+        barrier(device)
         time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
         case.that(sentence in said(context.ledger.check), "the refusal did not reach the other ranks")
         shared.destroy()
@@ -300,7 +301,7 @@ def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int,
     assert make is not None
     case = make(Shared())
     case.check(case.call(3), "before")
-    dist.barrier()
+    barrier(device)
     time.sleep(deadline_s / 8)  # from one mark to the next
     start, told = time.monotonic(), ""
     if case.link.rank == lost:

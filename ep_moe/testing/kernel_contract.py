@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig, Wire
+from ep_moe.devices import on_device_of
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.parallel.ledger import Ledger
@@ -42,6 +43,7 @@ COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
 
 
 @made_on_the_host
+@on_device_of(lambda *_, device, **__: device)
 def check_experts(
     kind: type[Experts],
     *,
@@ -271,9 +273,9 @@ def _captured(layer: Layer) -> None:
     static = layer.rows(ROWS[0])
     out = torch.empty_like(static.x)
     layer.experts(static, out)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(layer.device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(layer.device)):
         layer.experts(static, out)
     fresh = layer.rows(ROWS[0])
     assert static.local_ids is not None

@@ -24,8 +24,9 @@ from torch import Tensor
 from ep_moe.all2all.base import DispatcherCapabilities, Geometry
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
+from ep_moe.devices import on_device_of
 from ep_moe.experts.layouts import as_rank_major, localized
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.link import Link, barrier
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.transport_case import Case, DispatcherFactory, run, together
@@ -58,6 +59,7 @@ from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLa
 
 
 @made_on_the_host
+@on_device_of(lambda *_, **__: rank_device())
 def check_dispatcher(
     factory: DispatcherFactory,
     *,
@@ -250,12 +252,12 @@ def poisoned_buffers(case: Case) -> None:
             out = case.dispatcher.combine(y, received.handle)
             case.same(out, wanted, f"turn {turn}")
             # once all have read: peers may fetch rows from here
-            dist.barrier()
+            barrier(case.device)
             for part in y.blocks if isinstance(y, PeerRows) else (y,):
                 part.fill_(torch.nan)
             if received.out is not None:
                 received.x.copy_(torch.full_like(received.x, torch.nan, dtype=case.shape.dtype))
-            dist.barrier()
+            barrier(case.device)
 
 
 def random_delays(case: Case) -> None:

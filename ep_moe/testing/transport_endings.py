@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ep_moe.all2all.base import Geometry
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
+from ep_moe.parallel.link import barrier
 from ep_moe.testing.transport_case import Case, DispatcherFactory, said, tell
 from ep_moe.testing.transport_rows import MAX_TOKENS, identity
 
@@ -32,7 +33,7 @@ def one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torc
             touched = ((ids // shape.cap == odd) & (ids >= 0)).any(1)
             case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
             case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
-        dist.barrier()
+        barrier(device)
         time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
         case.that(sentence in said(context.ledger.check), "the refusal did not reach the other ranks")
         case.dispatcher.destroy()
@@ -68,7 +69,7 @@ def a_peer_that_comes_too_late(factory: DispatcherFactory, shape: Geometry, devi
     case = Case(factory(shape, context.links["ep"]), device)
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")
-    dist.barrier()
+    barrier(device)
     time.sleep(deadline_s / 8)  # from one mark to the next
     start, told = time.monotonic(), ""
     if case.rank == lost:

@@ -87,8 +87,8 @@ def captured_and_replayed(case: Case) -> None:
         _refuses_capture(case, graph, x, routing)
         return
     case.once(x, routing)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         y = case.once(x, routing)
     batches = []
     for seed in range(8):
@@ -110,7 +110,7 @@ def captured_and_replayed(case: Case) -> None:
 
 def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing: PhysicalRouting) -> None:
     def capture() -> None:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(case.device)):
             case.dispatch(x, routing)
 
     sentence = said(capture)

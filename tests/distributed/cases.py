@@ -9,16 +9,21 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ep_moe import EPContext, EPMoEError, MoEConfig, MoELayer, RankLayout, Tokens
+from ep_moe.devices import on_device
 from ep_moe.parallel import collectives
+from ep_moe.testing import rank_device
+from ep_moe.types import Routing
 from tests.helpers import assert_same, integer_routing, integer_rows, moved, oracle
 
 
 def everywhere(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
     found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    with on_device(rank_device()):  # objects travel by the current one
+        dist.all_gather_object(found, value)
     return found
 
 
@@ -58,6 +63,12 @@ def no_payload() -> Iterator[None]:
         mock.patch.object(collectives, "_reduce_scatter", entered),
     ):
         yield
+
+
+def ran(layer: MoELayer, x: Tensor, routing: Routing | None) -> Tensor:
+    """`MoELayer.run`, which is called on the layer's device."""
+    with on_device(layer.device):
+        return layer.run(x, routing)
 
 
 def check_call(

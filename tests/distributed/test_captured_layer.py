@@ -17,11 +17,12 @@ from torch import Tensor
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Wire, registry
 from ep_moe.bench.timing import host
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.parallel.link import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing
 from ep_moe.weights.schemes import SCHEMES
-from tests.distributed.cases import everywhere, same_error
+from tests.distributed.cases import everywhere, ran, same_error
 from tests.helpers import integer_routing, moved
 
 WIDE = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=10, top_k=3)
@@ -91,7 +92,7 @@ def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool, routed: boo
     x, routing = rows(layer, tokens, seed), routes(layer, tokens, seed) if routed else None
     with watched(layer) as found:
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
-    expected = layer.run(x, routing)
+    expected = ran(layer, x, routing)
     assert found == [replays], (tokens, seed)
     assert torch.equal(y, expected), (tokens, seed, (y.float() - expected.float()).abs().max())
     assert y.isfinite().all()
@@ -165,28 +166,28 @@ def test_other_streams_and_a_capture_around_it(world_size):
         other = torch.cuda.Stream(layer.device)
         for step in range(6):
             check(layer, 16, step + 10 * rank, replays=True)
-            other.wait_stream(torch.cuda.current_stream())
+            other.wait_stream(torch.cuda.current_stream(layer.device))
             with torch.cuda.stream(other):
                 check(layer, 16, step + 10 * rank, replays=False)
             # without a wait between the streams but the layer's own
             x, routing = rows(layer, 16, step), routes(layer, 16, step)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(layer.device)
             with torch.cuda.stream(other):
-                aside = layer.run(x, routing)
+                aside = ran(layer, x, routing)
             y = layer.forward_routed(x, routing)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(layer.device)
             assert torch.equal(y, aside), step
         graph = torch.cuda.CUDAGraph()
         x, routing = rows(layer, 16, rank), routes(layer, 16, rank)
-        with watched(layer) as found, torch.cuda.graph(graph):
+        with watched(layer) as found, torch.cuda.graph(graph, stream=torch.cuda.Stream(layer.device)):
             y = layer.forward_routed(x, routing)
         assert found == [False], "inside a capture of the user's"
         graph.replay()
-        assert torch.equal(y, layer.run(x, routing))
+        assert torch.equal(y, ran(layer, x, routing))
 
 
 @on_gpus
-@distributed(2, 4)
+@distributed(2, 4, set_device=True)  # what times is the current device\'s
 def test_the_host_of_a_replay(world_size):
     """At one token, where the host is what takes time: less than half of the layer's own."""
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
@@ -194,9 +195,9 @@ def test_the_host_of_a_replay(world_size):
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
 
         with torch.no_grad():
-            before = host(lambda: layer.run(x, routing), before=dist.barrier)
+            before = host(lambda: ran(layer, x, routing), before=lambda: barrier(layer.device))
             layer.capture_routed([1])
-            after = host(lambda: layer.forward_routed(x, routing), before=dist.barrier)
+            after = host(lambda: layer.forward_routed(x, routing), before=lambda: barrier(layer.device))
         times = everywhere((round(before), round(after)))
         if dist.get_rank() == 0:
             print(f"host, us: {times}")  # noqa: T201

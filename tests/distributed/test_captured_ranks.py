@@ -16,7 +16,8 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16
 from ep_moe.graphs import captured as captured_calls
 from ep_moe.observe import StageTimes
-from ep_moe.testing import distributed
+from ep_moe.parallel.link import barrier
+from ep_moe.testing import distributed, rank_device
 from tests import mega_emulation
 from tests.distributed.cases import everywhere, same_error
 from tests.graph_emulation import GRAPHS, Again, stand_in
@@ -126,7 +127,7 @@ def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
                 y = layer.forward_routed(x, routing)
                 assert y[(routing.ids >= 3).any(1)].isnan().all()
                 assert Again.replays == 1
-            dist.barrier()
+            barrier(rank_device())
             time.sleep(1.5)  # a heartbeat carries it
             with pytest.raises(InputError, match=sentence):
                 layer.forward_routed(integer_rows(9, 16, rank), integer_routing(9, PLAIN, rank))

@@ -16,7 +16,7 @@ from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.kernels.fp8_rows import round_blocks
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.link import Link, barrier
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_endings import a_peer_that_never_comes
 from ep_moe.testing.transport_rows import MAX_TOKENS, expected, geometry, identity, moved, routes, rows, same
@@ -145,7 +145,7 @@ def test_groups_beside_each_other(kind, make, world_size):
             for dispatcher, received, wanted in reversed(under_way) if turn % 2 else under_way:
                 y = dispatcher.combine(identity(received, torch.bfloat16), received.handle)
                 same(y, wanted, f"turn {turn}, {dispatcher.link.size} ranks")
-        dist.barrier()
+        barrier(device)
         for dispatcher in made:
             dispatcher.destroy()
 
@@ -326,14 +326,14 @@ def test_what_one_rank_raises_is_said_on_all(wrong, sentence, world_size):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
-@distributed(2)
+@distributed(2, set_device=True)
 def test_the_suite_sees_what_refusals_lack(world_size):
     flashinfer_nvlink.communication = communication
     with pytest.raises(AssertionError, match=r"one token too many .*: rows that miss a rank's experts must be NaN"):
         check_dispatcher(Silent, top_ks=(2,), dtypes=(torch.bfloat16,), deadline_s=10)
 
 
-@distributed(4)
+@distributed(4, set_device=True)
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
@@ -364,7 +364,7 @@ class Alone(LocalDispatcher):
         return super()._dispatch(x, x_scale, PhysicalRouting(ids, routing.weights), problem, max_tokens)
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 def test_a_transport_that_waits_for_nobody_is_seen(world_size):
     with pytest.raises(AssertionError, match=r"a peer that never comes .* rank 0: rank 1 was not named in ''"):
         a_peer_that_never_comes(Alone, geometry(world_size, 2, torch.float32), rank_device())
@@ -373,7 +373,7 @@ def test_a_transport_that_waits_for_nobody_is_seen(world_size):
 # --- fixed buffers --------------------------------------------------------------------------------------------------
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 def test_fewer_tokens_at_most(world_size):
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(device=device, deadline_s=20) as context:

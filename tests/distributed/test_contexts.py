@@ -67,7 +67,7 @@ def test_lifetime(world_size):
     context = made(dp=2)
     layer = fill(MoELayer(CONFIG, context))
     check_call(layer, context)
-    with pytest.raises(RuntimeError, match=r"not re-entrant: moe0 was called inside outer"), context.entered("outer"):
+    with context.entered("outer"), pytest.raises(RuntimeError, match=r"not re-entrant: moe0 was called inside outer"):
         layer(torch.zeros(1, 16, device=context.device))
     check_call(layer, context, what="after a refused nested call")
     context.destroy()

@@ -80,7 +80,7 @@ def test_one_rank(name, tokens):
         dispatcher.dispatch(x, Routing(LogicalIds(routing.ids), routing.weights))
 
 
-@distributed(2, 4)
+@distributed(2, 4, set_device=True)
 def test_identity_experts_give_x_times_the_weights(world_size):
     for_each_transport(gives_x_times_the_weights)
 
@@ -95,7 +95,7 @@ def gives_x_times_the_weights(dispatcher: Dispatcher, device: torch.device) -> N
         assert arrived == arrivals(counts, ranks, rank, dispatcher.name), f"{dispatcher.name}: {received.x[:, :3]}"
 
 
-@distributed(2, 4)
+@distributed(2, 4, set_device=True)
 def test_where_rows_go(world_size):
     for_each_transport(sends_rows_where_they_belong)
 
@@ -124,7 +124,7 @@ def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -
         assert_same(received.weights[carried].cpu()[:, mine], weights[:1, mine].expand(here, -1), what)
 
 
-@distributed(2, 4)
+@distributed(2, 4, set_device=True)
 def test_bad_calls_are_refused_on_all_ranks(world_size):
     for_each_transport(refuses_bad_calls)
 

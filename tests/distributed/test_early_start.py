@@ -72,15 +72,15 @@ def test_the_bits_of_kernels_that_wait(kind, tokens, world_size):
             return y
 
         chain(early)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
             result = chain(early)
         for seed in range(20):
             draw(x, routing, 100 * seed + rank)
             with waiting():
                 expected = chain(late)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
             graph.replay()
             assert torch.equal(result, expected), seed
             assert torch.equal(chain(early), expected), seed

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.eplb.pact import State
+from ep_moe.parallel.link import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.schemes import SCHEMES
+from tests.distributed.cases import everywhere
 from tests.distributed.eplb_cases import all_alike, assert_slots, make_layers, on_request, random_map
 from tests.distributed.test_layer_static import TOKENS, WIDE, Captured
 
@@ -34,26 +36,26 @@ def test_the_first_rebalance_makes_nothing(world_size):
         held.register_buffer("w13_extra_scale", torch.ones(held.num_slots, 6, device=context.device))
         maps = [random_map(world_size, layers[0].placement.expert_map.cap, seed) for seed in (1, 2)]
         config = EPLBConfig(interval=4, window=4, sync_every=2, bytes_per_step=4 << 20)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(context.device)
         torch.cuda.empty_cache()
         with ExpertBalancer(layers, context, config, planner=lambda load, current: maps) as balancer:
-            before, compiled = _made(), []
+            before, compiled = _made(context.device), []
             # no forwards: they would leave memory behind that a rebalance could use
             with on_compilation(lambda **found: compiled.append(found["repr"])):
                 while balancer.stats().commits < 2:
                     for layer in layers:
                         layer.placement.expert_load.add_(1)
                     balancer.step()
-            assert _made() == before
+            assert _made(context.device) == before
             assert compiled == []
             balancer.settle()
             for layer in layers:
                 assert_slots(layer)
 
 
-def _made():
+def _made(device):
     """How often the driver was asked for memory: of the device, and pinned."""
-    return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
+    return torch.cuda.memory_stats(device)["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
 def on_compilation(call):
@@ -160,22 +162,20 @@ def test_a_rank_that_does_not_step_is_given_up(world_size):
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 20, deadline_s=4.0))
         balancer.move_to([random_map(2, before.cap, 3)])
         for _ in range(200):
-            states = [None, None]
-            dist.all_gather_object(states, balancer.state)
-            if states == [State.MOVING, State.MOVING]:
+            if everywhere(balancer.state) == [State.MOVING, State.MOVING]:
                 break
             balancer.step()
         if rank == 0:
             with pytest.raises(Exception, match="was rolled back, and the balancer is off"):
                 balancer.settle()
-        dist.barrier()
+        barrier(device)
         if rank == 1:
             with pytest.raises(Exception, match="was rolled back, and the balancer is off"):
                 balancer.settle()
         assert layers[0].placement.expert_map == before
         assert_slots(layers[0], _random)
         layers[0](torch.randn(8, 1024, device=device))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def _random(config: MoEConfig, expert: int, seed: int) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError, PeerTimeout
 from ep_moe.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
+from ep_moe.parallel.link import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import PhysicalIds, PhysicalRouting
@@ -219,7 +220,7 @@ def test_a_rank_that_refuses_a_call(fault, world_size):
                     layer(spoil(torch.zeros(2, 256, device=context.device).bfloat16()))
             else:
                 assert error_of(layer, context, 6) <= 1
-        dist.barrier()
+        barrier(context.device)
         time.sleep(2)  # a heartbeat carries it
         with pytest.raises(InputError, match=sentence):
             context.ledger.check()

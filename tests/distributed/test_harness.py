@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from ep_moe import InputError
 from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.parallel.link import barrier
 from ep_moe.parallel.local_ranks import RanksFailed, run_local_ranks
-from ep_moe.testing import distributed
+from ep_moe.testing import distributed, rank_device
 
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
 
@@ -32,19 +33,19 @@ def returns_a_tensor() -> torch.Tensor:
 def raises() -> None:
     if dist.get_rank() == 1:
         raise InputError("rank one is cross")
-    dist.barrier()
+    barrier(rank_device())
 
 
 def exits() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
-    dist.barrier()
+    barrier(rank_device())
 
 
 def leaves() -> None:
     if dist.get_rank() == 1:
         sys.exit("enough")
-    dist.barrier()
+    barrier(rank_device())
 
 
 def loiters() -> None:

@@ -15,6 +15,7 @@ from ep_moe import EPContext, ExpertMap, InputError, MoELayer, ParallelConfig
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
+from ep_moe.parallel.link import barrier
 from ep_moe.placement.late import LateRouting, Placing, given_ids, placed, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.testing import distributed, rank_device
@@ -53,7 +54,7 @@ def seen_by(kind: type[Dispatcher]) -> list[bool]:
     return seen
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 @pytest.mark.parametrize(("all2all", "pipeline", "few_bytes", "late_there"), [
     ("nvlink_p2p", None, 0, True), ("nvlink_p2p", None, 800, True), ("nvlink_p2p", 2, 0, False),
     ("torch_a2a", None, 0, False),
@@ -88,7 +89,7 @@ def test_late_ids_are_the_same_ones_and_counted_once(shared, all2all, pipeline, 
                 assert_same(layer.forward_routed(x, routing), oracle(CONFIG, x, routing))
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 def test_gradients_flow_past_them(world_size):
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
@@ -106,7 +107,7 @@ def test_gradients_flow_past_them(world_size):
         assert late.looks == 1
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 @pytest.mark.parametrize("fault", ["tokens", "dispatched"])
 def test_a_bad_call_is_refused_all_the_same(fault, world_size):
     on_the_cpu(NVLinkP2PDispatcher)
@@ -127,7 +128,7 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
                 with pytest.raises(InputError, match=r"rank 1: routing.ids must be \[T, K\] = \[9, 3\], got \[3, 3\]"):
                     layer.dispatcher.dispatch(x, late)
                 assert not layer.placement.expert_load.any()
-        dist.barrier()
+        barrier(rank_device())
 
 
 def test_what_is_there_of_a_late_routing():

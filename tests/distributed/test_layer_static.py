@@ -17,6 +17,7 @@ from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.wire_rows import round_rows, widen_rows
+from ep_moe.parallel.link import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LogicalIds, PeerRows, Received, Routing
@@ -170,7 +171,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
                 theirs = (routing.ids >= 3).any(1)  # rank 1's experts
                 assert y[theirs].isnan().all()
                 assert not y[~theirs].isnan().any()
-        dist.barrier()
+        barrier(context.device)
         time.sleep(2)  # a heartbeat carries it
         with pytest.raises(InputError, match=sentence):
             context.ledger.check()
@@ -222,9 +223,9 @@ class Captured:
         self.routing = Routing(LogicalIds(ids), torch.zeros(ids.shape, device=self.device))
         with torch.no_grad():
             layer.forward_routed(self.x, self.routing)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device)):
                 self.y = layer.forward_routed(self.x, self.routing)
 
     def replay(self, tokens: int, seed: int) -> float:
@@ -325,6 +326,7 @@ def test_a_transport_that_waits_refuses_a_capture(world_size):
         )
         with torch.no_grad():
             layer(x)
-            torch.cuda.synchronize()
-            with pytest.raises(InputError, match=sentence), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.cuda.synchronize(context.device)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(context.device)
+            with pytest.raises(InputError, match=sentence), torch.cuda.graph(graph, stream=stream):
                 layer(x)

@@ -270,7 +270,7 @@ def test_a_ledger_turns_communication_failures_only():
     ledger = Ledger()
     ledger.where = "moe0"
     sentence = r"^rank 0 lost its peers in dispatch of moe0 \(step 1\): gloo: closed\.$"
-    with pytest.raises(PeerTimeout, match=sentence), ledger.step("dispatch"):
+    with pytest.raises(PeerTimeout, match=sentence), ledger.step("dispatch", keep=False):
         raise RuntimeError("gloo: closed\nmore")
     with pytest.raises(RuntimeError, match="shapes"), ledger.step("dispatch"):
         raise RuntimeError("shapes")

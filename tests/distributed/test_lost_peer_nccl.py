@@ -22,7 +22,7 @@ def test_a_hanging_peer_is_named(all2all, world_size):
     layer = MoELayer(CONFIG, context, all2all=all2all)
     x = torch.randn(8, 16, device=context.device)
     layer(x)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(context.device)
     start = time.monotonic()
     if rank == last:
         time.sleep(3 * DEADLINE_S)

@@ -3,11 +3,11 @@
 import dataclasses
 
 import torch
-import torch.distributed as dist
 
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.bench import rebalance
 from ep_moe.testing import distributed, rank_device
+from tests.distributed.cases import everywhere
 from tests.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2)
@@ -30,6 +30,5 @@ def test_every_expert_moves(world_size):
         assert found.forwards >= 8
         assert 0 < found.usual <= found.usual_slowest
         assert found.ratio == found.moving_slowest / found.usual
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, dataclasses.replace(found, seconds=0.0))
+        told = everywhere(dataclasses.replace(found, seconds=0.0))
         assert len(set(told)) == 1, "the slowest rank's, on all"

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig
 from ep_moe.bench.timing import host
+from ep_moe.parallel.link import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
-from tests.distributed.cases import everywhere
+from tests.distributed.cases import everywhere, ran
 from tests.distributed.test_captured_layer import SHARED, built, on_gpus, routes, rows, written
 
 
@@ -28,7 +29,7 @@ def check(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
     """Whether the call is repeated. It gives what the layer gives when it runs. Collective."""
     with mock.patch.object(MoELayer, "run", autospec=True, side_effect=MoELayer.run) as run:
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
-    expected = layer.run(x, routing)
+    expected = ran(layer, x, routing)
     assert torch.equal(y, expected), (y.float() - expected.float()).abs().max()
     assert y.isfinite().all()
     assert (y != 0).any() == (y.numel() > 0), "experts that give nothing would hide all"
@@ -90,30 +91,30 @@ def test_other_streams_and_a_capture_around_it(world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=40) as context:
         layer = built(context)
         x, routing = rows(layer, 16, dist.get_rank()), routes(layer, 16, dist.get_rank())
-        expected = layer.run(x, routing)
+        expected = ran(layer, x, routing)
         assert [check(layer, x, routing) for _ in range(3)][2]
         other = torch.cuda.Stream(layer.device)
         for _ in range(3):
             # without a wait between the streams but the layer's own
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(layer.device)
             with torch.cuda.stream(other):
                 for _ in range(4):
                     aside = layer.forward_routed(x, routing)
             y = layer.forward_routed(x, routing)
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(layer.device)
             assert torch.equal(aside, expected)
             assert torch.equal(y, expected)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(layer.device)):
             calls = [layer.forward_routed(x, routing) for _ in range(4)]
         other_x = rows(layer, 16, 100 + dist.get_rank())
         x.copy_(other_x)
         graph.replay()
-        assert all(torch.equal(y, layer.run(other_x, routing)) for y in calls)
+        assert all(torch.equal(y, ran(layer, other_x, routing)) for y in calls)
 
 
 @on_gpus
-@distributed(1, 2, 4)
+@distributed(1, 2, 4, set_device=True)  # what times is the current device\'s
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
 @torch.no_grad()
 def test_the_host_of_a_repeated_call(pair, world_size):
@@ -121,8 +122,8 @@ def test_the_host_of_a_repeated_call(pair, world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
         layer = built(context, pair)
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
-        own = host(lambda: layer.run(x, routing), before=dist.barrier)
-        repeated = host(lambda: layer.forward_routed(x, routing), before=dist.barrier)
+        own = host(lambda: ran(layer, x, routing), before=lambda: barrier(layer.device))
+        repeated = host(lambda: layer.forward_routed(x, routing), before=lambda: barrier(layer.device))
         times = everywhere((round(own), round(repeated)))
         if dist.get_rank() == 0:
             print(f"{pair}, host, us: {times}")  # noqa: T201

@@ -17,6 +17,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX
 from ep_moe.weights.schemes import SCHEMES
 from tests.checkpoint_files import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
+from tests.distributed.cases import everywhere
 
 
 @pytest.fixture(scope="session")
@@ -300,8 +301,7 @@ def test_damage_is_one_error_on_all_ranks(checkpoints, damaged, world_size):
                 path = folder if dist.get_rank() in hit else good
                 with pytest.raises(error, match=pattern) as caught:
                     load_pretrained(Path(path), context, dtype=torch.float32)
-                said = [None] * world_size
-                dist.all_gather_object(said, str(caught.value))
+                said = everywhere(str(caught.value))
                 assert len(set(said)) == 1, f"{name} on {hit}: {said}"
         model = load_pretrained(good, context, dtype=torch.float32)
         ids = batch(context.layout)

@@ -333,8 +333,9 @@ def test_a_capture_keeps_its_transport(world_size):
         with torch.no_grad():
             with context.at_most(8):
                 layer.forward_routed(x, routing)
-                torch.cuda.synchronize()
-                with recorded(layer) as seen, torch.cuda.graph(graph):
+                torch.cuda.synchronize(context.device)
+                stream = torch.cuda.Stream(context.device)
+                with recorded(layer) as seen, torch.cuda.graph(graph, stream=stream):
                     y = layer.forward_routed(x, routing)
             assert seen == ["nvlink_p2p", "flashinfer_cutlass"]
             expected, limit = expected_and_limit(WIDE, scheme, tensors, x, routing.ids, routing.weights, torch.bfloat16)

@@ -42,14 +42,13 @@ def rank(body: str, given: dict) -> None:
     """On each rank: a test's body, whose ranks all have this GPU."""
     folder, name = body.split(":")
     test = getattr(importlib.import_module(folder), name)
-    torch.cuda.set_device(GPU)
     nvlink_p2p.make_memory = SharedMemory
     nvlink_p2p.NVLinkP2PDispatcher.platform_problem = classmethod(lambda cls, layout: None)
     for module in list(sys.modules.values()):
         if getattr(module, "rank_device", None) is rank_device and module.__name__ != __name__:
             module.rank_device = lambda: GPU
     test.body(**given)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
     dist.barrier()
 
 

@@ -1,0 +1,66 @@
+"""What an exception that left a call on one rank comes from, and the sentence that all ranks raise of it."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+
+from ep_moe.devices import memory_left
+
+_TEXT = 400  # characters of an exception's own words
+_REMEDY = (
+    "Pass fewer tokens, or make EPContext with a smaller max_tokens; ExpertsOptions(chunk_rows=...) bounds the rows "
+    "that are computed at once; EPContext.plan() says what the layers need"
+)
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """gloo and NCCL raise plain RuntimeErrors beside torch's own types."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "connection closed"))
+
+
+def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
+    """torch has a type for it; NCCL, the driver and libraries have words, and NCCL at times not even those."""
+    origin: BaseException | None = error
+    while isinstance(origin, RuntimeError):
+        text = str(origin).lower()
+        if isinstance(origin, torch.OutOfMemoryError) or "out of memory" in text:
+            return True
+        if "nccl" in text and ("unhandled cuda error" in text or "failed to cuda" in text):
+            free, total = memory_left(device)
+            return free < total // 100
+        origin = origin.__cause__
+    return False
+
+
+def told(error: BaseException, rank: int, step: object, where: str, device: torch.device, *, memory: bool) -> str:
+    """step: the newest of the ledger; where: the layer, if its call is under way; memory: it is `is_out_of_memory`"""
+    place = f"in a call of {where}" if where else "between calls"
+    if not memory:
+        return (
+            f"rank {rank} left the ranks {place} by {type(error).__name__}: {_shortened(error)} (it {_was(step)}). Its "
+            f"peers are in the same call, and the EPContext cannot be used again on any rank; mend the cause and make "
+            f"the context and its layers anew"
+        )
+    return (
+        f"rank {rank} ran out of memory on {device} {place} (it {_was(step)}){_left(device)}: {_shortened(error)}. "
+        f"{_REMEDY}. The EPContext cannot be used again on any rank"
+    )
+
+
+def _was(step: object) -> str:
+    return f"was last seen {step}"
+
+
+def _left(device: torch.device) -> str:
+    free, total = memory_left(device)
+    return f"; {free / 2**20:.0f} of {total / 2**20:.0f} MiB are free" if total else ""
+
+
+def _shortened(error: BaseException) -> str:
+    """Without what torch adds of its allocator, which is of the moment before."""
+    text = re.split(r"\. GPU \d+ has|\n", str(error).strip(), maxsplit=1)[0].rstrip(". ")
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."

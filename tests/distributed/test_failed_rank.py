@@ -1,0 +1,280 @@
+"""An exception of one rank's own leaves a layer's call there: every rank raises one sentence that names it, in this
+call and in each further one."""
+
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.utils.checkpoint import checkpoint
+
+from ep_moe import Activation, EPContext, InputError, MoEConfig, MoELayer, OutOfMemory, PeerTimeout
+from ep_moe.errors import EPMoEError, RankFailed
+from ep_moe.parallel import failed
+from ep_moe.parallel import ledger as ledger_module
+from ep_moe.parallel.failed import is_out_of_memory
+from ep_moe.parallel.ledger import Ledger
+from ep_moe.testing import distributed, rank_device
+from tests.distributed.cases import check_call, everywhere, same_error
+from tests.helpers import fill
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
+DEADLINE_S = 2.0
+ODD = 1
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1 MiB is free."
+
+
+def raises_once(error):
+    """For a hook: the first call raises."""
+    left = [error]
+
+    def hook(*_):
+        if left:
+            raise left.pop()
+
+    return hook
+
+
+def plant(layer, where, error):
+    if where == "router":
+        layer.router.register_forward_pre_hook(raises_once(error))
+    elif where == "shared experts":
+        layer.shared_experts.register_forward_pre_hook(raises_once(error))
+    else:
+        compute, hook = layer.experts.compute, raises_once(error)
+        layer.experts.compute = lambda *args: (hook(), compute(*args))[1]
+
+
+def said(call):
+    try:
+        call()
+        return "nothing", ""
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@distributed(2, 4, deadline_s=40)
+@pytest.mark.parametrize("where", ["router", "shared experts", "experts"])
+def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
+    config = MoEConfig(
+        hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2,
+        shared_intermediate_size=16,
+    )  # fmt: skip
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(config, context, name="block"))
+    x = torch.ones(4, 16, device=context.device)
+    layer(x)
+    odd = dist.get_rank() == ODD
+    if odd:
+        plant(layer, where, ValueError("no such thing"))
+    start = time.monotonic()
+    kind, text = said(lambda: layer(x))
+    assert time.monotonic() - start < DEADLINE_S + 4
+    assert kind == ("ValueError" if odd else "RankFailed")
+    sentence = f"rank {ODD} left the ranks in a call of block by ValueError: no such thing (it was last seen "
+    assert odd or text.startswith(sentence), text
+    with pytest.raises(RankFailed) as again:
+        layer(x)
+    with pytest.raises(RankFailed) as another:
+        MoELayer(config, context)
+    every = everywhere(str(again.value))
+    assert every == [str(another.value)] * world_size
+    assert every[0].startswith(sentence)
+    if not odd:
+        assert text == every[0]
+    context.ledger.close()
+
+
+@distributed(2, deadline_s=40)
+def test_the_rank_itself_is_told_by_a_note(world_size):
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(CONFIG, context))
+    if dist.get_rank() == ODD:
+        plant(layer, "experts", ValueError("no such thing"))
+        with pytest.raises(ValueError, match="no such thing") as caught:
+            layer(torch.ones(4, 16, device=context.device))
+        assert "the EPContext cannot be used again on any rank" in caught.value.__notes__[0]
+    else:
+        with pytest.raises(RankFailed):
+            layer(torch.ones(4, 16, device=context.device))
+
+
+@distributed(2, deadline_s=40)
+@pytest.mark.parametrize(
+    "planted", [torch.OutOfMemoryError(FULL), RuntimeError("NCCL error: Cuda failure 'out of memory'")]
+)
+def test_memory_that_is_not_there_is_named_on_all_ranks(planted, world_size):
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(CONFIG, context, name="block"))
+    x = torch.ones(4, 16, device=context.device)
+    layer(x)
+    if dist.get_rank() == ODD:
+        plant(layer, "experts", planted)
+    with pytest.raises(torch.OutOfMemoryError) as first:
+        layer(x)
+    text = same_error(OutOfMemory, lambda: layer(x))
+    assert str(first.value) == text
+    assert text.startswith(
+        f"rank {ODD} ran out of memory on cpu in a call of block (it was last seen finished dispatch"
+    )
+    assert "total capacity" not in text
+    for remedy in ("max_tokens", "chunk_rows", "EPContext.plan()"):
+        assert remedy in text
+    context.ledger.close()
+
+
+@distributed(2, deadline_s=40)
+def test_a_rank_that_goes_on_does_not_meet_another_call(world_size):
+    """The caller that swallows it was one call out of step."""
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(CONFIG, context))
+    if dist.get_rank() == ODD:
+        plant(layer, "router", ValueError("no such thing"))
+    found = [said(lambda: layer(torch.ones(4, 16, device=context.device)))[0] for _ in range(3)]
+    assert found[1:] == ["RankFailed"] * 2
+    assert found[0] == ("ValueError" if dist.get_rank() == ODD else "RankFailed")
+    context.ledger.close()
+
+
+@distributed(2)
+def test_a_sparse_x_is_refused_and_the_context_goes_on(world_size):
+    with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
+        layer = fill(MoELayer(CONFIG, context))
+        x = torch.ones(4, 16, device=context.device)
+        text = same_error(InputError, lambda: layer(x.to_sparse() if dist.get_rank() == ODD else x))
+        assert text == "rank 1: x must be dense, got torch.sparse_coo; pass x.to_dense()"
+        check_call(layer, context)
+
+
+@distributed(2)
+def test_a_recomputation_that_ends_early_breaks_nothing(world_size):
+    """torch ends it by an exception, in the middle of the layer."""
+    with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
+        layer = fill(MoELayer(CONFIG, context, experts="reference"))
+        for _ in range(2):
+            x = torch.ones(4, 16, device=context.device, requires_grad=True)
+            checkpoint(lambda x: layer(x) * 2, x, use_reentrant=False).sum().backward()
+            assert x.grad is not None
+        check_call(layer, context)
+
+
+@distributed(2, deadline_s=40)
+def test_after_a_lost_peer_the_first_verdict_is_raised(world_size):
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(CONFIG, context, name="block"))
+    x = torch.ones(4, 16, device=context.device)
+    layer(x)
+    if dist.get_rank() == ODD:
+        time.sleep(DEADLINE_S + 3)
+        return
+    with pytest.raises(PeerTimeout, match="Rank 1 is alive but behind") as first:
+        layer(x)
+    for use in (lambda: layer(x), lambda: MoELayer(CONFIG, context), lambda: layer.forward_routed(x, None)):
+        with pytest.raises(PeerTimeout) as again:
+            use()
+        assert str(again.value) == str(first.value)
+
+
+def test_one_process_has_no_peers_to_tell():
+    layer = fill(MoELayer(CONFIG, EPContext.local(CPU)))
+    plant(layer, "experts", torch.OutOfMemoryError(FULL))
+    with pytest.raises(torch.OutOfMemoryError, match="total capacity") as caught:
+        layer(torch.ones(2, 16))
+    assert not isinstance(caught.value, EPMoEError)
+    assert layer(torch.ones(2, 16)).shape == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (ValueError("out of memory"), False),
+        (RuntimeError("shapes"), False),
+        (RuntimeError("NCCL error in: x.cpp:1, unhandled cuda error"), True),
+    ],
+)
+def test_what_is_memory(error, memory, monkeypatch):
+    monkeypatch.setattr(failed, "memory_left", lambda device: (1 << 20, 80 << 30))
+    assert is_out_of_memory(error, GPU) is memory
+
+
+def test_an_nccl_error_beside_free_memory_is_none_of_memory(monkeypatch):
+    monkeypatch.setattr(failed, "memory_left", lambda device: (40 << 30, 80 << 30))
+    assert not is_out_of_memory(RuntimeError("NCCL error in: x.cpp:1, unhandled cuda error"), GPU)
+
+
+def test_what_comes_from_memory_is_memory():
+    error = RuntimeError("cannot run here")
+    error.__cause__ = torch.OutOfMemoryError("x")
+    assert is_out_of_memory(error, CPU)
+
+
+# --- the watch, without ranks -----------------------------------------------------------------------------------------
+
+
+def pair(**more):
+    store = HashStore()
+    return [Ledger(store, [0, 1], rank, deadline_s=0.4, **more) for rank in range(2)]
+
+
+def test_peers_that_wait_on_a_device_are_freed():
+    freed = threading.Event()
+    one, two = pair(abort=freed.set)
+    try:
+        one.fail(ValueError("x"))
+        with pytest.raises(RankFailed, match="rank 0 left"), two.step("dispatch"):
+            assert freed.wait(5)
+    finally:
+        one.close()
+        two.close()
+
+
+@pytest.mark.parametrize("inside", ["step", "call"])
+def test_a_host_that_waits_for_ever_is_ended(inside, monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(ledger_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(ledger_module, "COMPILING_S", 0.5)
+    one, two = pair(abort=lambda: None)
+    try:
+        two.enter("moe0")
+        if inside == "step":
+            two.step("dispatch").__enter__()
+        assert ended.wait(6)
+    finally:
+        one.close()
+        two.close()
+    told = capfd.readouterr().err
+    assert "PeerTimeout: rank 1 lost its peers" in told
+    assert "The host still waits: ending." in told
+
+
+def test_a_host_that_left_its_call_is_not_ended(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(ledger_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(ledger_module, "COMPILING_S", 0.0)
+    one, two = pair(abort=lambda: None)
+    try:
+        two.enter("moe0")
+        with two.step("dispatch"):
+            pass
+        two.where = ""
+        assert not ended.wait(1.5)
+        two.check()
+    finally:
+        one.close()
+        two.close()
+
+
+def test_the_first_of_two_failures_is_everyones():
+    one, two = pair()
+    try:
+        with mock.patch.object(two, "_failed_elsewhere", return_value=None):  # before a heartbeat
+            assert str(one.fail(ValueError("first"))) == str(two.fail(ValueError("second")))
+    finally:
+        one.close()
+        two.close()
