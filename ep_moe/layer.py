@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.autocast import call_cast
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError
@@ -140,7 +141,8 @@ class MoELayer(nn.Module):
     # --- the story ---------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0."""
+        """x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0. Under
+        `torch.autocast` x has any of its dtypes, and the result autocast's."""
         return self._forward(x, None)
 
     def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
@@ -148,6 +150,8 @@ class MoELayer(nn.Module):
         return self._forward(x, routing)
 
     def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
+        if torch.is_autocast_enabled(self.context.device.type):
+            return call_cast(self, x, routing)
         if (replayed := self.captured.replay(x, routing)) is not None:
             return replayed
         if (repeated := self.repeated.run(self, x, routing)) is not None:
