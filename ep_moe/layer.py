@@ -150,6 +150,9 @@ class MoELayer(nn.Module):
         return self._forward(x, routing)
 
     def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
+        if torch.compiler.is_compiling() and not (_compiled().traced(self) and self._connect()):
+            out: Tensor = _compiled().between_graphs(self, x, routing)
+            return out
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing)
         if (replayed := self.captured.replay(x, routing)) is not None:
@@ -189,7 +192,7 @@ class MoELayer(nn.Module):
             return router_logits(self.router, rows)
         if routing is not None:
             weights = flow.union(flow.shared_gradients(routing.weights), call)
-            return Routing(LogicalIds(flow.union(routing.ids, call)), weights)
+            return Routing(cast("LogicalIds", flow.union(routing.ids, call)), weights)
         chosen: Routing = self._replicated(self.router, rows)
         if not isinstance(self.router, Router):
             problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
@@ -206,9 +209,9 @@ class MoELayer(nn.Module):
 
     def _replicated(self, module: Any, x: Tensor) -> Any:
         """Call a module that all tp ranks hold alike on this rank's rows; its gradients are summed over tp."""
-        if not isinstance(module, nn.Module) or not torch.is_grad_enabled():
-            return module(x)
         flow = self.context.tokens
+        if flow.whole or not isinstance(module, nn.Module) or not torch.is_grad_enabled():
+            return module(x)
         parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
         return functional_call(module, parameters, (x,))
 
@@ -310,6 +313,10 @@ class MoELayer(nn.Module):
             found = self._dispatchers[key] = self.context.dispatcher(key[0], self._geometry(pick))
         return found
 
+    def _connect(self) -> bool:
+        """Have that dispatcher made, if it is not. `compiled` has this run while a graph is traced."""
+        return self.dispatcher is not None
+
     @property
     def geometry(self) -> Geometry:
         """Under the bound in force."""
@@ -405,7 +412,7 @@ class MoELayer(nn.Module):
     def _id_problem(self, routing: Routing) -> str | None:
         """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
         transport = self.experts if isinstance(self.experts, FusedExperts) else self.dispatcher
-        if not transport.capabilities.host_sync and routing.ids.is_cuda:
+        if torch.compiler.is_compiling() or (not transport.capabilities.host_sync and routing.ids.is_cuda):
             return None
         return id_problem(routing.ids, self.config.num_experts)
 
@@ -429,3 +436,10 @@ class MoELayer(nn.Module):
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device
         return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=device)
+
+
+def _compiled() -> Any:
+    """Imported for compiled graphs alone: it brings all of torch's compiler."""
+    from ep_moe import compiled
+
+    return compiled

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -56,6 +56,9 @@ class _Inside:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._ledger.leave(error)
+
+
+_UNSEEN = nullcontext()
 
 
 class Ledger:
@@ -114,6 +117,8 @@ class Ledger:
 
         counted: False for a step that not all ranks make, or not equally often: the running number stays
         """
+        if torch.compiler.is_compiling():  # one process alone is compiled, which has no peers to lose
+            return _UNSEEN
         self.check()
         self._step = Step(self._step.number + counted, self.where, phase, detail, False)
         self._started = time.monotonic()

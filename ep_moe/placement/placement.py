@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,11 @@ class Placement(nn.Module):
 
         Within a backward pass nothing is counted: activation checkpointing runs there what was counted before."""
         tables = self.tables
+        if torch.compiler.is_compiling():
+            from ep_moe.placement.place_op import place
+
+            placed = place(routing.ids, *tables[:5], tables.seed)
+            return PhysicalRouting(cast("PhysicalIds", placed), routing.weights)
         if recomputing():
             tables = tables.counting_nothing()
         if routing.ids.is_cuda:
