@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,9 @@ class _Forward:
                 context.broken_by(error)
         finally:
             context.left()
+
+
+_COMPILED = nullcontext()  # a graph is traced once, and runs where nothing here is looked at
 
 
 class EPContext:
@@ -324,6 +327,8 @@ class EPContext:
 
     def entered(self, name: str) -> AbstractContextManager[None]:
         """One forward of one layer, for a `with`. A context runs one at a time: its collectives have one order."""
+        if torch.compiler.is_compiling():
+            return _COMPILED
         self._check_alive()
         if self._inside is not None:
             raise RuntimeError(

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.autocast import call_cast
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.devices import elsewhere, on_device, on_device_of
@@ -146,7 +147,8 @@ class MoELayer(nn.Module):
     # --- the story ---------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0."""
+        """x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0. Under
+        `torch.autocast` x has any of its dtypes, and the result autocast's."""
         return self._forward(x, None)
 
     def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
@@ -154,9 +156,14 @@ class MoELayer(nn.Module):
         return self._forward(x, routing)
 
     def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
+        if torch.compiler.is_compiling() and not (_compiled().traced(self) and self._connect()):
+            out: Tensor = _compiled().between_graphs(self, x, routing)
+            return out
         if elsewhere(self.context.gpu):
             with on_device(self.context.device):
                 return self._forward(x, routing)
+        if torch.is_autocast_enabled(self.context.device.type):
+            return call_cast(self, x, routing)
         if (replayed := self.captured.replay(x, routing)) is not None:
             return replayed
         if (repeated := self.repeated.run(self, x, routing)) is not None:
@@ -195,7 +202,7 @@ class MoELayer(nn.Module):
             return router_logits(self.router, rows)
         if routing is not None:
             weights = flow.union(flow.shared_gradients(routing.weights), call)
-            return Routing(LogicalIds(flow.union(routing.ids, call)), weights)
+            return Routing(cast("LogicalIds", flow.union(routing.ids, call)), weights)
         chosen: Routing = self._replicated(self.router, rows)
         if not isinstance(self.router, Router):
             problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
@@ -212,9 +219,9 @@ class MoELayer(nn.Module):
 
     def _replicated(self, module: Any, x: Tensor) -> Any:
         """Call a module that all tp ranks hold alike on this rank's rows; its gradients are summed over tp."""
-        if not isinstance(module, nn.Module) or not torch.is_grad_enabled():
-            return module(x)
         flow = self.context.tokens
+        if flow.whole or not isinstance(module, nn.Module) or not torch.is_grad_enabled():
+            return module(x)
         parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
         return functional_call(module, parameters, (x,))
 
@@ -347,6 +354,10 @@ class MoELayer(nn.Module):
             found = self._dispatchers[key] = self.context.dispatcher(key[0], self._geometry(pick))
         return found
 
+    def _connect(self) -> bool:
+        """Have that dispatcher made, if it is not. `compiled` has this run while a graph is traced."""
+        return self.dispatcher is not None
+
     @property
     def geometry(self) -> Geometry:
         """Under the bound in force."""
@@ -444,7 +455,7 @@ class MoELayer(nn.Module):
     def _id_problem(self, routing: Routing) -> str | None:
         """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
         transport = self.experts if isinstance(self.experts, FusedExperts) else self.dispatcher
-        if not transport.capabilities.host_sync and routing.ids.is_cuda:
+        if torch.compiler.is_compiling() or (not transport.capabilities.host_sync and routing.ids.is_cuda):
             return None
         return id_problem(routing.ids, self.config.num_experts)
 
@@ -468,3 +479,10 @@ class MoELayer(nn.Module):
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device
         return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=device)
+
+
+def _compiled() -> Any:
+    """Imported for compiled graphs alone: it brings all of torch's compiler."""
+    from ep_moe import compiled
+
+    return compiled

@@ -10,6 +10,8 @@ from torch import Tensor
 from ep_moe.all2all.checks import routing_problem
 from ep_moe.types import Routing, dtype_name
 
+CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
+
 
 def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """hidden, dtype, device: the layer's."""
@@ -22,7 +24,8 @@ def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device) 
     if x.dim() < 1 or x.shape[-1] != hidden:
         return f"x must be [..., {hidden}] (hidden_size), got {list(x.shape)}"
     if x.dtype != dtype:
-        return f"x must be {dtype_name(dtype)} as the layer is, got {dtype_name(x.dtype)}"
+        remedy = "; convert it, or call the layer under torch.autocast, which does" if {x.dtype, dtype} <= CAST else ""
+        return f"x must be {dtype_name(dtype)} as the layer is, got {dtype_name(x.dtype)}{remedy}"
     if x.device != device:
         return f"x must be on {device} as the layer is, got {x.device}"
     return None

@@ -54,11 +54,13 @@ class RankChecks:
 
     def wrapper_problem(self, layer: Layer) -> str | None:
         """None, or what the wrapper that calls this layer does to its experts."""
+        if layer.context.layout.world == 1:
+            return None
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is None or (self._wrapper is not None and self._wrapper() is wrapper):
             return None
         managed = {id(parameter) for parameter in wrapper._module_parameters}
-        if layer.context.layout.world > 1 and any(id(p) in managed for p in layer.expert_weights.parameters()):
+        if any(id(p) in managed for p in layer.expert_weights.parameters()):
             return _WRAPPED
         layer.expert_weights.gradient_sum.divisor = layer.context.layout.token_ranks  # as it does with dense ones
         self._wrapper = weakref.ref(wrapper)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Te
     weights = weights.float()
     if config.scaling_factor != 1.0:
         weights = weights * config.scaling_factor
-    return Routing(LogicalIds(ids), weights)
+    return Routing(cast("LogicalIds", ids), weights)
 
 
 class Router(nn.Module):

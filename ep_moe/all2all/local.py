@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
@@ -11,8 +14,8 @@ from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout
 
 
 class LocalDispatcher(Dispatcher):
-    """Hands the rows on as they are; physical ids are local ids. Outside a graph capture it waits for the device once,
-    to check the ids; a capture takes them on trust, and so it counts as free of host syncs."""
+    """Hands the rows on as they are; physical ids are local ids. An eager call waits for the device once, to check
+    the ids; CUDA-graph captures and compiled graphs take them on trust, and so it counts as free of host syncs."""
 
     name = "local"
     capabilities = DispatcherCapabilities(
@@ -32,7 +35,7 @@ class LocalDispatcher(Dispatcher):
     ) -> Pending[Received]:
         if problem is not None:
             raise InputError(problem)
-        if not capturing(x.device):
+        if not torch.compiler.is_compiling() and not capturing(x.device):
             self._check_ids([int(self._out_of_range(routing))])
         received = Received(
             x=x,
@@ -40,7 +43,7 @@ class LocalDispatcher(Dispatcher):
             layout=RowLayout.RANK_MAJOR,
             weighting=Weighting.EXPERTS,
             handle=None,
-            local_ids=LocalIds(routing.ids),
+            local_ids=cast("LocalIds", routing.ids),
             weights=routing.weights,
         )
         return Pending.of(received)

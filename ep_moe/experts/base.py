@@ -143,6 +143,8 @@ class Experts(ABC):
     def workspace(self) -> Tensor:
         """The stream's scratch memory, uint8 [at least `workspace_bytes`]."""
         # a compiled graph keeps the buffer of the eager call before it: the stream is not looked up inside the graph
+        if self._scratch is None and torch.compiler.is_compiling():  # there was none: one of the graph's own
+            return torch.empty(self.workspaces.reserved, dtype=torch.uint8, device=self.workspaces.device)
         if self._scratch is None or not torch.compiler.is_compiling():
             self._scratch = self.workspaces.take(self.workspaces.reserved)
         return self._scratch

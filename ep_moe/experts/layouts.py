@@ -104,6 +104,8 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
         weights = torch.ones(ids.shape, device=ids.device)
     rows, top_k = ids.shape
     flat = ids.flatten()
+    if torch.compiler.is_compiling():
+        return _group_all(received, weights, flat, num_slots)
     order = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # -1 sorts first and is left out
     expert = flat[order]
     counts = torch.zeros(num_slots, dtype=torch.int64, device=ids.device).index_add_(0, expert, torch.ones_like(expert))
@@ -115,6 +117,25 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
         ends=counts.cumsum(0).int(),
         weights=weights.flatten()[order],
         slots=slots.view(rows, top_k),
+    )
+
+
+def _group_all(received: Received, weights: Tensor, flat: Tensor, num_slots: int) -> GroupedRows:
+    """`group_rows` in a compiled graph, whose shapes cannot depend on M: picks without an expert come last, behind
+    `ends`, and nobody's slot is there."""
+    top_k, pairs = weights.shape[1], len(flat)
+    known = (flat >= 0) & (flat < num_slots)
+    order = flat.where(known, num_slots).argsort(stable=True)
+    expert, named = flat[order], known[order]
+    expert = expert.where(named, 0)
+    counts = torch.zeros(num_slots, dtype=torch.int64, device=flat.device).index_add_(0, expert, named.long())
+    place = torch.arange(pairs, device=flat.device).where(named, pairs)
+    return GroupedRows(
+        x=received.x[order // top_k],
+        expert=expert,
+        ends=counts.cumsum(0).int(),
+        weights=weights.flatten()[order],
+        slots=torch.zeros_like(flat).scatter(0, order, place).view(-1, top_k),
     )
 
 

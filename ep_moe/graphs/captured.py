@@ -169,12 +169,7 @@ class CapturedCalls:
         for lane in call.lanes:
             if lane.busy:
                 return False
-        return (
-            self._context.idle
-            and self._context.stage_times is None
-            and call.recorder.here
-            and not torch.is_autocast_enabled(x.device.type)
-        )
+        return self._context.idle and self._context.stage_times is None and call.recorder.here
 
     @on_device_of(lambda self, *_, **__: self._context.device)
     def capture(self, layer: Layer, tokens: Sequence[int], *, routed: bool) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -61,6 +61,9 @@ class _Inside:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._ledger.leave(error)
+
+
+_UNSEEN = nullcontext()
 
 
 class Ledger:
@@ -138,6 +141,8 @@ class Ledger:
         more_s: seconds beyond the deadline, for what compiles or connects
         keep: raise that PeerTimeout at every later step too; False where groups of its own leave the others usable
         """
+        if torch.compiler.is_compiling():  # one process alone is compiled, which has no peers to lose
+            return _UNSEEN
         self.check()
         self._keeps, self._more_s = keep, more_s
         self._step = Step(self._step.number + counted, self.where, phase, detail, False)

@@ -8,11 +8,20 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from ep_moe.placement.expert_map import EMPTY
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
+
+# Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
+# different experts of a token spread over replicas without a random state or a host sync. A row's fraction of the full
+# circle picks among equal arcs: of any N rows in turn each arc has its share to within 2 + log N to the golden ratio's
+# base (Denjoy and Koksma), where random numbers err by the root of N. A remainder of it has no such bound.
+ROW_FACTOR = 2654435761
+EXPERT_FACTOR = 2246822519
+RANK_FACTOR = 3266489917
 
 
 class Tables(NamedTuple):
-    """What a GPU places and counts with, in the order in which kernels take it: `Placement`'s buffers, which are
+    """What a call is placed and counted with, in the order in which kernels take it: `Placement`'s buffers, which are
     rewritten in place.
 
     replicas: int64 [E, most]; counts, expert_load: int64 [E]; slot_load: int64 [P]; counting: int64 []
@@ -34,11 +43,35 @@ class Tables(NamedTuple):
     @torch.no_grad()
     def place(self, ids: Tensor) -> Tensor:
         """int64 [T, K] of logical ids [T, K]; counts them."""
+        if not ids.is_cuda:
+            return self._place(ids.long())
         from ep_moe.placement.placement_triton import place
 
         out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
         place(ids.contiguous(), *self[:5], out, self.seed)
         return out
+
+    def counting_nothing(self) -> Tables:
+        """The same, for a call that is no load. The device learns it from a zero, without a wait."""
+        return self._replace(counting=torch.zeros_like(self.counting))
+
+    def _place(self, ids: Tensor) -> Tensor:
+        valid = (ids >= 0) & (ids < len(self.counts))
+        safe = ids.where(valid, 0)
+        row = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
+        mixed = row * ROW_FACTOR + safe * EXPERT_FACTOR + self.seed
+        replica = ((mixed & 0xFFFFFFFF) * self.counts[safe]) >> 32
+        physical = self.replicas[safe, replica]
+        ones = valid.long().flatten() * self.counting
+        self.expert_load.index_add_(0, safe.flatten(), ones)
+        self.slot_load.index_add_(0, physical.flatten(), ones)
+        return physical.where(valid, torch.where(ids == EMPTY, ids, len(self.slot_load)))
+
+
+def recomputing() -> bool:
+    """Whether this is inside a backward pass, where activation checkpointing runs a forward again."""
+    found: int = torch._C._current_graph_task_id()  # -1 outside of one
+    return found != -1
 
 
 class LateRouting(PhysicalRouting):

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,8 @@ from torch import Tensor, nn
 from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
-from ep_moe.placement.late import LateRouting, Tables
+from ep_moe.placement.late import RANK_FACTOR, LateRouting, Tables, recomputing
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
-
-# Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
-# different experts of a token spread over replicas without a random state or a host sync. A row's fraction of the full
-# circle picks among equal arcs: of any N rows in turn each arc has its share to within 2 + log N to the golden ratio's
-# base (Denjoy and Koksma), where random numbers err by the root of N. A remainder of it has no such bound.
-_ROW_FACTOR = 2654435761
-_EXPERT_FACTOR = 2246822519
-_RANK_FACTOR = 3266489917
 
 
 class Replicas(enum.Enum):
@@ -81,34 +73,28 @@ class Placement(nn.Module):
 
     def forward(self, routing: Routing) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
-        that the dispatcher refuses it on all ranks together. On a GPU they leave as a `LateRouting`."""
-        if routing.ids.is_cuda and not torch.compiler.is_compiling():
-            return LateRouting(routing.ids, routing.weights, self.tables)
-        experts = self.expert_map.num_experts
-        ids = routing.ids.long()
-        valid = (ids >= 0) & (ids < experts)
-        safe = ids.where(valid, 0)
-        row = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
-        mixed = row * _ROW_FACTOR + safe * _EXPERT_FACTOR + self._ep_rank * _RANK_FACTOR
-        replica = ((mixed & 0xFFFFFFFF) * self.replica_count[safe]) >> 32
-        physical = self.logical_to_physical[safe, replica]
-        self._count(safe, physical, valid)
-        unknown = torch.where(ids == EMPTY, ids, self.expert_map.num_physical)
-        return PhysicalRouting(PhysicalIds(physical.where(valid, unknown)), routing.weights)
+        that the dispatcher refuses it on all ranks together. On a GPU they leave as a `LateRouting`.
+
+        Within a backward pass nothing is counted: activation checkpointing runs there what was counted before."""
+        tables = self.tables
+        if torch.compiler.is_compiling():
+            from ep_moe.placement.place_op import place
+
+            placed = place(routing.ids, *tables[:5], tables.seed)
+            return PhysicalRouting(cast("PhysicalIds", placed), routing.weights)
+        if recomputing():
+            tables = tables.counting_nothing()
+        if routing.ids.is_cuda:
+            return LateRouting(routing.ids, routing.weights, tables)
+        return PhysicalRouting(PhysicalIds(tables.place(routing.ids)), routing.weights)
 
     @property
     def tables(self) -> Tables:
         own: Any = self._buffers  # a module's attributes are found by a walk, for which each call of a layer would pay
         return Tables(
             own["logical_to_physical"], own["replica_count"], own["expert_load"], own["slot_load"], own["counting"],
-            self._ep_rank * _RANK_FACTOR,
+            self._ep_rank * RANK_FACTOR,
         )  # fmt: skip
-
-    @torch.no_grad()
-    def _count(self, logical: Tensor, physical: Tensor, valid: Tensor) -> None:
-        ones = valid.long().flatten() * self.counting
-        self.expert_load.index_add_(0, logical.flatten(), ones)
-        self.slot_load.index_add_(0, physical.flatten(), ones)
 
     @contextmanager
     def no_stats(self) -> Iterator[None]:

@@ -1,0 +1,127 @@
+"""`torch.compile` of an expert-parallel layer: its call runs between two graphs and gives the eager call's numbers."""
+
+import pytest
+import torch
+
+from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.testing import distributed, rank_device
+from tests.checkpoint_files import quiet, tiny_model, written
+from tests.helpers import fill
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=2, shared_intermediate_size=16)
+
+
+class Block(torch.nn.Module):
+    """A layer with dense parts around it, as in a model."""
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.before = torch.nn.Linear(16, 16, device=layer.device, dtype=layer.dtype)
+        self.layer = layer
+
+    def forward(self, x):
+        return x + self.layer(self.before(x)).tanh()
+
+
+def made(context: EPContext, dtype: torch.dtype, **how) -> Block:
+    torch.manual_seed(5)
+    layer = MoELayer(CONFIG, context, dtype=dtype, **how)
+    with torch.no_grad():
+        for parameter in [*layer.parameters()]:
+            parameter.zero_()
+    fill(layer)
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for parameter in [*layer.router.parameters(), *layer.shared_experts.parameters()]:
+            parameter.normal_()
+    return Block(layer)
+
+
+def rows(rank: int, step: int, like: Block) -> torch.Tensor:
+    """Other numbers of tokens on each rank and at each step, and none."""
+    tokens = [3 + rank, 0 if rank else 4, 5 - rank][step]
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    return torch.randn(tokens, 16, generator=generator).to(like.layer.device, like.layer.dtype)
+
+
+@distributed(2, deadline_s=120.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("all2all", ["allgather", "torch_a2a"])
+def test_forward_and_backward_as_eager(all2all, dtype):
+    context = EPContext.from_torchrun(device=rank_device())
+    block = made(context, dtype, all2all=all2all, experts="reference")
+    compiled = torch.compile(block, backend="aot_eager")
+    for grad in (True, False):
+        for step in range(3):
+            found = []
+            for call in (block, compiled):
+                block.zero_grad()
+                block.layer.placement.reset_load()
+                x = rows(context.layout.rank, step, block).requires_grad_(grad)
+                with torch.set_grad_enabled(grad):
+                    y = call(x)
+                if grad:
+                    y.float().sum().backward()
+                gradients = [None if p.grad is None else p.grad.clone() for p in block.parameters()]
+                found.append([y.detach(), x.grad, block.layer.placement.expert_load.clone(), *gradients])
+            for actual, expected in zip(*found, strict=True):
+                assert (actual is None) == (expected is None)
+                assert actual is None or torch.equal(actual, expected)
+    context.destroy()
+
+
+@distributed(2)
+@pytest.mark.parametrize("what", ["layer", "block"])
+def test_a_full_graph_is_refused_in_words(what):
+    context = EPContext.from_torchrun(device=rank_device())
+    block = made(context, torch.float32, all2all="allgather", experts="reference")
+    compiled = torch.compile(block if what == "block" else block.layer, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"compile the model with torch.compile\(model\), without fullgraph=True"):
+        compiled(torch.ones(2, 16, device=block.layer.device))
+    context.destroy()
+
+
+@distributed(2)
+def test_a_wrong_call_is_refused_on_all_ranks():
+    from ep_moe import InputError
+
+    context = EPContext.from_torchrun(device=rank_device())
+    block = made(context, torch.float32, all2all="allgather", experts="reference")
+    compiled = torch.compile(block.layer, backend="eager")
+    x = torch.ones(2, 8 if context.layout.rank else 16, device=block.layer.device)
+    with pytest.raises(InputError, match=r"rank 1: x must be \[..., 16\]"):
+        compiled(x)
+    context.destroy()
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory):
+    return str(written(tmp_path_factory.getbasetemp())["qwen3_moe shards"].folder)
+
+
+@distributed(2, deadline_s=300.0)
+def test_generation_with_a_static_cache(path):
+    """`generate(cache_implementation="static")` compiles `model.forward` for decoding where there is a GPU; here the
+    same is asked of it on the CPU."""
+    from ep_moe.integrations.transformers import load_pretrained
+
+    quiet()
+    context = EPContext.from_torchrun(device=rank_device())
+    whole = tiny_model("qwen3_moe").to(context.device).eval()
+    model = load_pretrained(path, context, dtype=torch.float32, progress=False)
+    ids = torch.tensor([[1, 5, 9, 30 + context.layout.rank, 17]], device=context.device)
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = whole.generate(ids, **how)
+    calls = []
+
+    def backend(graph, examples):
+        calls.append(graph)
+        return graph.forward
+
+    eager = model.forward
+    model.get_compiled_call = lambda _: torch.compile(eager, backend=backend)  # what generate asks for
+    model._valid_auto_compile_criteria = lambda *_: True
+    found = model.generate(ids, **how, cache_implementation="static")
+    assert torch.equal(found, want)
+    assert len(calls) >= 3, "a graph in front of each block, and one behind the last"
+    context.destroy()
