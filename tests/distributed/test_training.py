@@ -1,0 +1,190 @@
+"""Training on ranks against training in one process: gradients' helpers, torch's wrappers, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, Tokens, training
+from ep_moe.errors import EPMoEError
+from ep_moe.testing import distributed, rank_device
+from tests.distributed.cases import everywhere
+from tests.distributed.cases import same_error as same_error_of
+from tests.training_model import (
+    CONFIG,
+    EXPERTS,
+    OPTIMIZERS,
+    WIDTH,
+    batch,
+    furthest,
+    loss_of,
+    made,
+    one_process,
+    run,
+)
+
+P = ParallelConfig
+LAYOUTS = {
+    2: [P(dp=2), P(tp=2), P(tp=2, tokens=Tokens.SHARDED), P(dp=2, ep=1), P(dp=2, ep=1, etp=2)],
+    4: [P(dp=4), P(dp=2, tp=2), P(dp=4, ep=2), P(dp=4, ep=2, etp=2), P(dp=2, tp=2, ep=2, etp=2), P(dp=4, ep=1, etp=2)],
+}
+STEPS, BOUND, MAX_NORM = 20, 1e-5, 0.5  # relative; the losses are float32 means of some hundred numbers
+
+
+def same_error(call):
+    return same_error_of(EPMoEError, call)
+
+
+def contexts(world_size):
+    for parallel in LAYOUTS[world_size]:
+        with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
+            yield context
+
+
+def redundant(context: EPContext) -> ExpertMap | None:
+    return ExpertMap.redundant(EXPERTS, context.layout.ep, 2) if context.layout.ep > 1 else None
+
+
+def by_hand(model, context):
+    return model, lambda: training.sync_gradients(model, context)
+
+
+def by_ddp(model, context):
+    return DistributedDataParallel(training.exclude_experts(model)), lambda: None
+
+
+def by_fsdp(model, context):
+    return training.fully_shard(model, context), lambda: None
+
+
+WAYS = {"by hand": by_hand, "DDP": by_ddp, "FSDP2": by_fsdp}
+
+
+@distributed(2, 4, deadline_s=280)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_one_process(way, world_size):
+    for optimizer, max_norm, maps in (("sgd", None, [redundant]), ("adamw", MAX_NORM, [lambda context: None])):
+        wanted = one_process(optimizer, STEPS, max_norm)
+        for context in contexts(world_size):
+            for expert_map in [found(context) for found in maps]:
+                model, after = WAYS[way](made(context, expert_map), context)
+
+                def finish(model=model, after=after, context=context, max_norm=max_norm):
+                    after()
+                    if max_norm is not None:
+                        training.clip_grad_norm_(model, context, max_norm)
+
+                found = run(model, context, OPTIMIZERS[optimizer](model.parameters()), finish, range(STEPS))
+                what = f"{way}, {optimizer}, {context.layout}, {expert_map}"
+                assert furthest(found, wanted) <= BOUND, what
+                check_copies(model, context, what)
+
+
+def check_copies(model, context, what):
+    """After 20 steps all that hold an expert, or the same piece of it, hold the same bits."""
+    own = {
+        name: getattr(parameter, "_local_tensor", parameter).detach().cpu()
+        for name, parameter in model.named_parameters()
+        if "expert_weights" in name
+    }
+    cut = any(weights.gradient_sum.shared_out for weights in training.gradients.expert_weights_of(model))
+    for rank, theirs in enumerate(everywhere(own)):
+        if not cut and rank % context.layout.etp == context.layout.etp_rank:
+            for name in own.keys() & theirs.keys():
+                assert torch.equal(own[name], theirs[name]), f"{what}: {name} of rank {rank}"
+
+
+@distributed(4, deadline_s=120)
+def test_hybrid_sharding(world_size):
+    with EPContext.from_groups(P(dp=4, ep=2), device=rank_device(), deadline_s=30) as context:
+        mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = training.fully_shard(made(context), context, mesh=mesh)
+        held = [p for p in training.expert_parameters(model) if p.device_mesh.size() == 2]
+        assert len(held) == len(training.expert_parameters(model)), "experts are cut over the ranks that hold them"
+        found = run(model, context, OPTIMIZERS["sgd"](model.parameters()), lambda: None, range(STEPS))
+        assert furthest(found, one_process("sgd", STEPS)) <= BOUND
+
+
+@distributed(2, deadline_s=60)
+def test_norms_are_those_of_one_process(world_size):
+    from tests.training_model import CPU
+
+    alone = EPContext.local(CPU)
+    model = made(alone)
+    loss_of(model, batch(0)).backward()
+    for parallel in (P(dp=2), P(dp=2, ep=1, etp=2), P(dp=2, ep=1)):
+        with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
+            own = made(context, redundant(context))
+            loss_of(own, batch(0).chunk(2)[dist.get_rank()].to(context.device)).backward()
+            training.sync_gradients(own, context)
+            for kind in (2.0, 1.0, float("inf")):
+                wanted = nn.utils.get_total_norm([p.grad for p in model.parameters()], kind)
+                found = training.clip_grad_norm_(own, context, 1e9, kind)
+                assert abs(float(found) - float(wanted)) <= BOUND * float(wanted), (parallel, kind)
+
+
+@distributed(2, deadline_s=60)
+def test_what_would_mix_experts_is_refused(world_size):
+    """Each by name, on all ranks."""
+    with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
+        x = torch.ones(4, WIDTH, device=context.device)
+
+        def layer(seed=0, expert_map=None):
+            torch.manual_seed(seed)
+            return MoELayer(CONFIG, context, expert_map=expert_map)
+
+        wrapped = DistributedDataParallel(nn.Sequential(layer()))
+        assert "DistributedDataParallel(ep_moe.training.exclude_experts(model))" in same_error(lambda: wrapped(x))
+        inner = wrapped.module
+        assert "something has broadcast one rank's parameters" in same_error(lambda: inner(x))
+        with pytest.raises(Exception, match=r"ep_moe.training.fully_shard\(model, context\)"):
+            fully_shard(nn.Sequential(layer()))
+        other = layer(seed=dist.get_rank())
+        assert "router.weight on rank 1 differs" in same_error(lambda: other(x))
+        assert "router.weight on rank 1 differs" in same_error(lambda: other(x)), "and again"
+        with torch.no_grad():
+            for part in (other.router, other.shared_experts):
+                for parameter in part.parameters():
+                    dist.broadcast(parameter, 0)
+        torch.manual_seed(0)
+        other.expert_weights.reset_parameters()
+        assert other(x).isfinite().all(), "mended, it computes"
+        twice = layer(expert_map=ExpertMap.redundant(EXPERTS, 2, 2))
+        if dist.get_rank():
+            twice.expert_weights.w13.add_(1)
+        assert "copies of expert 0 on ranks 0, 1 differ" in same_error(lambda: twice(x))
+
+
+@distributed(4, deadline_s=60)
+def test_a_layers_numbers_depend_on_the_seed_and_the_expert_alone(world_size):
+    from tests.training_model import CPU
+
+    torch.manual_seed(3)
+    alone = MoELayer(CONFIG, EPContext.local(CPU))
+    wanted = alone.state_dict()
+    assert not torch.equal(wanted["expert_weights.0.w1"], wanted["expert_weights.4.w1"])
+    for parallel in (P(dp=4), P(dp=2, tp=2, ep=2, etp=2), P(dp=4, ep=2)):
+        with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
+            for expert_map in (None, redundant(context), ExpertMap.round_robin(EXPERTS, context.layout.ep)):
+                torch.manual_seed(3)
+                layer = MoELayer(CONFIG, context, expert_map=expert_map)
+                for name, tensor in layer.state_dict().items():
+                    assert torch.equal(tensor.cpu(), wanted[name]), (parallel, name)
+
+
+@distributed(2, deadline_s=60)
+def test_a_rank_without_rows_has_zeros(world_size):
+    """The usual loop over gradients meets a tensor on every rank that holds the expert."""
+    with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=10) as context:
+        model = made(context)
+        layer = model.blocks[0].moe
+        rows = torch.ones(0 if dist.get_rank() else 4, WIDTH, device=context.device)
+        layer(rows).sum().backward()
+        for parameter in layer.expert_weights.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
