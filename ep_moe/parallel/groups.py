@@ -20,7 +20,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 
-LINKED = ("tp", "etp", "ep", "lockstep")
+LINKED = ("tp", "etp", "ep", "lockstep", "expert_data")
 MESH_AXES = {"attention": ("pp", "dp", "tp"), "experts": ("pp", "replica", "ep", "etp")}
 
 
