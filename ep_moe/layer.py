@@ -27,7 +27,7 @@ from ep_moe.graphs.captured import CapturedCalls
 from ep_moe.graphs.repeated import RepeatedCalls
 from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
 from ep_moe.kernels.launches import aligned
-from ep_moe.layer_checks import choice_problem, id_problem, rows_problem
+from ep_moe.layer_checks import choice_problem, id_problem, logits_problem, rows_problem
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
 from ep_moe.parallel.tokens import Share
@@ -38,7 +38,7 @@ from ep_moe.placement.stats import LayerStats, layer_stats
 from ep_moe.rank_checks import RankChecks
 from ep_moe.router import Router
 from ep_moe.tuned import Tuned
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, scheme_of
 
@@ -134,6 +134,7 @@ class MoELayer(nn.Module):
             for name in self.picks.kernels[1:]
         }
         self.checks = RankChecks()
+        self.logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
         self.captured = CapturedCalls(context, config)
         self.repeated = RepeatedCalls(context, config, self.kernels)
         context.register(self)
@@ -164,10 +165,11 @@ class MoELayer(nn.Module):
                 return self._forward(x, routing)
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing)
-        if (replayed := self.captured.replay(x, routing)) is not None:
-            return replayed
-        if (repeated := self.repeated.run(self, x, routing)) is not None:
-            return repeated
+        if not self.logit_taps:  # what is replayed has no logits
+            if (replayed := self.captured.replay(x, routing)) is not None:
+                return replayed
+            if (repeated := self.repeated.run(self, x, routing)) is not None:
+                return repeated
         self.checks.first_call(self)
         problem = self._problem(x, routing)
         if problem is not None:
@@ -198,18 +200,32 @@ class MoELayer(nn.Module):
 
     def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
         flow = self.context.tokens
+        tapped = self.logit_taps and not recomputing()
         if self._routes_inside:
-            return router_logits(self.router, rows)
+            found = router_logits(self.router, rows)
+            if tapped:
+                self._tap(flow.whole_input(found.logits, call))
+            return found
         if routing is not None:
+            if tapped:
+                self._tap(routing.logits)
             weights = flow.union(flow.shared_gradients(routing.weights), call)
             return Routing(cast("LogicalIds", flow.union(routing.ids, call)), weights)
         chosen: Routing = self._replicated(self.router, rows)
-        if not isinstance(self.router, Router):
+        if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
             problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
+            problem = problem or self._logits_problem(chosen, rows)
             flow.agree(problem, rows.device)
             if problem is not None:
                 self._refuse_dispatch(problem)
-        return chosen
+        if tapped:
+            assert chosen.logits is not None
+            self._tap(flow.whole_input(chosen.logits, call))
+        return Routing(chosen.ids, chosen.weights) if tapped else chosen
+
+    def _tap(self, logits: Tensor | None) -> None:
+        for tap in self.logit_taps:
+            tap(cast("Tensor", logits))
 
     def _weigh_input(self, rows: Tensor, routing: Routing | RouterLogits) -> tuple[Tensor, Routing | RouterLogits]:
         """Llama-4 multiplies the expert's input by the weight: with K = 1 that can be done before the row travels."""
@@ -438,7 +454,11 @@ class MoELayer(nn.Module):
         if routing is None:
             return None
         rows = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
-        return choice_problem(routing, rows, self.config.top_k) or self._id_problem(routing)
+        problem = choice_problem(routing, rows, self.config.top_k) or self._id_problem(routing)
+        return problem or self._logits_problem(routing, rows)
+
+    def _logits_problem(self, routing: Routing, rows: Tensor) -> str | None:
+        return logits_problem(routing, len(rows), self.config.num_experts) if self.logit_taps else None
 
     @property
     def _routes_inside(self) -> bool:

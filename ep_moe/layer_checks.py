@@ -38,6 +38,18 @@ def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
     return routing_problem(routing.ids, routing.weights, rows, top_k)
 
 
+def logits_problem(routing: Routing, tokens: int, experts: int) -> str | None:
+    """Of a routing whose logits are recorded."""
+    if routing.logits is None:
+        return (
+            "ep_moe.training.router_logits records Routing.logits, which is None; let the router return "
+            "Routing(ids, weights, logits=...) with logits [T, E]"
+        )
+    if list(routing.logits.shape) != [tokens, experts]:
+        return f"routing.logits must be [T, E] = {[tokens, experts]}, got {list(routing.logits.shape)}"
+    return None
+
+
 def id_problem(ids: Tensor, experts: int) -> str | None:
     """Waits for the device."""
     bad = ids[(ids < -1) | (ids >= experts)]

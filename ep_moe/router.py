@@ -95,9 +95,11 @@ class Router(nn.Module):
 
     weight: [E, H]; bias: [E] where configured; e_score_correction_bias: float32 [E] buffer where configured, named as
     in DeepSeek-V3 checkpoints.
+    keeps_logits: whether `forward` returns them in `Routing.logits`
     """
 
     e_score_correction_bias: Tensor | None
+    keeps_logits = False
 
     def __init__(
         self, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -131,7 +133,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x: [T, H]."""
-        return route(self.logits(x), self.top_k, self.config, self.e_score_correction_bias)
+        logits = self.logits(x)
+        routing = route(logits, self.top_k, self.config, self.e_score_correction_bias)
+        return Routing(routing.ids, routing.weights, logits) if self.keeps_logits else routing
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, H] to [T, E]."""

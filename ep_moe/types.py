@@ -33,10 +33,12 @@ class Routing:
 
     ids: int64 or int32 [T, K], logical ids, -1 for none; the valid ids of a row are distinct.
     weights: float32 [T, K], what each expert's output (or input) is multiplied by.
+    logits: [T, E], what they were chosen by; None where no one asks for it (`ep_moe.training.router_logits`).
     """
 
     ids: LogicalIds
     weights: Tensor
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,12 @@ class Pending(Generic[Result]):
 def capturing(device: torch.device) -> bool:
     """Whether work on the current stream goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def recomputing() -> bool:
+    """Whether a backward pass runs, in which activation checkpointing calls a forward again."""
+    task: int = torch._C._current_graph_task_id()  # -1 outside of one
+    return task != -1
 
 
 def dtype_name(dtype: torch.dtype) -> str:

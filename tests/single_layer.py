@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from ep_moe import EPContext, MoEConfig, Routing, RoutingConfig, RoutingMethod
-from tests.helpers import integer_routing
+from ep_moe import EPContext, MoEConfig, MoELayer, Routing, RoutingConfig, RoutingMethod
+from tests.helpers import fill, integer_routing
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 6, 2
@@ -31,3 +33,23 @@ def context():
 
 def routing(tokens: int, seed: int = 0) -> Routing:
     return integer_routing(tokens, shape(), seed)
+
+
+class Model(nn.Module):
+    """Layers one behind the other, each added to its input."""
+
+    def __init__(self, context, layers=2, checkpointed=None, **options):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(fill(MoELayer(shape(**options), context)) for _ in range(layers))
+        self.checkpointed = checkpointed  # use_reentrant, None without checkpoints
+
+    def forward(self, x):
+        for layer in self.layers:
+            step = lambda rows, layer=layer: rows + layer(rows) / 64  # noqa: E731
+            x = step(x) if self.checkpointed is None else checkpoint(step, x, use_reentrant=self.checkpointed)
+        return x
+
+
+def rows_of(tokens, seed=0):
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))

@@ -29,8 +29,10 @@ from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.training.wrappers import exclude_experts
 from ep_moe.tuned import Tuned
 from ep_moe.types import Activation
 from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, largest_input_scale, load_layers, read_experts
@@ -132,17 +134,12 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-_ROUTER_LOGITS = (
-    "output_router_logits=True is not supported with expert-parallel blocks, which keep their logits to themselves; "
-    "set it to False"
-)
-
 # published with code of its own, which says what transformers' own class says
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 class ExpertParallelBlock(nn.Module):
-    """Stands where a model's MoE block stood and returns what that returned, without router logits."""
+    """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits."""
 
     def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -209,15 +206,16 @@ def expert_parallel(
             moe.requires_grad_(False)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, ExpertParallelBlock(moe, family.returns))
+    exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
-    model.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
+    # the innermost model is the one whose `_can_record_outputs` transformers heeds
+    inner = [one for one in model.modules() if isinstance(one, PreTrainedModel) and _has_blocks(one)][-1]
+    RouterLogits().attach(inner)
     return model
 
 
-def _no_router_logits(model: PreTrainedModel, _: Any, arguments: dict[str, Any]) -> None:
-    wanted = arguments.get("output_router_logits")
-    if wanted or (wanted is None and getattr(model.config, "output_router_logits", False)):
-        raise ConfigError(_ROUTER_LOGITS)
+def _has_blocks(model: nn.Module) -> bool:
+    return any(isinstance(module, ExpertParallelBlock) for module in model.modules())
 
 
 def _no_save(*_: Any, **__: Any) -> None:
@@ -340,8 +338,6 @@ def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
             f"model_type {config.model_type!r} is not among the known families {', '.join(FAMILIES)}; add it to "
             f"ep_moe.integrations.transformers.FAMILIES and ep_moe.weights.families.FAMILIES"
         )
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(_ROUTER_LOGITS)
     return config, FAMILIES[config.model_type]
 
 

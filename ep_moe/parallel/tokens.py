@@ -115,6 +115,19 @@ class TokenFlow:
         with self._etp.ledger.step("etp gather"):
             return gather_rows(self.own(x, call), call.etp_counts, self._etp).wait()
 
+    def whole_input(self, y: Tensor, call: Share) -> Tensor:
+        """What the ranks computed from their unions, for all rows of x. y: [union, ...] to [T, ...].
+
+        All tp ranks must go on to use the result alike: backward gives each rank the gradient of its own rows.
+        """
+        if self._layout.etp > 1:
+            before = sum(call.etp_counts[: self._layout.etp_rank])
+            y = y[before : before + call.own[1] - call.own[0]]
+        if not self._replicated:
+            return y
+        with self._tp.ledger.step("router logits", counted=False):  # ranks that record nothing do not make it
+            return gather_replicated(y, call.tp_counts, self._tp)
+
     def reduce(self, y: Tensor, call: Share) -> Tensor:
         """Sum the etp group's partial rows [union, H] and keep the own ones."""
         if self._layout.etp == 1:

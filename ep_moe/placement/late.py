@@ -68,12 +68,6 @@ class Tables(NamedTuple):
         return physical.where(valid, torch.where(ids == EMPTY, ids, len(self.slot_load)))
 
 
-def recomputing() -> bool:
-    """Whether this is inside a backward pass, where activation checkpointing runs a forward again."""
-    found: int = torch._C._current_graph_task_id()  # -1 outside of one
-    return found != -1
-
-
 class LateRouting(PhysicalRouting):
     """The routing of one call, not placed yet: whoever looks at `ids` first has them placed, and counted. A transport
     that does both itself (`DispatcherCapabilities.places`) takes `to_place` instead, and then nobody may look.

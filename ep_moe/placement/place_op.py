@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.placement.late import Tables, recomputing
+from ep_moe.placement.late import Tables
+from ep_moe.types import recomputing
 
 
 @torch.library.custom_op("ep_moe::place", mutates_args=("expert_load", "slot_load"))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
-from ep_moe.placement.late import RANK_FACTOR, LateRouting, Tables, recomputing
-from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
+from ep_moe.placement.late import RANK_FACTOR, LateRouting, Tables
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, recomputing
 
 
 class Replicas(enum.Enum):

@@ -228,23 +228,6 @@ def test_unknown_model_type_is_refused(tmp_path):
             call()
 
 
-def test_router_logits_are_refused(tmp_path):
-    model = tiny_model("qwen3_moe", output_router_logits=True)
-    save(model, tmp_path)
-    for call in (lambda: expert_parallel(model, local()), lambda: load_pretrained(tmp_path, local())):
-        with pytest.raises(ConfigError, match="output_router_logits=True is not supported"):
-            call()
-
-    model = expert_parallel(tiny_model("qwen3_moe"), local())
-    ids = torch.arange(4).reshape(1, 4)
-    assert model(input_ids=ids, output_router_logits=False).logits.shape == (1, 4, 64)
-    with pytest.raises(ConfigError, match="output_router_logits=True is not supported"):
-        model(input_ids=ids, output_router_logits=True)
-    model.config.output_router_logits = True
-    with pytest.raises(ConfigError, match="output_router_logits=True is not supported"):
-        model(input_ids=ids)
-
-
 def test_unknown_activation_is_refused():
     with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*, got 'relu'"):
         expert_parallel(tiny_model("mixtral", hidden_act="relu"), local())
