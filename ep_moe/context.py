@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ class EPContext:
         self.stage_times: StageTimes | None = None
         self.max_tokens = max_tokens
         self.step_tokens = self.wire_tokens
+        self._seeds = None if store is None else PrefixStore(f"seeds/stage{layout.pp_rank}", store)
         peers = layout.group("lockstep")
         scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
         self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
@@ -315,6 +317,24 @@ class EPContext:
         self.ledger.check()
         self._layer_count += 1
         return name or f"moe{self._layer_count - 1}"
+
+    def shared_seed(self, seed: int) -> int:
+        """The seed of the stage's first rank, for the layer that is being made: the same numbers on all ranks, whatever
+        seeds they were given."""
+        ranks = self.layout.group("stage")
+        if self._seeds is None or len(ranks) == 1:
+            return seed
+        key = str(self._layer_count)
+        if self.layout.rank == ranks[0]:
+            self._seeds.set(key, str(seed))
+        try:
+            self._seeds.wait([key], timedelta(seconds=self.ledger.deadline_s))
+        except RuntimeError as error:  # DistStoreError, but FileStore has no type of its own
+            raise PeerTimeout(
+                f"rank {ranks[0]} made no layer number {key} within {self.ledger.deadline_s:g} s; make the layers on "
+                f"all ranks, in the same order"
+            ) from error
+        return int(self._seeds.get(key))
 
     def register(self, layer: Any) -> None:
         """Count a finished layer in for `plan` and `tune`."""

@@ -25,6 +25,7 @@ from ep_moe.experts.shared import SharedExperts
 from ep_moe.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
 from ep_moe.graphs.captured import CapturedCalls
 from ep_moe.graphs.repeated import RepeatedCalls
+from ep_moe.initial_seed import fresh_numbers
 from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
 from ep_moe.kernels.launches import aligned
 from ep_moe.layer_checks import choice_problem, id_problem, logits_problem, rows_problem
@@ -103,9 +104,8 @@ class MoELayer(nn.Module):
         kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
         if device is None:
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
-        with torch.device(device):
+        with torch.device(device), fresh_numbers(context, device):
             self.router = Router(config, dtype=dtype) if router is None else router
-            # what all ranks hold alike comes before what they do not: with one seed it begins alike too
             self.shared_experts = shared_experts
             if shared_experts is None and config.shared_intermediate_size:
                 self.shared_experts = SharedExperts(config, dtype=dtype)
@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
     def __reduce__(self) -> Any:
         raise ConfigError(
             f"{self.name} is neither copied nor pickled: its context's groups and buffers are not; build another "
-            f"MoELayer on the context and give it this one's state_dict()"
+            f"MoELayer on the context and give it this one's state_dict(), or copy named_parameters() for an average"
         )
 
     # --- the story ---------------------------------------------------------------------------------------------
@@ -284,10 +284,12 @@ class MoELayer(nn.Module):
         Raises ConfigError on all ranks where it cannot be. `plan` does not count the rows between kernels, in memory
         that all graphs of the context share.
         """
+        self.checks.first_call(self)  # what is replayed looks at nothing
         self.captured.capture(self, tokens, routed=False)
 
     def capture_routed(self, tokens: Sequence[int]) -> None:
         """As `capture`, for `forward_routed`."""
+        self.checks.first_call(self)
         self.captured.capture(self, tokens, routed=True)
 
     @property

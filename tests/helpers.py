@@ -20,6 +20,17 @@ def integer_expert(config: MoEConfig, expert: int, seed: int = 0) -> dict[str, T
     }
 
 
+def saved_expert(config: MoEConfig, expert: int) -> dict[str, Tensor]:
+    """`integer_expert` by the names of parameters, as `state_dict` has them."""
+    found = {}
+    for name, tensor in integer_expert(config, expert).items():
+        if name.startswith("w13") and config.activation.gated:
+            found |= dict(zip((name.replace("w13", "w1"), name.replace("w13", "w3")), tensor.chunk(2), strict=True))
+        else:
+            found[name.replace("w13", "w1")] = tensor
+    return found
+
+
 def integer_rows(tokens: int, hidden: int, seed: int) -> Tensor:
     return torch.randint(-2, 3, (tokens, hidden), generator=torch.Generator().manual_seed(seed)).float()
 

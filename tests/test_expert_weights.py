@@ -14,7 +14,7 @@ from ep_moe.parallel.link import Link
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.cutting import cut, cut_dim, join
 from ep_moe.weights.expert_weights import ExpertWeights
-from tests.helpers import fill, integer_expert, integer_routing, integer_rows
+from tests.helpers import fill, integer_expert, integer_routing, integer_rows, saved_expert
 
 unhurried = settings(deadline=None)
 NAMES = ("w13", "w2", "w13_bias", "w2_bias")
@@ -24,17 +24,6 @@ def saved(config: MoEConfig) -> set[str]:
     """Names of an expert's parameters."""
     up = {"w3", "w3_bias"} if config.activation.gated else set()
     return {"w1", "w2", "w1_bias", "w2_bias"} | up
-
-
-def saved_expert(config: MoEConfig, expert: int) -> dict[str, Tensor]:
-    """`integer_expert` by these names."""
-    found = {}
-    for name, tensor in integer_expert(config, expert).items():
-        if name.startswith("w13") and config.activation.gated:
-            found |= dict(zip((name.replace("w13", "w1"), name.replace("w13", "w3")), tensor.chunk(2), strict=True))
-        else:
-            found[name.replace("w13", "w1")] = tensor
-    return found
 
 
 ACTIVATIONS = [Activation.SWIGLU, Activation.RELU2]  # with a gate and without

@@ -145,6 +145,10 @@ def test_what_would_mix_experts_is_refused(world_size):
         with pytest.raises(Exception, match=r"ep_moe.training.fully_shard\(model, context\)"):
             fully_shard(nn.Sequential(layer()))
         other = layer(seed=dist.get_rank())
+        assert other(x).isfinite().all(), "ranks with seeds of their own get the first one's layer"
+        other = layer()
+        with torch.no_grad():
+            other.router.weight.add_(dist.get_rank())
         assert "router.weight on rank 1 differs" in same_error(lambda: other(x))
         assert "router.weight on rank 1 differs" in same_error(lambda: other(x)), "and again"
         with torch.no_grad():
