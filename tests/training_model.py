@@ -80,8 +80,9 @@ def run(
     return losses
 
 
-def one_process(optimizer: str, steps: int, max_norm: float | None = None) -> list[float]:
-    context = EPContext.local(CPU)
+def one_process(optimizer: str, steps: int, max_norm: float | None = None, device: torch.device = CPU) -> list[float]:
+    """device: as the ranks', since generators of CPUs and GPUs give different numbers"""
+    context = EPContext.local(device)
     model = made(context)
 
     def clip() -> None:

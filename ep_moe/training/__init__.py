@@ -2,7 +2,13 @@
 losses of the routers, and their balance without a loss."""
 
 from ep_moe.training.balance import BiasUpdate
-from ep_moe.training.gradients import clip_grad_norm_, dense_parameters, expert_parameters, sync_gradients
+from ep_moe.training.gradients import (
+    clip_grad_norm_,
+    dense_parameters,
+    expert_parameters,
+    parameter_groups,
+    sync_gradients,
+)
 from ep_moe.training.logits import router_logits
 from ep_moe.training.losses import load_balancing_loss, router_z_loss, sequence_balancing_loss
 from ep_moe.training.wrappers import exclude_experts, fully_shard
@@ -15,6 +21,7 @@ __all__ = [
     "expert_parameters",
     "fully_shard",
     "load_balancing_loss",
+    "parameter_groups",
     "router_logits",
     "router_z_loss",
     "sequence_balancing_loss",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,22 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     """
     experts = {id(parameter) for parameter in expert_parameters(model)}
     return [parameter for parameter in model.parameters() if id(parameter) not in experts]
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Give dense and expert parameters a group each, for an optimizer.
+
+    DTensors, which parameters are under FSDP2 and of experts with etp > 1, and plain tensors cannot be in one group on
+    GPUs: torch's optimizers update a group in one call.
+
+    Args:
+        model: any module with `MoELayer`s in it, wrapped or not.
+
+    Returns:
+        What `torch.optim.AdamW(...)` takes; options of a group can be added to each. No group is empty.
+    """
+    groups = [dense_parameters(model), expert_parameters(model)]
+    return [{"params": group} for group in groups if group]
 
 
 @torch.no_grad()

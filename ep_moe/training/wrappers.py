@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.context import EPContext
+from ep_moe.devices import elsewhere
 from ep_moe.errors import ConfigError
 from ep_moe.placement.placement import Placement
 from ep_moe.training.gradients import expert_parameters, expert_weights_of
@@ -62,12 +63,18 @@ def fully_shard(
         The same model, an `FSDPModule` now.
 
     Raises:
-        ConfigError: the mesh is none of these; on all ranks alike.
+        ConfigError: the mesh is none of these, or another device than the context's is current, on which torch's FSDP2
+            would work.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
 
     layout = context.layout
+    if elsewhere(context.gpu):
+        raise ConfigError(
+            f"fully_shard: FSDP2 works on the device that is current, cuda:{torch.cuda.current_device()}, and the "
+            f"model is on {context.device}; call torch.cuda.set_device({str(context.device)!r}) first"
+        )
     if mesh is None:
         mesh = init_device_mesh(context.device.type, (layout.world,), mesh_dim_names=("dp",))
     if mesh.size() not in (layout.token_ranks, layout.stage):

@@ -130,6 +130,9 @@ def test_generation_with_a_static_cache():
         whole.to(context.device)
         ids = torch.tensor([[1, 5, 9, 30 + context.layout.rank, 77]], device=context.device)
         how = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-        want = whole.generate(ids, **how)
         for _ in range(2):
-            assert torch.equal(model.generate(ids, **how, cache_implementation="static"), want)
+            found = model.generate(ids, **how, cache_implementation="static")
+            logits = whole(found).logits[0, ids.shape[1] - 1 : -1].float()
+            chosen = logits.gather(1, found[0, ids.shape[1] :, None])[:, 0]
+            # the best one but for bfloat16's rounding: a random model has near ties
+            assert (logits.max(1).values - chosen <= 2e-2 * logits.abs().max()).all()
