@@ -13,6 +13,8 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts.activations import activate
 from ep_moe.testing.kernel_case import Layer
 from ep_moe.types import Activation, Received, Weighting
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.parts import parts_of
 
 EXACT = (Activation.SWIGLU, Activation.GEGLU, Activation.RELU2)  # the clamped SwiGLU has no such numbers
 ROWS = 12
@@ -51,10 +53,13 @@ def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
     found = {"x": _grad(received.x)}
     if received.weights is not None:
         found["weights"] = _grad(received.weights)
-    stored = dict(layer.experts.weights.tensors.items())
+    weights = layer.experts.weights
     for slot in range(len(layer.tensors)):
-        own = {name: _grad(parameter)[slot] for name, parameter in stored.items()}
-        canonical = layer.experts.weights.preparation.restore(own)
+        if weights.named:
+            canonical = _of_expert(weights, weights.local_experts[slot])
+        else:
+            own = {name: _grad(tensor)[slot] for name, tensor in weights.tensors.items()}
+            canonical = weights.preparation.restore(own)
         found |= {f"{name} of slot {slot}": tensor for name, tensor in canonical.items()}
     return {name: (found[name], value) for name, value in wanted.items()}
 
@@ -75,6 +80,14 @@ def _wanted(layer: Layer, received: Received, slope: Tensor) -> dict[str, Tensor
     given = {"x": x} | ({} if weights is None else {"weights": weights})
     given |= {f"{name} of slot {slot}": t for slot, own in enumerate(experts) for name, t in own.items()}
     return {name: _grad(tensor) for name, tensor in given.items()}
+
+
+def _of_expert(weights: ExpertWeights, expert: int) -> dict[str, Tensor]:
+    """Gradients of an expert's parameters, as canonical tensors."""
+    module, gated = weights.get_submodule(str(expert)), weights.config.activation.gated
+    return {
+        name: torch.cat([_grad(module.get_parameter(part)) for part in parts_of(name, gated)]) for name in weights.names
+    }
 
 
 def _grad(tensor: Tensor) -> Tensor:

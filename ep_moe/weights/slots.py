@@ -206,7 +206,7 @@ class ExpertSlots(nn.Module):
         if not self.named:
             return
         self._place = self.place
-        if self.etp.size > 1 and self.etp.group is not None and self._mesh is None:
+        if self.etp.size > 1 and self.etp.group is not None and self._mesh is None and not self.is_meta:
             device = self._slots["w13"].device.type
             ranks = torch.tensor(self.etp.ranks, device="cpu")
             self._mesh = DeviceMesh.from_group(self.etp.group, device, mesh=ranks, mesh_dim_names=("etp",))

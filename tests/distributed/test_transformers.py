@@ -51,11 +51,12 @@ def expert_parameters(config, etp=1):
 def check_parameters(model, plain, family, layout):
     """All of the untouched model's parameters but other ranks' experts, and no others."""
     layers, config = moe_layers(model), CONFIGS[family]
-    held = sum(layer.expert_weights.num_slots for layer in layers) * expert_parameters(config, layout.etp)
+    held = sum(len(layer.expert_weights.held) for layer in layers) * expert_parameters(config, layout.etp)
     of_experts = len(layers) * config.num_experts * expert_parameters(config)
-    count = {name: sum(p.numel() for p in m.parameters()) for name, m in (("ours", model), ("plain", plain))}
+    own = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+    count = {"ours": sum(p.numel() for p in own), "plain": sum(p.numel() for p in plain.parameters())}
     assert count["ours"] == count["plain"] - of_experts + held
-    shapes = {tuple(p.shape[:1]) for layer in layers for p in layer.expert_weights.parameters()}
+    shapes = {tuple(t.shape[:1]) for layer in layers for t in layer.expert_weights.tensors.values()}
     assert shapes == {(layers[0].expert_weights.num_slots,)}
 
 
