@@ -134,12 +134,12 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Ask
 def _warn(context: EPContext, asked: Asked, experts: str) -> None:
     if asked.tuned is not None:
         if (changed := asked.tuned.other_versions(versions())) is not None:
-            warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=4)
+            warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=5)
     elif asked.experts == select.AUTO and (doubt := select.untried(experts, context.device)) is not None:
         warnings.warn(
             f"{doubt}; see whether tests/gpu/test_blackwell.py of ep_moe's repository passes on this GPU, then name "
             f"experts={experts!r}",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

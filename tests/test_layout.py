@@ -11,7 +11,8 @@ from ep_moe import ConfigError, ParallelConfig, RankLayout, Tokens
 from ep_moe.parallel.layout import share
 
 unhurried = settings(deadline=None)
-KINDS = ("tp", "dp", "pp", "ep", "etp", "lockstep", "expert_data")
+OF_THE_TABLE = ("tp", "dp", "pp", "ep", "etp", "lockstep", "expert_data")
+KINDS = (*OF_THE_TABLE, "stage")
 # sizes; all groups of every kind, one digit a rank, "-" where each rank is alone; and one rank's coordinates in the
 # order rank, pp, dp, tp, replica, ep, etp
 TABLES = {
@@ -78,7 +79,7 @@ def test_groups_are_those_of_the_table(name):
     sizes, expected, _ = TABLES[name]
     for rank in range(sizes["world"]):
         groups = RankLayout(**sizes, rank=rank).groups
-        assert "; ".join(f"{kind} {written(groups[kind])}" for kind in groups) == expected
+        assert "; ".join(f"{kind} {written(groups[kind])}" for kind in OF_THE_TABLE) == expected
         assert all(sum(map(len, lists)) == sizes["world"] for lists in groups.values())
 
 
@@ -146,6 +147,7 @@ def test_groups_have_the_right_size(layouts):
             "etp": layout.etp,
             "lockstep": layout.lockstep,
             "expert_data": layout.replicas,
+            "stage": layout.stage,
         }
         assert {len(group) for kind in KINDS for group in layout.groups[kind]} == set(sizes.values())
 

@@ -32,13 +32,12 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.bench.csv_lines import write
-from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
 from ep_moe.devices import on_device_of
 from ep_moe.experts.wire_rows import round_rows
-from ep_moe.parallel.groups import local_device
 from ep_moe.parallel.link import barrier
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
@@ -257,7 +256,7 @@ def plot(lines: list[Line], file: Path) -> None:
 
 
 @one_sentence
-@on_device_of(local_device)
+@on_device_of(own_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     known = list(registry.targets("dispatchers"))

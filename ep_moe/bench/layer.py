@@ -42,7 +42,7 @@ from ep_moe.bench.experts import Rates, measure_rates
 from ep_moe.bench.layer_report import Line, plot, stage_table, table
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
-from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
 from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
@@ -313,7 +313,7 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
 
 
 @one_sentence
-@on_device_of(local_device)
+@on_device_of(own_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)

@@ -32,14 +32,13 @@ from torch.profiler import ProfilerActivity, profile
 from ep_moe import registry
 from ep_moe.bench.all2all import slowest
 from ep_moe.bench.csv_lines import write
-from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
 from ep_moe.bench.timing import replayed
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.devices import on_device_of
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.groups import local_device
 from ep_moe.parallel.link import barrier
 from ep_moe.types import LogicalIds, Routing
 from ep_moe.weights.schemes import SCHEMES
@@ -263,7 +262,7 @@ def shared_table(found: list[Gap]) -> Table:
 
 
 @one_sentence
-@on_device_of(local_device)
+@on_device_of(own_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)

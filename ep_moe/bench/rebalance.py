@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe.bench.overlap import batch, build, tune
-from ep_moe.bench.start import Where, check_dealt, one_sentence, parse, positive
+from ep_moe.bench.start import Where, check_dealt, one_sentence, own_device, parse, positive
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.devices import on_device_of
@@ -38,7 +38,6 @@ from ep_moe.eplb.balancer import ExpertBalancer
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.pact import State
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.groups import local_device
 from ep_moe.placement.expert_map import ExpertMap
 
 # forwards that are thrown away, and that are timed before anything moves: as many as later, so that what holds up the
@@ -176,7 +175,7 @@ def rotated(placed: ExpertMap) -> ExpertMap:
 
 
 @one_sentence
-@on_device_of(local_device)
+@on_device_of(own_device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")

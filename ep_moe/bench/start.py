@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ep_moe.config import load_model_config
 from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.parallel.groups import TorchrunEnv, local_device
 from ep_moe.targets import check_picture, check_target
 
 
@@ -48,6 +48,11 @@ def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
     _check_arguments(asked)
     _check_machine(where)
     return asked
+
+
+def own_device() -> torch.device:
+    """This rank's GPU; the CPU where `parse` will say that there is none, or no rank."""
+    return local_device() if TorchrunEnv.present() and torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_measured(lines: Sized) -> None:
