@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.context import EPContext
-from ep_moe.errors import ConfigError
+from ep_moe.errors import ConfigError, InputError
+from ep_moe.weights.checksum import checksum
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local
 
@@ -81,6 +82,10 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     Args:
         model: the model, wrapped or not, after `loss.backward()` of a loss that is a mean over this rank's tokens.
         context: of its layers.
+
+    Raises:
+        InputError: at the first call, where ranks hold different numbers in a parameter that they should hold alike; on
+            all ranks.
     """
     layout = context.layout
     for weights in expert_weights_of(model):
@@ -90,6 +95,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
                     parameter.grad.mul_(divisor / layout.token_ranks)
     if isinstance(model, DistributedDataParallel) or layout.stage == 1:
         return
+    compare_ranks(model, context, "sync_gradients")
     gradients = []
     for parameter in dense_parameters(model):
         if parameter.requires_grad and not _is_cut(parameter):
@@ -149,6 +155,32 @@ def clip_grad_norm_(
             gradient = local(parameter.grad)
             gradient.mul_(scale.to(gradient.device))
     return norm
+
+
+def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
+    """Compare dense parameters over the stage, and experts' with those of other EP groups, once for a model: gradients
+    keep alike what was alike. Raises InputError on all ranks."""
+    held = expert_weights_of(model)
+    if not held or held[0].gradient_sum.compared:
+        return
+    experts = {id(parameter) for parameter in expert_parameters(model)}
+    named = {name: p for name, p in model.named_parameters() if not _is_cut(p) and not p.is_meta}
+    for kind, own in (("stage", False), ("expert_data", True)):
+        link = context.links[kind]
+        names = [name for name, parameter in named.items() if (id(parameter) in experts) is own]
+        if link.size == 1 or not names:
+            continue
+        rows = link.exchange(torch.stack([checksum(named[name], context.device) for name in names]))
+        for name, column in zip(names, zip(*rows, strict=True), strict=True):
+            odd = [rank for rank, found in zip(link.ranks, column, strict=True) if found != column[0]]
+            if odd:
+                raise InputError(
+                    f"{what}: {name} differs between rank {link.ranks[0]} and {', '.join(map(str, odd))}, and "
+                    f"all ranks must begin alike; call torch.manual_seed with one seed on all ranks before the model "
+                    f"is made, or load a checkpoint on all"
+                )
+    for weights in held:
+        weights.gradient_sum.compared = True
 
 
 def _power(gradients: Iterable[tuple[Tensor, float]], p: float, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from ep_moe.context import EPContext
 from ep_moe.devices import elsewhere
 from ep_moe.errors import ConfigError
 from ep_moe.placement.placement import Placement
-from ep_moe.training.gradients import expert_parameters, expert_weights_of
+from ep_moe.training.gradients import compare_ranks, expert_parameters, expert_weights_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,6 +65,7 @@ def fully_shard(
     Raises:
         ConfigError: the mesh is none of these, or another device than the context's is current, on which torch's FSDP2
             would work.
+        InputError: ranks hold different numbers in a parameter that they should hold alike; on all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
@@ -82,6 +83,7 @@ def fully_shard(
             f"fully_shard: mesh must have the {layout.token_ranks} ranks that have tokens of their own, or all "
             f"{layout.stage} of the stage, got {mesh.size()}"
         )
+    compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
         gradients.divisor = layout.token_ranks

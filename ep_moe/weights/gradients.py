@@ -25,7 +25,7 @@ class GradientSum:
     ep, etp: the links of this rank; replicas: to the ranks with the same slots in other EP groups
     divisor: what gradients are divided by: 1 for the sum over all ranks' tokens, the number of ranks with tokens of
         their own for the mean that wrappers give dense parameters (`ep_moe.training`)
-    shared_out: FSDP averages over `replicas` itself
+    shared_out: FSDP averages over `replicas` itself; compared: ranks were found to hold alike what they should
     """
 
     def __init__(self, weights: ExpertSlots, ep: Link, etp: Link, replicas: Link) -> None:
@@ -33,6 +33,7 @@ class GradientSum:
         self.ep, self.etp, self.replicas = ep, etp, replicas
         self.divisor = 1
         self.shared_out = False
+        self.compared = False
 
     @property
     def alone(self) -> bool:

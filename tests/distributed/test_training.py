@@ -168,6 +168,28 @@ def test_what_would_mix_experts_is_refused(world_size):
         assert "copies of expert 0 on ranks 0, 1 differ" in same_error(lambda: twice(x))
 
 
+@distributed(2, deadline_s=60)
+def test_dense_parameters_that_differ_are_found(world_size):
+    """Outside of the layers, where no call compares them: gradients would be averaged of different models."""
+    with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
+        model = made(context, seed=dist.get_rank())
+        loss_of(model, batch(0).to(context.device)).backward()
+        text = same_error(lambda: training.sync_gradients(model, context))
+        assert "embedding.weight differs between rank 0 and 1" in text
+        assert "fully_shard: embedding.weight differs" in same_error(lambda: training.fully_shard(model, context))
+        with torch.no_grad():
+            for parameter in training.dense_parameters(model):
+                dist.broadcast(parameter, 0)
+        training.sync_gradients(model, context)
+    with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=10) as context:
+        model = made(context)
+        if dist.get_rank():
+            model.blocks[1].moe.expert_weights.w2[3].add_(1)
+        loss_of(model, batch(0).to(context.device)).backward()
+        text = same_error(lambda: training.sync_gradients(model, context))
+        assert "blocks.1.moe.expert_weights.3.w2 differs" in text
+
+
 @distributed(4, deadline_s=60)
 def test_a_layers_numbers_depend_on_the_seed_and_the_expert_alone(world_size):
     torch.manual_seed(3)
