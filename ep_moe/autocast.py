@@ -23,5 +23,5 @@ def call_cast(layer: Any, x: Tensor, routing: Routing | None) -> Tensor:
             x = x.to(layer.dtype)
         if isinstance(routing, Routing) and isinstance(routing.weights, Tensor) and routing.weights.dtype in CAST:
             routing = Routing(routing.ids, routing.weights.float())
-        out: Tensor = layer._forward(x, routing)
+        out: Tensor = layer._call(x, routing)
     return out.to(torch.get_autocast_dtype(kind))

@@ -160,9 +160,13 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling() and not (_compiled().traced(self) and self._connect()):
             out: Tensor = _compiled().between_graphs(self, x, routing)
             return out
+        return self._call(x, routing)
+
+    def _call(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """A call on the layer's device and in its dtype, replayed where one like it was recorded."""
         if elsewhere(self.context.gpu):
             with on_device(self.context.device):
-                return self._forward(x, routing)
+                return self._call(x, routing)
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing)
         if not self.logit_taps:  # what is replayed has no logits
