@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ep_moe.context import EPContext
+from ep_moe.devices import with_index
 
 
 @contextmanager
@@ -19,7 +20,8 @@ def fresh_numbers(context: EPContext, device: torch.device) -> Iterator[None]:
         yield
         return
     seed = context.shared_seed(int(torch.randint(2**62, (), device="cpu")))
-    gpus = [device.index] if device.type == "cuda" and device.index is not None else []
+    index = with_index(device).index
+    gpus = [index] if device.type == "cuda" and index is not None else []
     with torch.random.fork_rng(devices=gpus):
         torch.default_generator.manual_seed(seed)
         for gpu in gpus:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,7 +63,15 @@ class RankChecks:
         managed = {id(parameter) for parameter in wrapper._module_parameters}
         if any(id(p) in managed for p in layer.expert_weights.parameters()):
             return _WRAPPED
-        layer.expert_weights.gradient_sum.divisor = layer.context.layout.token_ranks  # as it does with dense ones
+        layout = layer.context.layout
+        ranks = sorted(dist.get_process_group_ranks(wrapper.process_group))
+        if ranks not in (sorted(layout.group("stage")), sorted(layout.group("dp"))):
+            return (
+                f"DistributedDataParallel averages over ranks {', '.join(map(str, ranks))}, and this layer's experts "
+                f"get gradients of ranks {', '.join(map(str, sorted(layout.group('stage'))))}; give it a process_group "
+                f"of these"
+            )
+        layer.expert_weights.gradient_sum.divisor = layout.token_ranks  # as it does with dense ones
         self._wrapper = weakref.ref(wrapper)
         return None
 
@@ -127,7 +136,7 @@ def _compare_experts(layer: Layer, link: Link, device: torch.device) -> None:
         return
     cap = expert_map.cap
     facts = torch.zeros(cap, 2, dtype=torch.int64, device=device)
-    many = set(copied(weights))
+    many = set(expert_map.replicated)
     for slot, expert in enumerate(weights.local_experts):
         if expert >= 0 and not weights.is_meta:
             tensors = [tensor[slot].detach() for tensor in weights.tensors.values()]
@@ -152,11 +161,6 @@ def _compare_experts(layer: Layer, link: Link, device: torch.device) -> None:
                 f"something has broadcast one rank's parameters to all (a data-parallel wrapper, a loop). "
                 f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew"
             )
-
-
-def copied(weights: ExpertWeights) -> list[int]:
-    """Logical experts with more than one slot in the EP group."""
-    return [expert for expert, count in enumerate(weights.expert_map.replica_count) if count > 1]
 
 
 def _of_all(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 
 DEADLINE_S = 300.0
-LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage")
+LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "pp")
 
 
 @dataclass(frozen=True)

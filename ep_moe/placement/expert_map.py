@@ -166,6 +166,11 @@ class ExpertMap:
     def replica_count(self) -> tuple[int, ...]:
         return tuple(map(len, self.logical_to_physical))
 
+    @property
+    def replicated(self) -> list[int]:
+        """Logical experts with more than one slot."""
+        return [expert for expert, count in enumerate(self.replica_count) if count > 1]
+
     def global_to_local(self, rank: int) -> tuple[int, ...]:
         """[E]: a logical expert's slot on a rank, or -1; engines call it `expert_map`."""
         local = self.local(rank)

@@ -1,13 +1,14 @@
 """Gradients over data-parallel ranks: who averages what, and their norm.
 
-After backward an expert's gradient is the sum over all ranks' tokens, and every copy of the expert has it. That of any
-other parameter is of this rank's tokens alone. The functions here make both the mean over ranks, as the gradient of one
-process on the whole batch is.
+After backward an expert's gradient is the sum over all ranks' tokens, and every copy of the expert has it. The gradient
+of any other parameter is of this rank's tokens alone. The functions here make both the mean over ranks, which is the
+gradient of one process on the whole batch.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, InputError
+from ep_moe.parallel.link import Link
 from ep_moe.weights.checksum import checksum
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local
@@ -75,9 +77,10 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 def sync_gradients(model: nn.Module, context: EPContext) -> None:
     """Average gradients over the ranks that have tokens of their own, after backward and before the optimizer's step.
 
-    Dense gradients are averaged by all-reduce. Under `DistributedDataParallel` or `fully_shard` the wrapper has done
-    so, and they are left alone. Expert gradients are sums over ranks already and are divided. Collective over the
-    stage: all ranks call it, once for each optimizer step, after the last backward.
+    Dense gradients are averaged by all-reduce. Under `DistributedDataParallel` or `fully_shard` the wrapper has
+    averaged them, and this function leaves them alone. Expert gradients are sums over ranks already. The first call
+    divides them, and from then on backward does. A second call, or one for each micro-batch, changes nothing but
+    rounding. Collective over the stage: all ranks call it.
 
     Args:
         model: the model, wrapped or not, after `loss.backward()` of a loss that is a mean over this rank's tokens.
@@ -85,17 +88,21 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
 
     Raises:
         InputError: at the first call, where ranks hold different numbers in a parameter that they should hold alike; on
-            all ranks.
+            all ranks. No gradient is changed then.
     """
     layout = context.layout
+    wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
+    if not wrapped:
+        compare_ranks(model, context, "sync_gradients")
     for weights in expert_weights_of(model):
-        if (divisor := weights.gradient_sum.divisor) != layout.token_ranks:
+        gradients_of = weights.gradient_sum
+        if gradients_of.divisor != layout.token_ranks:
             for parameter in weights.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(divisor / layout.token_ranks)
-    if isinstance(model, DistributedDataParallel) or layout.stage == 1:
+                    parameter.grad.mul_(gradients_of.divisor / layout.token_ranks)
+            gradients_of.divisor = layout.token_ranks
+    if wrapped:
         return
-    compare_ranks(model, context, "sync_gradients")
     gradients = []
     for parameter in dense_parameters(model):
         if parameter.requires_grad and not _is_cut(parameter):
@@ -116,7 +123,8 @@ def clip_grad_norm_(
     model: nn.Module, context: EPContext, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Clip gradients by the norm of the whole model's, the same on all ranks: as `torch.nn.utils.clip_grad_norm_` does
-    in one process. Each expert counts once, wherever its copies and pieces are. Collective over the stage.
+    in one process. Each expert counts once, wherever its copies and pieces are, and every pipeline stage counts.
+    Collective over the context's ranks.
 
     Args:
         model: the model, wrapped or not, with gradients that are averaged (`sync_gradients`).
@@ -136,17 +144,20 @@ def clip_grad_norm_(
         raise ConfigError(f"clip_grad_norm_: norm_type must be positive, got {norm_type!r}")
     link, p = context.links["stage"], norm_type
     experts, dense = _power(_experts_once(model), p, context.device), _power(_dense(model), p, context.device)
-    cut = _power(_cut(model), p, context.device)
+    cut = _power(_cut(model, context.layout.stage), p, context.device)
+    how = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
     if link.size > 1:
-        layout = context.layout
         with context.ledger.step("clip gradients", counted=False):
-            how = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
             both = torch.stack([experts, cut])
             dist.all_reduce(both, op=how, group=link.group)
         experts, cut = both.unbind()
         if not math.isinf(p):
-            experts = experts / layout.replicas  # as many EP groups hold each
-    norm = torch.stack([experts, dense, cut]).max() if math.isinf(p) else (experts + dense + cut).pow(1 / p)
+            experts = experts / context.layout.replicas  # as many EP groups hold each
+    total = torch.stack([experts, dense, cut]).max() if math.isinf(p) else experts + dense + cut
+    if (stages := context.links["pp"]).size > 1:
+        with context.ledger.step("clip gradients over stages", counted=False):
+            dist.all_reduce(total, op=how, group=stages.group)
+    norm = total if math.isinf(p) else total.pow(1 / p)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the gradients' norm is {float(norm)}; pass error_if_nonfinite=False to clip all the same")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -164,23 +175,61 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
     if not held or held[0].gradient_sum.compared:
         return
     experts = {id(parameter) for parameter in expert_parameters(model)}
-    named = {name: p for name, p in model.named_parameters() if not _is_cut(p) and not p.is_meta}
-    for kind, own in (("stage", False), ("expert_data", True)):
-        link = context.links[kind]
-        names = [name for name, parameter in named.items() if (id(parameter) in experts) is own]
-        if link.size == 1 or not names:
-            continue
-        rows = link.exchange(torch.stack([checksum(named[name], context.device) for name in names]))
-        for name, column in zip(names, zip(*rows, strict=True), strict=True):
-            odd = [rank for rank, found in zip(link.ranks, column, strict=True) if found != column[0]]
-            if odd:
-                raise InputError(
-                    f"{what}: {name} differs between rank {link.ranks[0]} and {', '.join(map(str, odd))}, and "
-                    f"all ranks must begin alike; call torch.manual_seed with one seed on all ranks before the model "
-                    f"is made, or load a checkpoint on all"
-                )
+    sharded = {id(p) for weights in held if weights.gradient_sum.sharded for p in weights.parameters()}
+    named = {
+        name: local(parameter)
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta
+        and id(parameter) not in sharded
+        and (id(parameter) in experts or not _is_cut(parameter))
+    }
+    own = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
+    stage, device = context.links["stage"], context.device
+    problem = _difference(stage, {name: p for name, p in named.items() if name not in own}, device)
+    other = _difference(context.links["expert_data"], {name: p for name, p in named.items() if name in own}, device)
+    if (found := _first_text(stage, problem or other, device)) is not None:  # other EP groups may have found nothing
+        raise InputError(f"{what}: {found}")
     for weights in held:
         weights.gradient_sum.compared = True
+
+
+def _first_text(link: Link, text: str | None, device: torch.device) -> str | None:
+    """The text of the link's first rank that has one, on all ranks. The ledger shares texts among ranks of one layer's
+    collectives alone, and a stage may have more."""
+    own = (text or "").encode()
+    sizes = [row[0] for row in link.exchange(torch.tensor([len(own)], device=device))]
+    if not any(sizes):
+        return None
+    padded = list(own) + [0] * (max(sizes) - len(own))
+    rows = link.exchange(torch.tensor(padded, dtype=torch.int64, device=device))
+    first = next(at for at, size in enumerate(sizes) if size)
+    return bytes(rows[first][: sizes[first]]).decode()
+
+
+def _difference(link: Link, named: dict[str, Tensor], device: torch.device) -> str | None:
+    """What the ranks of a link hold otherwise than its first one, None where they hold the same."""
+    if link.size == 1:
+        return None
+    kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named.items()]
+    facts = link.exchange(torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], device=device))
+    odd = [rank for rank, found in zip(link.ranks, facts, strict=True) if found != facts[0]]
+    if odd:
+        return (
+            f"rank {link.ranks[0]} and {', '.join(map(str, odd))} have parameters of other names, shapes, dtypes or "
+            f"requires_grad; make the same model on all ranks"
+        )
+    if not named:
+        return None
+    rows = link.exchange(torch.stack([checksum(parameter, device) for parameter in named.values()]))
+    for name, column in zip(named, zip(*rows, strict=True), strict=True):
+        odd = [rank for rank, found in zip(link.ranks, column, strict=True) if found != column[0]]
+        if odd:
+            return (
+                f"{name} differs between rank {link.ranks[0]} and {', '.join(map(str, odd))}, and all ranks must begin "
+                f"alike; call torch.manual_seed with one seed on all ranks before the model is made, or load a "
+                f"checkpoint on all"
+            )
+    return None
 
 
 def _power(gradients: Iterable[tuple[Tensor, float]], p: float, device: torch.device) -> Tensor:
@@ -209,7 +258,7 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
                 }
                 if min(owners) != weights.ep_rank:
                     continue  # a copy
-            if weights.gradient_sum.shared_out:
+            if weights.gradient_sum.sharded:
                 share = float(weights.gradient_sum.replicas.size)  # of which this rank has its own piece
             yield gradient, share
 
@@ -220,12 +269,13 @@ def _dense(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
             yield parameter.grad, 1.0
 
 
-def _cut(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Dense parameters that a wrapper shares out over ranks: this rank's pieces, each divided by how many hold it."""
+def _cut(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
+    """Dense parameters that FSDP shards over the stage's `ranks`: this rank's pieces, each divided by how many ranks
+    hold it."""
     for parameter in dense_parameters(model):
         if parameter.grad is not None and _is_cut(parameter):
             gradient = parameter.grad
-            copies = dist.get_world_size()
+            copies = ranks
             for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
                 if placement.is_shard():
                     copies //= gradient.device_mesh.size(dim)  # type: ignore[attr-defined]

@@ -93,8 +93,8 @@ def fully_shard(
         group, kind = gradients.replicas.group, context.device.type
         ranks = torch.tensor(gradients.replicas.ranks, device="cpu")
         own = DeviceMesh.from_group(group, kind, mesh=ranks, mesh_dim_names=("expert_data",))  # type: ignore[arg-type]
-        weights.share_out()
-        gradients.shared_out = True
+        weights.unstack()
+        gradients.sharded = True
         shard(weights, mesh=own, **options)
     kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
     shard(model, mesh=mesh, ignored_params=kept, **options)

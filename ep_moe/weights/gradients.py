@@ -23,28 +23,29 @@ class GradientSum:
     """Of one layer's experts on this rank.
 
     ep, etp: the links of this rank; replicas: to the ranks with the same slots in other EP groups
-    divisor: what gradients are divided by: 1 for the sum over all ranks' tokens, the number of ranks with tokens of
-        their own for the mean that wrappers give dense parameters (`ep_moe.training`)
-    shared_out: FSDP averages over `replicas` itself; compared: ranks were found to hold alike what they should
+    divisor: what backward divides gradients by: 1 for the sum over all ranks' tokens; the number of ranks with tokens
+        of their own for the mean, as dense parameters have it (`ep_moe.training`)
+    sharded: FSDP cuts the experts over `replicas` and averages over them
+    compared: `ep_moe.training` has compared what ranks hold alike
     """
 
     def __init__(self, weights: ExpertSlots, ep: Link, etp: Link, replicas: Link) -> None:
         self._weights = weights
         self.ep, self.etp, self.replicas = ep, etp, replicas
         self.divisor = 1
-        self.shared_out = False
+        self.sharded = False
         self.compared = False
 
     @property
     def alone(self) -> bool:
         """Nothing is summed or divided: one rank of everything, and each expert in one slot."""
         one = max(self.ep.size, self.etp.size, self.replicas.size) == 1
-        return one and self.divisor == 1 and not self._redundant()
+        return one and self.divisor == 1 and not self._weights.expert_map.replicated
 
     def check(self) -> None:
         """Raise ConfigError, on all ranks alike, where a sum could not be made."""
         expert_map = self._weights.expert_map
-        if self.ep.size == 1 or not self._redundant():
+        if self.ep.size == 1 or not self._weights.expert_map.replicated:
             return
         for rank in range(expert_map.num_ranks):
             if not expert_map.num_slots(rank):
@@ -55,7 +56,7 @@ class GradientSum:
 
     def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""
-        divisor = self.divisor / self.replicas.size if self.shared_out else self.divisor  # FSDP takes the mean itself
+        divisor = self.divisor / self.replicas.size if self.sharded else self.divisor  # FSDP takes the mean itself
         if divisor != 1:
             gradients = {name: gradient / divisor for name, gradient in gradients.items()}
         if self.etp.size > 1 and "w2_bias" in gradients:  # etp rank 0 alone used it, all hold it
@@ -64,9 +65,9 @@ class GradientSum:
                 dist.all_reduce(gradients["w2_bias"], group=self.etp.group)
         if not gradients or not self._weights.num_slots:
             return gradients
-        redundant = self._redundant()
+        redundant = self._weights.expert_map.replicated
         shared = {name: self._copies(gradient, redundant) for name, gradient in gradients.items()} if redundant else {}
-        if self.replicas.size > 1 and not self.shared_out:
+        if self.replicas.size > 1 and not self.sharded:
             with self.replicas.ledger.step("backward by the sum over EP groups", counted=False):
                 for name in gradients:
                     gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)
@@ -75,10 +76,6 @@ class GradientSum:
                     # the same places in the same buffer on all ranks: copies get the same bits in whatever slot
                     dist.all_reduce(total, group=self.replicas.group)
         return gradients | {name: self._put_back(gradients[name], shared[name], redundant) for name in shared}
-
-    def _redundant(self) -> list[int]:
-        """Logical experts with more than one slot in the EP group."""
-        return [expert for expert, count in enumerate(self._weights.expert_map.replica_count) if count > 1]
 
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
         """float32 [len(redundant), ...], summed over all slots of the EP group."""

@@ -20,8 +20,8 @@ from ep_moe.errors import ConfigError
 _HALVES = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}  # of stored tensors: rows of gate, rows of up
 
 WRAP = (
-    "{what} would share out expert parameters among ranks that hold different experts; call "
-    "ep_moe.training.fully_shard(model, context) in its place"
+    "{what} would shard expert parameters over ranks that hold different experts; call "
+    "ep_moe.training.fully_shard(model, context) instead"
 )
 
 
@@ -47,13 +47,13 @@ class Expert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared_out = False  # by `ep_moe.training.fully_shard`, among ranks that hold this same expert
+        self.sharded = False  # by `ep_moe.training.fully_shard`, over ranks that hold this same expert
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 sets a DTensor in the place of each parameter that it takes over
+        # FSDP2 replaces each parameter that it shards by a DTensor
         before = self.__dict__.get("_parameters", {}).get(name)
         cut = isinstance(value, nn.Parameter) and hasattr(value, "placements")
-        if cut and before is not None and not hasattr(before, "placements") and not self.shared_out:
+        if cut and before is not None and not hasattr(before, "placements") and not self.sharded:
             raise ConfigError(WRAP.format(what="fully_shard"))
         super().__setattr__(name, value)
 

@@ -95,7 +95,7 @@ class ExpertSlots(nn.Module):
 
     @property
     def _held(self) -> dict[str, Any]:
-        """As they lie there; empty where parameters are shared out."""
+        """As they lie there; empty where parameters are sharded."""
         found: dict[str, Any] = self._slots if self.named else self._parameters
         return found
 
@@ -119,8 +119,8 @@ class ExpertSlots(nn.Module):
         return super().__getattr__(name)
 
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a kernel on the parameters: within, `tensors` are functions of them, gathered first where they are shared
-        out. A module's call, so that wrappers' hooks come before and behind it."""
+        """Run a kernel on the parameters: within, `tensors` are functions of them, gathered first where they are
+        sharded. A module's call, so that wrappers' hooks come before and behind it."""
         before, self._joined = self._joined, self._join()
         try:
             return compute(*arguments)
@@ -274,12 +274,12 @@ class ExpertSlots(nn.Module):
         super()._apply(move, recurse)
         return self
 
-    def share_out(self) -> None:
-        """Give the slots' memory back: from now on each parameter has its own, which a wrapper shares out among the
-        ranks that hold the same experts."""
+    def unstack(self) -> None:
+        """Give the slots' memory back. From now on each parameter has its own, which FSDP shards over the ranks that
+        hold the same experts."""
         for module in self.children():
             assert isinstance(module, Expert)
-            module.shared_out = True
+            module.sharded = True
             for parameter in module.parameters():
                 parameter.data = parameter.data.clone()
         self._device, self._slots, self._views = self.device, {}, []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, Tokens, training
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
+from ep_moe.weights.parts import local
 from tests.distributed.cases import everywhere
 from tests.distributed.cases import same_error as same_error_of
 from tests.training_model import (
@@ -96,7 +100,7 @@ def check_copies(model, context, what):
         for name, parameter in model.named_parameters()
         if "expert_weights" in name
     }
-    cut = any(weights.gradient_sum.shared_out for weights in training.gradients.expert_weights_of(model))
+    cut = any(weights.gradient_sum.sharded for weights in training.gradients.expert_weights_of(model))
     for rank, theirs in enumerate(everywhere(own)):
         if not cut and rank % context.layout.etp == context.layout.etp_rank:
             for name in own.keys() & theirs.keys():
@@ -188,6 +192,92 @@ def test_dense_parameters_that_differ_are_found(world_size):
         loss_of(model, batch(0).to(context.device)).backward()
         text = same_error(lambda: training.sync_gradients(model, context))
         assert "blocks.1.moe.expert_weights.3.w2 differs" in text
+        for parameter in training.expert_parameters(model):
+            assert parameter.grad is not None
+    with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=10) as context:
+        model = made(context)
+        model.head.requires_grad_(not dist.get_rank())
+        text = same_error(lambda: training.sync_gradients(model, context))
+        assert "names, shapes, dtypes or requires_grad; make the same model on all ranks" in text
+
+
+@distributed(4, deadline_s=60)
+def test_experts_that_differ_in_one_expert_group_are_found_by_all(world_size):
+    """Pieces of experts too, and by ranks whose own copies are equal."""
+    for parallel in (P(dp=4, ep=2), P(dp=4, ep=1, etp=2)):
+        with EPContext.from_groups(parallel, device=rank_device(), deadline_s=10) as context:
+            model = made(context)
+            if dist.get_rank() == 3:
+                model.blocks[1].moe.expert_weights.w2[3].add_(1)
+            loss_of(model, batch(0).to(context.device)).backward()
+            before = [local(p.grad).clone() for p in training.expert_parameters(model)]
+            text = same_error(partial(training.sync_gradients, model, context))
+            assert "w2 differs between rank 1 and 3" in text
+            for parameter, gradient in zip(training.expert_parameters(model), before, strict=True):
+                assert torch.equal(local(parameter.grad), gradient), "a refused call changes nothing"
+
+
+@distributed(2, deadline_s=60)
+def test_gradients_may_be_averaged_after_each_micro_batch_and_twice(world_size):
+    with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
+
+        def gradients(after_each: int) -> list[torch.Tensor]:
+            model = made(context)
+            for step in range(3):
+                loss_of(model, batch(step).chunk(2)[dist.get_rank()].to(context.device)).backward()
+                for _ in range(after_each):
+                    training.sync_gradients(model, context)
+            training.sync_gradients(model, context)
+            return [local(parameter.grad) for parameter in model.parameters()]
+
+        wanted = gradients(0)
+        for after_each in (1, 2):
+            for found, once in zip(gradients(after_each), wanted, strict=True):
+                torch.testing.assert_close(found, once, rtol=1e-5, atol=1e-6 * float(once.abs().max()))
+
+
+@distributed(4, deadline_s=60)
+def test_a_norm_counts_every_pipeline_stage(world_size):
+    with EPContext.from_groups(P(pp=2, dp=2), device=rank_device(), deadline_s=30) as context:
+        model = made(context, seed=context.layout.pp_rank)  # another model on each stage
+        loss_of(model, batch(0).chunk(2)[context.layout.dp_rank].to(context.device)).backward()
+        training.sync_gradients(model, context)
+        alone = EPContext.local(rank_device())
+        stages = [made(alone, seed=stage) for stage in range(2)]
+        for stage in stages:
+            loss_of(stage, batch(0).to(alone.device)).backward()
+        for kind in (2.0, float("inf")):
+            wanted = nn.utils.get_total_norm([p.grad for stage in stages for p in stage.parameters()], kind)
+            found = training.clip_grad_norm_(model, context, 1e9, kind)
+            assert abs(float(found) - float(wanted)) <= BOUND * float(wanted)
+
+
+@distributed(4, deadline_s=60)
+def test_a_wrapper_over_some_ranks_is_refused(world_size):
+    """It would average dense gradients over two ranks, and experts' over four."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
+        layer = training.exclude_experts(nn.Sequential(MoELayer(CONFIG, context)))
+        wrapped = DistributedDataParallel(layer, process_group=pairs[dist.get_rank() // 2])
+        x = torch.ones(4, WIDTH, device=context.device)
+        with pytest.raises(InputError, match="averages over ranks"):
+            wrapped(x)
+
+
+@distributed(2, deadline_s=100)
+def test_accelerate_gives_the_losses_of_one_process(world_size):
+    accelerate = pytest.importorskip("accelerate")
+    # accelerate counts ranks by torchrun's variables; this process ends with the test
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.setdefault(name, str(dist.get_rank()))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.setdefault(name, str(world_size))
+    with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
+        accelerator = accelerate.Accelerator(cpu=context.device.type == "cpu")
+        model = training.exclude_experts(made(context))
+        model, optimizer = accelerator.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
+        found = run(model, context, optimizer, lambda: None, range(STEPS))
+        assert furthest(found, one_process("adamw", STEPS, device=rank_device())) <= BOUND
 
 
 @distributed(4, deadline_s=60)
