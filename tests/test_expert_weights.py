@@ -415,8 +415,13 @@ def test_ranks_need_their_own_experts_only():
     config = shape()
     state = state_of_all_ranks(config, REDUNDANT)
     own = {key: tensor for key, tensor in state.items() if key.split(".")[0] in "04"}
-    ExpertWeights(config, REDUNDANT, ep_rank=0).load_state_dict(own)
-    ExpertWeights(config, REDUNDANT, ep_rank=3).load_state_dict({})
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    weights.load_state_dict(own)
+    for name, parameter in weights.named_parameters():
+        assert torch.equal(parameter, own[name]), name
+    without = ExpertWeights(config, REDUNDANT, ep_rank=3)
+    assert without.load_state_dict({}).missing_keys == []
+    assert without.state_dict() == {}
 
 
 def test_missing_keys_are_reported():
