@@ -133,7 +133,7 @@ class MoELayer(nn.Module):
             name: registry.load("experts", name)(config, self.expert_weights, context.workspaces, options)
             for name in self.picks.kernels[1:]
         }
-        self.checks = RankChecks()
+        self.checks = RankChecks(self)
         self.logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
         self.captured = CapturedCalls(context, config)
         self.repeated = RepeatedCalls(context, config, self.kernels)

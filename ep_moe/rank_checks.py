@@ -6,6 +6,7 @@ there: another seed on each rank, a wrapper that broadcasts rank 0's experts, a 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 import zlib
 from collections import Counter
@@ -47,11 +48,15 @@ class Layer(Protocol):
 
 
 class RankChecks:
-    """Of one layer; `first_call` looks once."""
+    """Of one layer. `first_call` looks once; backward looks at its calls number 2, 4, 8 and so on."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: Layer) -> None:
         self._done = False
         self._wrapper: weakref.ref[Any] | None = None
+        self._backwards = 0
+        if layer.context.layout.stage > 1:
+            own = weakref.ref(layer)  # the layer holds what it hands this to
+            layer.expert_weights.gradient_sum.each_backward = lambda: self.after_steps(own())
 
     def wrapper_problem(self, layer: Layer) -> str | None:
         """None, or what the wrapper that calls this layer does to its experts."""
@@ -92,7 +97,11 @@ class RankChecks:
             with whole.ledger.step("first call"):
                 rows = whole.agree([total, len(dense), text], self.wrapper_problem(layer), device)
             if len({(row[0], row[1]) for row in rows}) > 1:
-                _name_dense(layer, whole, dense, sums)
+                raise InputError(
+                    f"{layer.name}: all ranks must hold the same router and shared experts, and "
+                    f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with "
+                    f"one seed on all ranks before the model is made, or load a checkpoint on all"
+                )
             if len({row[2] for row in rows}) > 1:
                 raise InputError(
                     f"{layer.name}: the ranks have different expert maps in force; load state_dict, and call "
@@ -100,6 +109,29 @@ class RankChecks:
                 )
             _compare_experts(layer, layer.context.links["ep"], device)
         self._done = True
+
+    def after_steps(self, layer: Layer | None) -> None:
+        """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
+        are of its own tokens until something averages them. Collective over the stage, within a backward."""
+        self._backwards += 1
+        if layer is None or self._backwards < 2 or self._backwards & (self._backwards - 1):
+            return
+        link, device = layer.context.links["stage"], layer.context.device
+        dense = dict(_dense(layer))
+        sums = [checksum(tensor, device) for tensor in dense.values()]
+        total = checksum(torch.stack(sums), device) if sums else torch.zeros((), dtype=torch.int64, device=device)
+        with link.ledger.step("backward by the comparison of ranks", counted=False):
+            if len({row[0] for row in link.exchange(total.reshape(1))}) == 1:
+                return
+            name = _name_dense(link, dense, sums, device)
+        layer.expert_weights.gradient_sum.each_backward = None
+        warnings.warn(
+            f"{layer.name}: {name} differs from the other ranks' after {self._backwards} backward calls, so that ranks "
+            f"train different models; average gradients before each optimizer step with "
+            f"ep_moe.training.sync_gradients(model, context), or wrap the model as docs/training.md shows",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _dense(layer: Layer) -> Iterable[tuple[str, Tensor]]:
@@ -112,9 +144,9 @@ def _dense(layer: Layer) -> Iterable[tuple[str, Tensor]]:
                     yield f"{part}.{name}", tensor
 
 
-def _name_dense(layer: Layer, link: Link, dense: dict[str, Tensor], sums: list[Tensor]) -> None:
-    """Every rank finds the same difference."""
-    counts = {row[0] for row in link.exchange(torch.tensor([len(dense)], device=layer.context.device))}
+def _name_dense(link: Link, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:
+    """What differs, and on which ranks: the same words on all of them."""
+    counts = {row[0] for row in link.exchange(torch.tensor([len(dense)], device=device))}
     name = "router or shared_experts"
     if len(counts) == 1:
         rows = link.exchange(torch.stack(sums))
@@ -123,10 +155,7 @@ def _name_dense(layer: Layer, link: Link, dense: dict[str, Tensor], sums: list[T
         groups = Counter(row[column] for row in rows)
         odd = [rank for rank, row in zip(link.ranks, rows, strict=True) if row[column] != groups.most_common(1)[0][0]]
         name = f"{name} on rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
-    raise InputError(
-        f"{layer.name}: all ranks must hold the same router and shared experts, and {name} differs from the others; "
-        f"call torch.manual_seed with one seed on all ranks before the model is made, or load a checkpoint on all"
-    )
+    return name
 
 
 def _compare_experts(layer: Layer, link: Link, device: torch.device) -> None:

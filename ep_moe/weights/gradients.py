@@ -6,6 +6,7 @@ dp). Both sums are part of backward. All ranks that share an expert must therefo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ class GradientSum:
         of their own for the mean, as dense parameters have it (`ep_moe.training`)
     sharded: FSDP cuts the experts over `replicas` and averages over them
     compared: `ep_moe.training` has compared what ranks hold alike
+    each_backward: called first in every backward, on all ranks of the stage alike
     """
 
     def __init__(self, weights: ExpertSlots, ep: Link, etp: Link, replicas: Link) -> None:
@@ -35,6 +37,7 @@ class GradientSum:
         self.divisor = 1
         self.sharded = False
         self.compared = False
+        self.each_backward: Callable[[], None] | None = None
 
     @property
     def alone(self) -> bool:
@@ -56,6 +59,8 @@ class GradientSum:
 
     def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""
+        if self.each_backward is not None:
+            self.each_backward()
         divisor = self.divisor / self.replicas.size if self.sharded else self.divisor  # FSDP takes the mean itself
         if divisor != 1:
             gradients = {name: gradient / divisor for name, gradient in gradients.items()}

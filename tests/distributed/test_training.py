@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial
 
 import pytest
@@ -262,6 +263,22 @@ def test_a_wrapper_over_some_ranks_is_refused(world_size):
         x = torch.ones(4, WIDTH, device=context.device)
         with pytest.raises(InputError, match="averages over ranks"):
             wrapped(x)
+
+
+@distributed(2, deadline_s=60)
+def test_ranks_that_train_apart_are_warned(world_size):
+    """A loop without sync_gradients, under every layout: ranks' routers drift apart."""
+    for parallel in (P(dp=2), P(dp=2, ep=1), P(dp=2, ep=1, etp=2)):
+        for synced in (False, True):
+            with EPContext.from_groups(parallel, device=rank_device(), deadline_s=10) as context:
+                model = made(context)
+                after = partial(training.sync_gradients, model, context) if synced else lambda: None
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    run(model, context, OPTIMIZERS["sgd"](model.parameters()), after, range(9))
+                texts = [str(warning.message) for warning in caught if "sync_gradients" in str(warning.message)]
+                assert len(texts) == (0 if synced else 2), f"{parallel}: once for each of two layers, got {texts}"
+                assert all("after 2 backward calls" in text for text in texts)
 
 
 @distributed(2, deadline_s=100)
