@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ep_moe.errors import ConfigError
 
@@ -23,6 +24,17 @@ def check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         known = f"one of {', '.join(map(str, kind))}" if issubclass(kind, enum.Enum) else f"a {kind.__name__}"
         raise ConfigError(f"{name} must be {known}, got {value!r}")
+
+
+def check_sets(capabilities: Any) -> None:
+    """Of a backend's capabilities: fields that are sets of something hold sets, and flags hold bools."""
+    for field in dataclasses.fields(capabilities):
+        value, name = getattr(capabilities, field.name), f"{type(capabilities).__name__}.{field.name}"
+        if str(field.type).startswith("frozenset"):
+            if not isinstance(value, frozenset | set) and not (value is None and "None" in str(field.type)):
+                raise ConfigError(f"{name} must be a frozenset, got {value!r}")
+        elif field.type == "bool":
+            check_kind(name, value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

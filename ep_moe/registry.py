@@ -1,7 +1,7 @@
 """Names of backends and where their classes are. Nobody imports a backend file; its import string stands here.
 
 A third party registers an entry point in the group `ep_moe.dispatchers`, `ep_moe.experts` or `ep_moe.fused`, of the
-same form.
+same form. Such a plug-in never takes other backends down: what is wrong with it is the reason why it cannot run.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from ep_moe.errors import ConfigError
+from ep_moe.errors import BackendUnavailable, ConfigError
 
 Kind = Literal["dispatchers", "experts", "fused"]
 
@@ -45,22 +48,40 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     },
 }
 
+# the class that a backend of a kind extends
+_BASES: dict[Kind, str] = {
+    "dispatchers": "ep_moe.all2all.base:Dispatcher",
+    "experts": "ep_moe.experts.base:Experts",
+    "fused": "ep_moe.fused.base:FusedExperts",
+}
+
 
 def targets(kind: Kind) -> dict[str, str]:
     """Every known backend's name and "module:Class"."""
-    plugins = _plugins(kind)
-    clash = sorted(plugins.keys() & _BUILT_IN[kind].keys())
-    if clash:
-        raise ConfigError(
-            f"entry point {clash[0]!r} in group ep_moe.{kind} has the name of a built-in backend; rename it"
-        )
-    return _BUILT_IN[kind] | plugins
+    return _BUILT_IN[kind] | _plugins(kind)
+
+
+def is_plugin(kind: Kind, name: str) -> bool:
+    """Whether another package registered the backend."""
+    return name not in _BUILT_IN[kind]
 
 
 @functools.cache
 def _plugins(kind: Kind) -> dict[str, str]:
     """Entry points of other packages. Kept, because looking reads the metadata of everything installed."""
-    return {point.name: point.value for point in entry_points(group=f"ep_moe.{kind}")}
+    found: dict[str, str] = {}
+    for point in entry_points(group=f"ep_moe.{kind}"):
+        first = (_BUILT_IN[kind] | found).get(point.name)
+        if first is None:
+            found[point.name] = point.value
+        elif first != point.value:
+            warnings.warn(
+                f"entry point {point.name!r} in group ep_moe.{kind} is {point.value}, and {first} has that name; it is "
+                f"ignored until its package gives it another name",
+                UserWarning,
+                stacklevel=2,
+            )
+    return found
 
 
 def check(kind: Kind, name: str) -> None:
@@ -70,10 +91,36 @@ def check(kind: Kind, name: str) -> None:
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The class of a backend. Imports its file, not the libraries it drives."""
+    """The class of a backend. Imports its file, not the libraries it drives. Raises BackendUnavailable where the class
+    does not import, or is none that can be a backend."""
     check(kind, name)
-    module, _, attribute = targets(kind)[name].partition(":")
+    target = targets(kind)[name]
+    try:
+        backend = _named(target)
+        problem = _class_problem(backend, _named(_BASES[kind]))
+    except Exception as error:  # a library that is half there raises what it likes
+        raise BackendUnavailable(f"{target} does not import: {error}") from error
+    if problem is not None:
+        raise BackendUnavailable(f"{target} {problem}")
+    return backend
+
+
+def _named(target: str) -> Any:
+    module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _class_problem(backend: Any, base: Any) -> str | None:
+    """None, or why a class is no backend of a kind."""
+    if not inspect.isclass(backend) or not issubclass(backend, base):
+        return f"is no subclass of {base.__module__}.{base.__name__}"
+    if missing := sorted(getattr(backend, "__abstractmethods__", ())):
+        return f"does not define {', '.join(missing)}"
+    wanted = base.__annotations__["capabilities"].removeprefix("ClassVar[").removesuffix("]")
+    found = getattr(backend, "capabilities", None)
+    if not any(kind.__name__ == wanted for kind in type(found).__mro__):
+        return f"has no capabilities: a class attribute that is a {wanted}"
+    return None
 
 
 def why_not(kind: Kind, name: str) -> str | None:
@@ -81,10 +128,20 @@ def why_not(kind: Kind, name: str) -> str | None:
     check(kind, name)
     try:
         backend = load(kind, name)
-    except Exception as error:  # a library that is half there raises what it likes
-        return f"{targets(kind)[name]} does not import: {error}"
-    reason: str | None = backend.available()
-    return reason
+    except BackendUnavailable as error:
+        return str(error)
+    return asked(kind, name, backend.available)
+
+
+def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
+    """What a backend answers: None or a reason why not. That a plug-in raises is a reason too."""
+    try:
+        reason = ask()
+    except Exception as error:
+        if not is_plugin(kind, name):
+            raise  # a bug of our own
+        return f"it raised {type(error).__name__} when it was asked whether it can run: {error}"
+    return None if reason is None else str(reason)
 
 
 def without_flashinfer() -> str | None:

@@ -63,12 +63,13 @@ def explain(
     options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
     _check_names(all2all, experts)
     ours, others = _ranked(config, layout)
+    kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
 
     def pairs(transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
         for transport, why in transports:
-            for kernel in registry.targets("experts"):
+            for kernel, stated in kernels.items():
                 reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire)
-                yield transport, kernel, why, reason
+                yield transport, kernel, f"{why}; {kernel} is {stated}" if stated else why, reason
 
     fused = [
         (
@@ -194,7 +195,8 @@ def _check_names(all2all: str, experts: str) -> None:
 
 
 def _ranked(config: MoEConfig, layout: RankLayout) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Transports, best first, each with the reason for its place: ours, and those of other packages."""
+    """Transports, best first, each with the reason for its place: ours, with those of other packages that state a
+    place among them, and the rest of these."""
     ranks, top_k = layout.ep, config.top_k
     order = {
         "local": "one rank, nothing travels",
@@ -209,8 +211,26 @@ def _ranked(config: MoEConfig, layout: RankLayout) -> tuple[list[tuple[str, str]
         order["allgather"] = "every row to every rank"
     order |= {"deepep_static": "a row per rank that needs it, no host sync", "deepep": "a row per rank that needs it"}
     order["pplx"] = "a row per pick, for few tokens"
+    order = _ahead("dispatchers", order)
     others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
     return list(order.items()), list(others.items())
+
+
+def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
+    """The same order, with plug-ins ahead of the backends that their `capabilities.ahead_of` names."""
+    names = list(order)
+    reasons = dict(order)
+    for name in registry.targets(kind):
+        if not registry.is_plugin(kind, name) or registry.why_not(kind, name) is not None:
+            continue
+        named = registry.load(kind, name).capabilities.ahead_of
+        places = [names.index(other) for other in named if other in names and other != name]
+        if places:
+            if name in names:
+                names.remove(name)
+            names.insert(min(places), name)
+            reasons[name] = f"of another package, by its own word ahead of {', '.join(sorted(named))}"
+    return {name: reasons[name] for name in names}
 
 
 def _refusal(
@@ -237,10 +257,16 @@ def _refusal(
     for name, devices in ((transport, can.devices), (kernel, able.devices)):
         if device.type not in devices:
             return f"{name} runs on {', '.join(sorted(devices))}, not on {device.type}"
-    reason = sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens, wire)
-    reason = reason or sender.platform_problem(layout)
+    reason = registry.asked(
+        "dispatchers",
+        transport,
+        lambda: (
+            sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens, wire)
+            or sender.platform_problem(layout)
+        ),
+    )
     if reason is not None:
-        return str(reason)
+        return reason
     if not able.layouts & {can.layout, RowLayout.RANK_MAJOR}:  # any layout can be seen as RANK_MAJOR
         accepted = ", ".join(sorted(layout.value for layout in able.layouts))
         return f"{transport} delivers {can.layout.value} rows, {kernel} takes {accepted}"
@@ -250,9 +276,13 @@ def _refusal(
         return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
     if options.deterministic and not can.deterministic:
         return f"{transport} is not deterministic"
-    gpu = computer.platform_problem(scheme, device)
-    why: str | None = gpu or computer.why_not(config, dtype, layout.etp, scheme, options)
-    return why
+    return registry.asked(
+        "experts",
+        kernel,
+        lambda: (
+            computer.platform_problem(scheme, device) or computer.why_not(config, dtype, layout.etp, scheme, options)
+        ),
+    )
 
 
 def _fused_refusal(
@@ -275,9 +305,15 @@ def _fused_refusal(
     kind: type[FusedExperts] = registry.load("fused", kernel)
     if wire != PLAIN_WIRE:
         return f"{kernel} has its own rows on the wire, not {wire}"
-    why = kind.platform_problem(layout, device)
-    return why or kind.why_not(
-        config, layout, dtype, scheme, expert_map=expert_map, max_tokens=max_tokens, options=options
+    return registry.asked(
+        "fused",
+        kernel,
+        lambda: (
+            kind.platform_problem(layout, device)
+            or kind.why_not(
+                config, layout, dtype, scheme, expert_map=expert_map, max_tokens=max_tokens, options=options
+            )
+        ),
     )
 
 

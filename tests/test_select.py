@@ -7,7 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, registry
+from ep_moe import (
+    Activation,
+    BackendUnavailable,
+    ConfigError,
+    EPContext,
+    MoEConfig,
+    MoELayer,
+    RankLayout,
+    doctor,
+    registry,
+)
+from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
@@ -34,6 +45,20 @@ class Sibling(LocalDispatcher):
 class Hasty(LocalDispatcher):
     name = "hasty"
     capabilities = dataclasses.replace(LocalDispatcher.capabilities, deterministic=False)
+
+
+class EagerTransport(LocalDispatcher):
+    name = "eager"
+    capabilities = dataclasses.replace(LocalDispatcher.capabilities, ahead_of=frozenset({"local"}))
+
+
+class EagerKernel(ReferenceExperts):
+    name = "own"
+    capabilities = dataclasses.replace(ReferenceExperts.capabilities, ahead_of=frozenset({"reference"}))
+
+
+class Aligned(ReferenceExperts):
+    name = "aligned"
 
 
 class Missing(LocalDispatcher):
@@ -319,11 +344,10 @@ def test_layer_runs_on_another_packages_transport(plugins):
     assert [row.all2all for row in layer.explain() if row.status == "chosen"] == ["sibling"]
 
 
-def test_entry_point_with_the_name_of_a_built_in_is_an_error(plugins):
+def test_entry_point_with_the_name_of_a_built_in_is_ignored_with_a_warning(plugins):
     plugins(dispatchers={"local": "tests.test_select:Sibling"})
-    with pytest.raises(ConfigError) as error:
-        registry.targets("dispatchers")
-    assert "'local' in group ep_moe.dispatchers has the name of a built-in backend" in str(error.value)
+    with pytest.warns(UserWarning, match=r"'local' in group ep_moe.dispatchers is tests.test_select:Sibling, "):
+        assert registry.load("dispatchers", "local") is LocalDispatcher
 
 
 def test_backend_that_says_it_is_unavailable(plugins):
@@ -334,6 +358,102 @@ def test_backend_that_says_it_is_unavailable(plugins):
     with pytest.raises(BackendUnavailable) as error:
         choose(config(), layout(1), CPU, torch.float32, all2all="missing")
     assert "libsibling.so is not installed" in str(error.value)
+
+
+class NoDispatcher:
+    name = "no_dispatcher"
+    capabilities = LocalDispatcher.capabilities
+
+
+class Incomplete(Dispatcher):
+    name = "incomplete"
+    capabilities = LocalDispatcher.capabilities
+
+
+class WithoutCapabilities(LocalDispatcher):
+    name = "without_capabilities"
+    capabilities = {"cuda_graph": True}  # noqa: RUF012
+
+
+class RaisesWhenAsked(LocalDispatcher):
+    name = "raises_when_asked"
+
+    @classmethod
+    def available(cls) -> str | None:
+        raise OSError("libsibling.so: undefined symbol")
+
+
+class RaisesForAShape(LocalDispatcher):
+    name = "raises_for_a_shape"
+
+    @classmethod
+    def why_not(cls, *args, **kwargs):
+        raise ZeroDivisionError("division by zero")
+
+
+BAD_TRANSPORTS = {
+    "NoDispatcher": "is no subclass of ep_moe.all2all.base.Dispatcher",
+    "Incomplete": "does not define ",
+    "WithoutCapabilities": "has no capabilities: a class attribute that is a DispatcherCapabilities",
+    "RaisesWhenAsked": "it raised OSError when it was asked whether it can run: libsibling.so: undefined symbol",
+    "RaisesForAShape": "it raised ZeroDivisionError when it was asked whether it can run",
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRANSPORTS)
+def test_a_bad_plugin_takes_no_other_down(name, plugins):
+    plugins(dispatchers={"bad": f"tests.test_select:{name}"})
+    reason = BAD_TRANSPORTS[name]
+    assert choose(config(), layout(1), CPU, torch.float32).all2all == "local"
+    assert reason in refusal("bad", "reference")
+    with pytest.raises(BackendUnavailable, match=re.escape(reason)):
+        choose(config(), layout(1), CPU, torch.float32, all2all="bad")
+    if name != "RaisesForAShape":
+        assert any(row[1] == "bad" and reason in row[2] for row in doctor.backends())
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 3, 6])
+def test_rows_of_any_alignment(alignment, plugins, monkeypatch):
+    """In bytes, which need not be a multiple of a number's."""
+    can = dataclasses.replace(ReferenceExperts.capabilities, alignment_bytes=alignment)
+    monkeypatch.setattr(Aligned, "capabilities", can)
+    plugins(experts={"aligned": "tests.test_select:Aligned"})
+    for size in (16, 18, 20):
+        fits = all(width * 4 % alignment == 0 for width in (size, 16))
+        row = next(
+            row
+            for row in explain(config(hidden_size=size), layout(1), CPU, torch.float32)
+            if (row.all2all, row.experts) == ("local", "aligned")
+        )
+        assert (row.status != "refused") is fits, row
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, None, True, "16"])
+def test_capabilities_that_make_no_sense_are_refused(wrong):
+    for can, fields in (
+        (ReferenceExperts.capabilities, ("alignment_bytes",)),
+        (LocalDispatcher.capabilities, ("alignment_bytes", "scale_alignment_bytes")),
+    ):
+        for field in fields:
+            with pytest.raises(ConfigError, match=rf"{field} must be an integer of at least 1, got"):
+                dataclasses.replace(can, **{field: wrong})
+    for field, value in (("devices", "cpu"), ("layouts", [RowLayout.BATCHED]), ("cuda_graph", 1)):
+        with pytest.raises(ConfigError, match=f"ExpertsCapabilities.{field} must be a"):
+            dataclasses.replace(ReferenceExperts.capabilities, **{field: value})
+
+
+def test_a_plugin_may_go_ahead_of_others(plugins):
+    plugins(
+        dispatchers={"eager": "tests.test_select:EagerTransport", "sibling": "tests.test_select:Sibling"},
+        experts={"own": "tests.test_select:EagerKernel"},
+    )
+    rows = explain(config(), layout(1), CPU, torch.float32)
+    chosen = next(row for row in rows if row.status == "chosen")
+    assert (chosen.all2all, chosen.experts) == ("eager", "own")
+    assert "of another package, by its own word ahead of local" in chosen.reason
+    order = list(dict.fromkeys(row.all2all for row in rows))
+    assert order.index("sibling") > order.index("torch_a2a") > order.index("local") > order.index("eager")
+    assert choose(config(), layout(4), CPU, torch.float32).all2all == "torch_a2a"  # the eager one serves one rank
 
 
 BROKEN = {

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from ep_moe.all2all.lanes import Again
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
+from ep_moe.field_checks import check_count, check_sets
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.placement.late import given_ids
@@ -49,6 +51,8 @@ class DispatcherCapabilities:
     static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
     peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
     places: a `LateRouting` need not be placed before it sets out
+    ahead_of: names of transports that it goes before where "auto" chooses, for transports of other packages; else they
+        come last
     """
 
     layout: RowLayout
@@ -70,6 +74,15 @@ class DispatcherCapabilities:
     static: bool = False
     peer_out: bool = False
     places: bool = False
+    ahead_of: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_sets(self)
+        check_count("DispatcherCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
+        check_count("DispatcherCapabilities.scale_alignment_bytes", self.scale_alignment_bytes, at_least=1)
+        for name in ("max_ranks", "max_top_k"):
+            if getattr(self, name) is not None:
+                check_count(f"DispatcherCapabilities.{name}", getattr(self, name), at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +175,8 @@ class Dispatcher(ABC):
             if asked not in formats:
                 return f"{cls.name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
         form = ROW_FORMATS[wire.dispatch]
-        unit = form.block * can.scale_alignment_bytes // form.scale.itemsize  # columns with so many bytes of scales
+        scales = can.scale_alignment_bytes // gcd(can.scale_alignment_bytes, form.scale.itemsize)
+        unit = form.block * scales  # columns with so many scales
         if form.block > 0 and hidden_size % unit:
             wanted = f"a multiple of {unit} with {wire.dispatch} rows"
             return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
@@ -177,7 +191,7 @@ class Dispatcher(ABC):
             return f"{cls.name} carries {', '.join(sorted(map(dtype_name, can.dtypes)))}, not {dtype_name(dtype)}"
         back = torch.float8_e4m3fn if wire.combine == "fp8" else dtype
         for number, packed in ((form.number or dtype, form.packed), (back, 1)):  # rows of both ways
-            unit = max(can.alignment_bytes * packed // number.itemsize, 1)
+            unit = can.alignment_bytes * packed // gcd(can.alignment_bytes * packed, number.itemsize)
             if hidden_size % unit:
                 wanted = f"a multiple of {unit} in {dtype_name(number)}"
                 return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"

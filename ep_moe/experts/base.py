@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import ClassVar, overload
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
-from ep_moe.field_checks import check_count
+from ep_moe.field_checks import check_count, check_sets
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.prepare import Preparation
@@ -33,6 +34,8 @@ class KernelCapabilities:
     deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
     cuda_graph, host_sync, differentiable: as for a dispatcher; devices: device types
     spare_sms: it heeds `ExpertsOptions.spare_sms`
+    ahead_of: names of kernels that it goes before where "auto" chooses, for kernels of other packages; else they come
+        last
     """
 
     activations: frozenset[Activation]
@@ -49,6 +52,10 @@ class KernelCapabilities:
     max_compute_capability: tuple[int, int] | None = None
     run_on: frozenset[tuple[int, int]] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    ahead_of: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_sets(self)
 
     def problem(
         self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
@@ -90,6 +97,10 @@ class ExpertsCapabilities(KernelCapabilities):
     row_formats: frozenset[str] = frozenset({"plain"})
     wire_ids: bool = False
     peer_out: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +205,7 @@ class Experts(ABC):
         can = cls.capabilities
         if (problem := can.problem(config, dtype, etp, scheme, options)) is not None:
             return problem
-        unit = can.alignment_bytes // dtype.itemsize
+        unit = can.alignment_bytes // gcd(can.alignment_bytes, dtype.itemsize)
         for name, size in (
             ("hidden_size", config.hidden_size),
             ("intermediate_size / etp", config.intermediate_size // etp),
