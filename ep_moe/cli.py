@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ep_moe import doctor as doctor_report
 from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
@@ -30,7 +31,31 @@ from ep_moe.tune import TuneOptions
 from ep_moe.tune import run as run_tune
 from ep_moe.tuned import Tuned
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+_ENDED = 128  # and the signal's number: what shells say of a process that a signal ended
+
+
+class _Commands(TyperGroup):
+    """Ends a command by one line where a signal ends it, after the ranks that it began."""
+
+    def invoke(self, ctx: Any) -> Any:
+        before = signal.signal(signal.SIGTERM, _terminated)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                Console(stderr=True).print("interrupted", highlight=False)
+            raise typer.Exit(_ENDED + signal.SIGINT) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, _: Any) -> NoReturn:
+    sys.exit(_ENDED + number)
+
+
+app = typer.Typer(
+    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
 _console = Console(soft_wrap=True)
 _WIDE = 8  # layers that fit side by side
 _LINE = 120  # characters of a table's line
@@ -61,7 +86,10 @@ def run(
     window: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
     batch: Annotated[int, typer.Option(help="Sequences per dp rank and forward.")] = 8,
     text_tokens: Annotated[int, typer.Option(help="Tokens of the text to read.")] = 16384,
-    reference: Annotated[bool, typer.Option(help="Also run the untouched model in one process.")] = True,
+    reference: Annotated[
+        bool | None,
+        typer.Option(help="Also run the untouched model in one process; default for weights of at most 32 GiB."),
+    ] = None,
     redundant: Annotated[int, typer.Option(help="Experts that have a second copy.")] = 0,
     eplb: Annotated[bool, typer.Option(help="Rebalance the experts, and read the text again.")] = False,
     wire: Annotated[
@@ -282,6 +310,8 @@ def _print_report(report: RunReport) -> None:
         if not report.agrees and report.exact:
             verdict = f"DIFFERENT, {verdict}: in float32 this is a bug"
         _console.print(f"  transformers  {report.reference:#.{DIGITS}g}  (one process; {verdict})", highlight=False)
+    elif report.left_out is not None:
+        _console.print(f"  transformers  not run: {report.left_out}", highlight=False)
     if report.rebalanced is not None:
         _print_rebalanced(report.rebalanced)
     _print_loads(report)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ep_moe import registry
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
-from ep_moe.devices import gpu_index, on_device, on_device_of, with_index
+from ep_moe.devices import as_device, gpu_index, on_device, on_device_of
 from ep_moe.errors import ConfigError, EPMoEError, OutOfMemory, PeerTimeout
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
@@ -124,7 +124,7 @@ class EPContext:
         cls,
         parallel: ParallelConfig | None = None,
         *,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
     ) -> EPContext:
@@ -134,7 +134,7 @@ class EPContext:
         max_tokens: the most tokens (rows of x) that any rank will pass to a layer; opens the transports whose buffers
             are made once, which CUDA graphs need
         """
-        device = with_index(device or local_device())
+        device = local_device() if device is None else as_device(device)
         init_from_torchrun(device, deadline_s=deadline_s)
         return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
 
@@ -144,7 +144,7 @@ class EPContext:
         parallel: ParallelConfig | None = None,
         groups: Mapping[str, ProcessGroup] | None = None,
         *,
-        device: torch.device,
+        device: torch.device | str | int,
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
     ) -> EPContext:
@@ -155,7 +155,12 @@ class EPContext:
         _check_initialized()
         ranks = range(dist.get_world_size())
         parallel = parallel or ParallelConfig(dp=len(ranks))
-        return cls._connect(parallel, ranks, groups, with_index(device), deadline_s, max_tokens)
+        problem = None
+        try:
+            device = as_device(device)
+        except ConfigError as error:  # all ranks raise it, once they have met
+            device, problem = torch.device("cpu"), error
+        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
 
     @classmethod
     def from_mesh(
@@ -165,7 +170,7 @@ class EPContext:
         tokens: Tokens = Tokens.REPLICATED,
         ep: int | None = None,
         etp: int | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
     ) -> EPContext:
@@ -200,10 +205,11 @@ class EPContext:
         ranks, parallel, problem = members(mesh), ParallelConfig(), None
         try:
             parallel, ranks = read_mesh(mesh, tokens=tokens, ep=ep, etp=etp)
+            if device is None:
+                device = local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+            device = as_device(device)
         except ConfigError as error:
-            problem = error
-        device = device or (local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type))
-        device = with_index(device)
+            device, problem = torch.device("cpu"), error
         groups = {} if problem else axis_groups(mesh)
         return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
 
@@ -256,11 +262,11 @@ class EPContext:
         return cls(layout, device, store, made[0], ledger, max_tokens)
 
     @classmethod
-    def local(cls, device: torch.device | None = None) -> EPContext:
+    def local(cls, device: torch.device | str | int | None = None) -> EPContext:
         """One process, no torch.distributed."""
         layout = RankLayout(world=1, rank=0)
         ledger = Ledger()
-        device = with_index(device or local_device())
+        device = local_device() if device is None else as_device(device)
         return cls(layout, device, None, Links(layout, ledger, device), ledger)
 
     # --- what layers use ---------------------------------------------------------------------------------------
@@ -429,11 +435,12 @@ class EPContext:
         # what failed may have left kernels that wait for ever
         if self.device.type == "cuda" and static and not self.ledger.failed:
             torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
-        try:
-            # nobody closes connections while a peer still opens or uses them
-            self.agreement.healthy("EPContext.destroy", None)
-        except PeerTimeout:
-            pass  # a lost peer has been reported where it was lost; what is here is given back all the same
+        if self.ledger.alone or dist.is_initialized():  # else the connections are closed already
+            try:
+                # nobody closes connections while a peer still opens or uses them
+                self.agreement.healthy("EPContext.destroy", None)
+            except PeerTimeout:
+                pass  # a lost peer has been reported where it was lost; what is here is given back all the same
         self._release()
 
     def _release(self) -> None:
@@ -461,6 +468,11 @@ class EPContext:
     def _check_alive(self) -> None:
         if self._destroyed:
             raise RuntimeError("this EPContext was destroyed; keep it alive as long as its layers")
+        if not (self.ledger.alone or dist.is_initialized()):
+            raise RuntimeError(
+                "torch.distributed was ended (destroy_process_group), and with it the groups of this EPContext; end it "
+                "after the last call, and make another context where it begins again"
+            )
 
     def __repr__(self) -> str:
         return f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._pool)} transports)"

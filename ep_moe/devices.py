@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ep_moe.errors import InputError
+from ep_moe.errors import ConfigError, InputError
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -90,6 +90,29 @@ def with_index(device: torch.device) -> torch.device:
     if isinstance(device, torch.device) and device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def as_device(device: object, what: str = "device") -> torch.device:
+    """The device that a user named, with its index.
+
+    Args:
+        device: a torch.device, or what `torch.device` takes: "cpu", "cuda", "cuda:1", the index of a GPU.
+        what: the argument, for the error.
+
+    Returns:
+        The device. One of a GPU without an index is the device that is current now.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(device, str) or type(device) is int:
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"{what} must be a torch.device or its name, got {device!r}: {error}") from None
+    if not isinstance(device, torch.device):
+        raise ConfigError(f"{what} must be a torch.device or its name, such as 'cuda:0', got {device!r}")
+    return with_index(device)
 
 
 def memory_left(device: torch.device) -> tuple[int, int]:

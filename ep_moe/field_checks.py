@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 
 from ep_moe.errors import ConfigError
 
+LONGEST_DEADLINE_S = 30 * 24 * 3600.0
+
 
 def check_count(name: str, value: object, *, at_least: int) -> None:
     """name: as the user wrote it, such as `MoEConfig.top_k`"""
@@ -18,6 +20,13 @@ def check_count(name: str, value: object, *, at_least: int) -> None:
 def check_positive(name: str, value: object) -> None:
     if not is_number(value) or not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be a positive number, got {value!r}")
+
+
+def deadline_problem(name: str, value: object) -> str | None:
+    """None, or why a number of seconds is no deadline. torch counts in milliseconds, and has no word for never."""
+    if is_number(value) and 0 < value <= LONGEST_DEADLINE_S:
+        return None
+    return f"{name} must be a number of seconds above 0 and at most {LONGEST_DEADLINE_S:g}, got {value!r}"
 
 
 def check_kind(name: str, value: object, kind: type) -> None:

@@ -17,7 +17,7 @@ from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.autocast import call_cast
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
-from ep_moe.devices import elsewhere, on_device, on_device_of
+from ep_moe.devices import as_device, elsewhere, on_device, on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.exchange import Exchange
 from ep_moe.experts.base import Experts, ExpertsOptions
@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
         options: ExpertsOptions | None = None,
         tuned: Tuned | None = None,
         name: str | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -104,6 +104,7 @@ class MoELayer(nn.Module):
         kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
         if device is None:
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
+        device = as_device(device)
         with torch.device(device), fresh_numbers(context, device):
             self.router = Router(config, dtype=dtype) if router is None else router
             self.shared_experts = shared_experts

@@ -18,6 +18,7 @@ from ep_moe import registry
 from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import deadline_problem
 from ep_moe.layer import MoELayer
 from ep_moe.observe import StageTimes, balancedness
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
@@ -32,6 +33,7 @@ from ep_moe.weights.schemes import PLAIN, SCHEMES
 LAPTOP_RANKS = 4
 DEMO = resources.files("ep_moe") / "demo"
 DIGITS = 5  # to which the perplexities must agree in float32
+_REFERENCE_BYTES = 32 * 2**30  # of files: what a GPU or a laptop holds beside this rank's own part
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,7 +44,7 @@ class RunOptions:
     model: folder of a Hugging Face checkpoint; text: a file, read as UTF-8
     window: tokens per sequence; batch: sequences per dp rank and forward; text_tokens: of the text to read
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
-    reference: also run the untouched model in one process
+    reference: also run the untouched model in one process; None: where its weights are few enough
     redundant: experts that have a second copy; eplb: rebalance the experts, and read the text again
     tuned: a file of `ep-moe tune`
     """
@@ -60,7 +62,7 @@ class RunOptions:
     window: int = 256
     batch: int = 8
     text_tokens: int = 16384
-    reference: bool = True
+    reference: bool | None = None
     redundant: int = 0
     eplb: bool = False
     wire: str = "plain"
@@ -86,6 +88,7 @@ class RunReport:
     stages: dict[str, float]
     forwards: int
     rebalanced: Rebalanced | None = None
+    left_out: str | None = None  # why there is no reference, which was not asked for
 
     @property
     def agrees(self) -> bool:
@@ -187,7 +190,8 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
         # each member of an etp group places the same routes
         copies = context.layout.etp
         reference, problem = None, None
-        if options.reference and context.layout.rank == 0:
+        left_out = _too_large(folder) if options.reference is None else None
+        if options.reference is not False and left_out is None and context.layout.rank == 0:
             try:
                 reference = _reference(folder, windows, options.batch, dtype, device)
             except Exception as error:  # too large for one process, or packed in a way that transformers refuses here
@@ -200,6 +204,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
             tokens=int(total[1]) + len(windows),
             perplexity=math.exp(total[0] / total[1]),
             reference=reference,
+            left_out=left_out,
             exact=dtype == torch.float32 and (options.quantization, options.wire) == (PLAIN.name, "plain"),
             expert_load=(loads // copies).tolist(),
             rank_load=(rank_loads // copies).tolist(),
@@ -217,8 +222,8 @@ def _check(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
-    if options.deadline_s <= 0:
-        raise ConfigError(f"--deadline must be positive, got {options.deadline_s:g}")
+    if (wrong := deadline_problem("--deadline", options.deadline_s)) is not None:
+        raise ConfigError(wrong)
     if options.dtype not in (None, "auto", *_DTYPES):
         raise ConfigError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {options.dtype!r}")
     if options.quantization not in SCHEMES:
@@ -291,6 +296,14 @@ def _nll(model: Any, windows: Tensor) -> tuple[float, int]:
 
 
 @torch.no_grad()
+def _too_large(folder: Path) -> str | None:
+    """None, or why the untouched model is not run where it was not asked for."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if size <= _REFERENCE_BYTES:
+        return None
+    return f"its weights have {size / 2**30:.0f} GiB, all of them in one process; --reference runs it all the same"
+
+
 def _reference(folder: Path, windows: Tensor, batch: int, dtype: torch.dtype, device: torch.device) -> float:
     """The untouched model's perplexity, in this process alone."""
     from transformers import AutoModelForCausalLM

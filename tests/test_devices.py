@@ -9,7 +9,7 @@ from torch import nn
 
 import ep_moe
 from ep_moe import Activation, ConfigError, EPContext, InputError, MoEConfig, MoELayer
-from ep_moe.devices import elsewhere, on_device, on_device_of, with_index
+from ep_moe.devices import as_device, elsewhere, on_device, on_device_of, with_index
 from tests.helpers import fill
 
 ROOT = Path(ep_moe.__file__).parent
@@ -164,3 +164,19 @@ def test_it_lets_one_be(call):
 def test_errors_are_those_of_torch_too():
     assert issubclass(ep_moe.OutOfMemory, torch.OutOfMemoryError)
     assert not issubclass(ep_moe.OutOfMemory, ConfigError)
+
+
+@pytest.mark.parametrize("given", ["cpu", torch.device("cpu")])
+def test_devices_by_name(given):
+    assert as_device(given) == torch.device("cpu")
+    with EPContext.local(given) as context:
+        layer = MoELayer(MoEConfig(hidden_size=8, intermediate_size=8, num_experts=2, top_k=1), context, device=given)
+        assert context.device == layer.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("wrong", ["", "cud", "cpu:x", -1, True, 1.5, [], object()])
+def test_what_is_no_device_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"device must be a torch.device or its name"):
+        as_device(wrong)
+    with pytest.raises(ConfigError, match=r"device must be a torch.device or its name"):
+        EPContext.local(wrong)

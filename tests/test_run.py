@@ -1,11 +1,15 @@
 """`ep-moe run` and `ep-moe doctor` from end to end."""
 
+import contextlib
 import functools
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -238,6 +242,28 @@ def test_without_reference():
     assert "demo: 2 ranks (dp 2, tp 1; ep 2, etp 1)" in result.output
 
 
+def test_a_large_reference_is_left_out(monkeypatch):
+    """Of a model that one process could not hold; unless it is asked for."""
+    monkeypatch.setattr(run_module, "_REFERENCE_BYTES", 1000)
+    monkeypatch.setattr(run_module, "run_local_ranks", here)
+    result = invoke("run", "--text-tokens", 512, "--dp", 1)
+    assert result.exit_code == 0, result.output
+    assert re.search(
+        r"transformers +not run: its weights have \d+ GiB, all of them in one process; --reference", result.output
+    )
+    assert "equal to" in invoke("run", "--text-tokens", 512, "--dp", 1, "--reference").output
+
+
+def here(target, world, arguments, **_):
+    """In this process, whose settings a test has changed."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return [run_module.run_on_rank(**arguments)]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 # --- the user's model --------------------------------------------------------------------------------------------
 
 
@@ -306,7 +332,11 @@ BAD = {
     "--dp -2 --tp 2": "--dp must be at least 1, got -2",
     "--ep 0": "--ep must be at least 1, got 0",
     "--etp 0": "--etp must be at least 1, got 0",
-    "--deadline 0": "--deadline must be positive, got 0",
+    "--deadline 0": "--deadline must be a number of seconds above 0 and at most 2.592e\\+06, got 0",
+    "--deadline -1": "--deadline must be a number of seconds",
+    "--deadline nan": "--deadline must be a number of seconds above 0 and at most .*, got nan",
+    "--deadline inf": "--deadline must be a number of seconds above 0 and at most .*, got inf",
+    "--deadline 1e300": "--deadline must be a number of seconds above 0 and at most .*, got 1e\\+300",
     "--dtype float8": "--dtype must be auto or one of float32, bfloat16, float16, got 'float8'",
     "--all2all carrier_pigeon": "--all2all must be auto or one of local, .*, got 'carrier_pigeon'",
     "--quantization fp9": "--quantization must be one of none, fp8_static, .*, got 'fp9'",
@@ -403,6 +433,55 @@ def test_explain_says_by_its_exit_code_that_nothing_can_run():
 def command(*args):
     root = Path(__file__).parent.parent
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=100, cwd=root, check=False)
+
+
+def started(*args):
+    """A command, once its ranks run, and the processes that it began."""
+    root = Path(__file__).parent.parent
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ep_moe", *args],
+        cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    begins = time.monotonic()
+    while len(members := session(process.pid)) < 2 + run_module.LAPTOP_RANKS:  # itself, the fork server, and ranks
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < begins + 60
+        time.sleep(0.05)
+    time.sleep(0.5)
+    return process, members
+
+
+def session(leader):
+    """Processes of a session, those that ended left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, number = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(number) == leader and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_ranks_end_with_the_command(how):
+    process, members = started("run", "--text-tokens", "16384", "--no-reference", "--window", "32", "--batch", "1")
+    number = getattr(signal, how)
+    if how == "SIGINT":
+        for member in members:  # as a terminal does
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, number)
+    else:
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    begins = time.monotonic()
+    while left := session(process.pid):
+        assert time.monotonic() < begins + 4, f"{how}: {left} live on"
+        time.sleep(0.05)
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[how], output
+    assert "Traceback" not in output
+    if how == "SIGINT":
+        assert output.strip() == "interrupted"
 
 
 def test_module_form():

@@ -21,6 +21,7 @@ from ep_moe._version import __version__
 from ep_moe.config import ParallelConfig
 from ep_moe.devices import on_device
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import deadline_problem
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
@@ -66,6 +67,8 @@ def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
     """Create the default process group from torchrun's environment, unless there is one already."""
     if not dist.is_initialized():
         TorchrunEnv.read()  # says what is missing
+        if deadline_problem("deadline_s", deadline_s) is not None:
+            deadline_s = DEADLINE_S  # of this call; the context's says what is wrong, on all ranks
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=deadline_s),
@@ -98,8 +101,6 @@ def agreed_layout(
     problem: ConfigError | None = None,
 ) -> RankLayout:
     """This rank's layout, after all ranks stated the same versions and sizes. ranks: the rank at each place."""
-    if not isinstance(device, torch.device):
-        raise ConfigError(f"device must be a torch.device, got {device!r}; write torch.device({device!r})")
     facts = {
         "ep_moe version": __version__,
         "torch version": torch.__version__,
@@ -111,11 +112,12 @@ def agreed_layout(
         "ParallelConfig.tokens": parallel.tokens.value,
         "ranks": list(ranks),
     }
-    if not deadline_s > 0:
-        problem = ConfigError(f"deadline_s must be positive, got {deadline_s}")
+    wrong = deadline_problem("deadline_s", deadline_s)
+    if wrong is not None:
+        problem = ConfigError(wrong)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         problem = ConfigError(f"max_tokens must be an integer of at least 1 or None, got {max_tokens!r}")
-    patience = deadline_s if deadline_s > 0 else DEADLINE_S
+    patience = DEADLINE_S if wrong is not None else deadline_s
     rank = dist.get_rank()
     Agreement(PrefixStore("create", store), sorted(ranks), rank, patience).same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none
@@ -217,8 +219,11 @@ class Links:
                 group.abort()
 
     def destroy(self) -> None:
-        for group in self._made:
-            dist.destroy_process_group(group)
+        # a caller who ended torch.distributed first has ended these groups too
+        if dist.is_initialized():
+            for group in self._made:
+                if group in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(group)
         self._made = []
 
 

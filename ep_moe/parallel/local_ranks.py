@@ -1,7 +1,8 @@
 """Ranks on this machine without a launcher: N gloo processes from a preloaded fork server.
 
 For `ep-moe run` on a laptop and for tests; real jobs use torchrun. A rank that raises, exits or hangs ends all of them
-at once, with every rank's traceback (or the line it stands on) in the error.
+at once, with every rank's traceback (or the line it stands on) in the error. Ranks end with the process that began
+them, however it ends, and leave Ctrl-C to it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -143,6 +146,9 @@ def _rank_main(
     pipe: Connection,
     folder: str,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the first one ends the others
+    reports = os.dup(pipe.fileno())  # open until this process ends
+    threading.Thread(target=_end_with_reader, args=(reports,), daemon=True, name="ep_moe parent").start()
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  (faulthandler writes to it until the process ends)
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(threads)
@@ -163,6 +169,14 @@ def _rank_main(
         ours = error if isinstance(error, EPMoEError) else None
         pipe.send_bytes(pickle.dumps(_Report(False, traceback.format_exc(), ours)))
     pipe.close()
+
+
+def _end_with_reader(pipe: int) -> None:
+    """End this process when nothing reads its reports any more: the one that began it was killed."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # errors alone, of which a closed other end is one
+    poll.poll()
+    os._exit(1)
 
 
 def _resolve(target: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig, Wire
-from ep_moe.devices import on_device_of
+from ep_moe.devices import as_device, on_device_of
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.wire_rows import round_rows, widen_rows
 from ep_moe.parallel.ledger import Ledger
@@ -43,11 +43,11 @@ COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
 
 
 @made_on_the_host
-@on_device_of(lambda *_, device, **__: device)
+@on_device_of(lambda *_, device, **__: as_device(device))
 def check_experts(
     kind: type[Experts],
     *,
-    device: torch.device,
+    device: torch.device | str | int,
     schemes: Sequence[str] | None = None,
     activations: Sequence[Activation] | None = None,
     hidden: int = HIDDEN,
@@ -60,6 +60,7 @@ def check_experts(
     activations: default those of the capabilities
     hidden, inner: sizes of the layers, for kernels that want larger ones
     """
+    device = as_device(device)
     can, checked = kind.capabilities, 0
     for scheme in schemes or computed_on(device, kind):
         for dtype in sorted(can.dtypes, key=str):

@@ -172,3 +172,36 @@ def test_construction_on_meta(world_size):
         layer.expert_weights.load_state_dict(full)
         layer.router.reset_parameters()
         check_call(layer, context)
+
+
+@distributed(2, deadline_s=60)
+def test_torch_distributed_may_end_first(world_size):
+    """The context's groups are gone with it: destroy is quiet, twice too, and a call says what happened."""
+    context = made(dp=2)
+    layer = MoELayer(DEEP, context)
+    x = torch.ones(3, 16, device=context.device)
+    assert layer(x).isfinite().all()
+    dist.barrier()
+    default = dist.distributed_c10d._get_default_store(), dist.get_backend()
+    dist.destroy_process_group()
+    for call in (lambda: layer(x), lambda: MoELayer(DEEP, context)):
+        with pytest.raises(RuntimeError, match="distributed was ended"):
+            call()
+    context.destroy()
+    context.destroy()
+    with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
+        layer(x)
+    store = dist.PrefixStore("again", default[0])  # for the harness, whose last act is a barrier
+    dist.init_process_group(default[1], store=store, rank=context.layout.rank, world_size=world_size)
+
+
+@distributed(2, deadline_s=60)
+def test_deadlines_and_devices_that_are_none_are_refused_by_all(world_size):
+    for wrong in (float("nan"), float("inf"), 1e300, 0, -1.0, True, "5"):
+        given = wrong if dist.get_rank() else 20.0  # on one rank alone
+        with pytest.raises(ConfigError, match="deadline_s must be"):
+            EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=given)
+    with pytest.raises(ConfigError, match=r"device must be a torch.device or its name, such as 'cuda:0', got 1.5"):
+        EPContext.from_groups(ParallelConfig(dp=2), device=1.5 if dist.get_rank() else rank_device(), deadline_s=20)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=str(rank_device()), deadline_s=20) as context:
+        assert context.device == rank_device()
