@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -116,6 +117,8 @@ class EPContext:
         self._inside: str | None = None
         self._forward = _Forward(self)
         self._destroyed = False
+        self._dropped = weakref.finalize(self, _never_destroyed, ledger, str(layout))
+        self._dropped.atexit = False  # a process that ends takes everything with it
 
     # --- constructors ------------------------------------------------------------------------------------------
 
@@ -431,6 +434,7 @@ class EPContext:
         if self._destroyed:
             return
         self._destroyed = True
+        self._dropped.detach()
         static = any(dispatcher.capabilities.static for dispatcher in self._pool.values())
         # what failed may have left kernels that wait for ever
         if self.device.type == "cuda" and static and not self.ledger.failed:
@@ -476,6 +480,20 @@ class EPContext:
 
     def __repr__(self) -> str:
         return f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._pool)} transports)"
+
+
+def _never_destroyed(ledger: Ledger, layout: str) -> None:
+    """Of a context that is garbage. Its groups stay: peers may be within their last call, and to end them is collective
+    with NCCL."""
+    if ledger.alone:
+        return
+    ledger.close(wait=False)
+    warnings.warn(
+        f"an EPContext ({layout}) was dropped with its process groups open, which keep connections and threads; call "
+        f"context.destroy() on all ranks, or use it as a context manager",
+        ResourceWarning,
+        stacklevel=2,
+    )
 
 
 def _check_initialized() -> None:

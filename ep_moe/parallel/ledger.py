@@ -264,9 +264,10 @@ class Ledger:
         if self._store is not None and len(self._ranks) > 1:
             self._store.set("refusal", text)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
+        """End the watch. wait: until its thread has ended"""
         self._stop.set()
-        if self._thread is not None:
+        if wait and self._thread is not None:
             self._thread.join(timeout=5)
             self._thread = None
 

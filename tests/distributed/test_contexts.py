@@ -1,7 +1,9 @@
 """Several contexts, several layers, and weights that move between layouts."""
 
 import gc
+import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -205,3 +207,31 @@ def test_deadlines_and_devices_that_are_none_are_refused_by_all(world_size):
         EPContext.from_groups(ParallelConfig(dp=2), device=1.5 if dist.get_rank() else rank_device(), deadline_s=20)
     with EPContext.from_groups(ParallelConfig(dp=2), device=str(rank_device()), deadline_s=20) as context:
         assert context.device == rank_device()
+
+
+@distributed(2, deadline_s=60)
+def test_a_dropped_context_is_named(world_size):
+    """As an open file is; its watch ends."""
+
+    def watches() -> int:
+        return sum(thread.name == "ep_moe ledger" for thread in threading.enumerate())
+
+    kept = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)
+    dropped = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)
+    layer = MoELayer(DEEP, dropped)
+    layer(torch.ones(3, 16, device=dropped.device)).sum().backward()
+    assert watches() == 2
+    dist.barrier()
+    with pytest.warns(ResourceWarning, match=r"dropped with its process groups open.*context.destroy\(\)"):  # noqa: PT031
+        del dropped, layer
+        gc.collect()
+    begins = time.monotonic()
+    while watches() > 1:
+        assert time.monotonic() < begins + 5
+        time.sleep(0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept.destroy()
+        del kept
+        EPContext.local(rank_device())
+        gc.collect()
