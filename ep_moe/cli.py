@@ -130,8 +130,10 @@ def run(
 
 @app.command()
 def doctor() -> None:
-    """Print versions, the NCCL that is loaded, GPUs, and each backend as available or the reason why not."""
-    _table("", ["what", "version"], [list(row) for row in doctor_report.versions().items()])
+    """Print versions and how they were run, the NCCL that is loaded, GPUs, and each backend as available or why not."""
+    runs = doctor_report.runs()
+    rows = [[name, version, runs.get(name, "")] for name, version in doctor_report.versions().items()]
+    _table("", ["what", "version", "run by the tests"], rows)
     for line in doctor_report.gpus() or ["no GPU"]:
         _console.print(f"GPU {line}", highlight=False)
     _table("", ["kind", "backend", "here"], [list(row) for row in doctor_report.backends()])

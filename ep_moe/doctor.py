@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from ep_moe import registry
 from ep_moe._version import __version__
+from ep_moe.versions import how_run, installed, launcher_known
 
 _PACKAGES = ("transformers", "safetensors", "flashinfer-python", "triton", "numpy")
 
@@ -25,11 +25,15 @@ def versions() -> dict[str, str]:
         "CUDA": str(torch.version.cuda or "none: a CPU build of torch"),
         "NCCL": _nccl(),
     }
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    return found | {package: installed(package) or "not installed" for package in _PACKAGES}
+
+
+def runs() -> dict[str, str]:
+    """How the tests ran with what is installed, by the names of `versions`: where, or "not run" and what was run."""
+    found = {package: how_run(package, installed(package)) for package in ("torch", *_PACKAGES)}
+    triton = installed("triton")
+    if triton is not None and not launcher_known(triton):
+        found["triton"] += "; its launcher is not known: each launch of an eager call takes the host longer"
     return found
 
 

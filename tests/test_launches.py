@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from ep_moe import devices
+from ep_moe.kernels import launches
 from ep_moe.kernels.launches import First, Forms, Recorded, at_once
+from ep_moe.versions import launcher_known
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="Triton compiles nothing")
@@ -75,6 +77,7 @@ class Driver:
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
             load_binary=lambda *binary: (object(), object(), 32, 0, 1024),
+            unload_module=lambda module: None,
         )
         self.get_current_target = lambda: self.target
         self.get_current_device = lambda: 0
@@ -100,7 +103,7 @@ def driver():
     _add.device_caches.clear()
     with mock.patch.object(driver, "_active", made):
         yield made
-    _add.device_caches.clear()
+        _add.device_caches.clear()  # a binary is unloaded by the driver that loaded it
 
 
 @pytest.fixture
@@ -155,16 +158,38 @@ def test_a_profiler_hears_of_every_launch(driver):
 
 
 @compiled
-def test_another_triton_is_left_to_itself(driver, monkeypatch):
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
+def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
+    """One line says so."""
+    launches._say_slow.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
     x, y, out = tensors()
     recorded = Recorded()
     launch = first(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     driver.enter = []
     recorded.again()
-    assert driver.enter == [triton.knobs.runtime.launch_enter_hook]
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert driver.enter[0] is triton.knobs.runtime.launch_enter_hook
     assert driver.found[1] == driver.found[0]
+    (said,) = caplog.records
+    assert (said.name, said.levelname) == ("ep_moe", "WARNING")
+    assert "Triton 4.0.0" in said.getMessage()
+
+
+@compiled
+def test_this_triton_is_launched_the_short_way(driver, caplog):
+    """The installed one, which CI has pinned, and the newest."""
+    x, y, out = tensors()
+    recorded = Recorded()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    driver.enter = []
+    recorded.again()
+    if launcher_known(triton.__version__):
+        assert driver.enter == [None], "no hooks are handed over"
+        assert not caplog.records
+    else:
+        assert driver.enter == [triton.knobs.runtime.launch_enter_hook]
 
 
 @compiled

@@ -1,11 +1,14 @@
 """Kernels that wait for peers, compiled for Hopper: all warps of a program leave the loop together, if they meet at
-barriers in it. Warps that read a peer's memory one by one may each have read something else."""
+barriers in it. Warps that read a peer's memory one by one may each have read something else. A binary that is not shown
+to be so is not launched."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,14 +20,21 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton compiles nothing", allow_module_level=True)
 
+import triton
+import triton.language as tl
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
+import ep_moe
 from ep_moe import Wire
 from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
 from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.p2p_memory import Workspace, place_shapes
+from ep_moe.errors import BackendUnavailable
 from ep_moe.experts import pair_kernels
+from ep_moe.kernels import waiting_triton
+from ep_moe.kernels.cells_triton import any_of, late_cells, still_missing
+from ep_moe.kernels.waiting_triton import Waiting
+from ep_moe.kernels.warp_paths import parting_branch, waiting_loops
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.workspace import carved_bytes
 from tests.test_triton_compiles import Hopper
@@ -39,58 +49,15 @@ WIRES = {
 }
 
 
-# reads of what others write meanwhile
-OTHERS = re.compile(r"ld\.volatile\.global|atom\.global|ld\.global\.\w+\.acquire")
-
-
-def waiting_loops(ptx: str) -> Iterator[list[str]]:
-    """Instructions of each loop that reads what others write meanwhile."""
-    lines = [line.strip() for line in ptx.splitlines()]
-    places = {line.split(":")[0]: at for at, line in enumerate(lines) if re.match(r"\$L\w+:", line)}
-    for label, begin in places.items():
-        jumps = [
-            at for at, line in enumerate(lines) if at > begin and re.search(rf"bra(\.uni)?\s+{re.escape(label)};", line)
-        ]
-        body = lines[begin + 1 : jumps[-1] + 1] if jumps else []
-        if any(OTHERS.search(line) for line in body):
-            yield body
-
-
-def parts_warps(body: list[str]) -> bool:
-    """Whether a branch depends on what a thread has read from global memory by itself. What comes back from shared
-    memory is the same for all."""
-    if not any(line.startswith("bar.sync") for line in body):
-        return False
-    own: set[str] = set()
-    for _ in range(2):  # what an iteration leaves to the next
-        for line in body:
-            guard, _, instruction = line.rpartition("@")[2].partition(" ") if line.startswith("@") else ("", "", line)
-            operation, _, rest = instruction.strip().partition(" ")
-            if operation.startswith("bra"):
-                if guard.lstrip("!") in own:
-                    return True
-                continue
-            found = re.findall(r"%\w+", rest)
-            written = re.findall(r"%\w+", rest.split("}")[0]) if rest.strip().startswith("{") else found[:1]
-            reads = {*found[len(written) :], guard.lstrip("!")}
-            if OTHERS.match(operation) or reads & own:
-                own.update(written)
-            elif not operation.startswith("ld.shared") and not guard:
-                own.difference_update(written)
-            if operation.startswith("ld.shared"):
-                own.difference_update(written)
-    return False
-
-
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """PTX of what is launched within."""
-    found, run = [], JITFunction.run
+    """PTX of the waiting kernels that are launched within."""
+    found: list[str] = []
 
-    def kept(self: Any, *args: Any, warmup: bool, **options: Any) -> None:
-        found.append(run(self, *args, warmup=True, **options).asm["ptx"])
+    def kept(self: Waiting, grid: Any, /, *args: Any, **options: Any) -> None:
+        found.append(self.kernel.warmup(*args, grid=grid, **options).asm["ptx"])
 
-    with mock.patch.object(driver, "_active", Hopper()), mock.patch.object(JITFunction, "run", kept):
+    with mock.patch.object(driver, "_active", Hopper()), mock.patch.object(Waiting, "_launch", kept):
         yield found
 
 
@@ -121,9 +88,8 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
     p2p_kernels_triton.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
     assert len(compiled) == 6
     for number, ptx in enumerate(compiled):
-        loops = list(waiting_loops(ptx))
-        assert loops, f"kernel {number} waits for nobody"
-        assert not any(map(parts_warps, loops)), f"kernel {number}"
+        assert waiting_loops(ptx) == 1, f"kernel {number}"
+        assert parting_branch(ptx) is None, f"kernel {number}"
 
 
 @pytest.mark.parametrize(("rows", "loops"), [(16, 1), (512, 1), (1024, 2)])
@@ -144,30 +110,85 @@ def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
         told=told,
     )
     (ptx,) = compiled
-    found = list(waiting_loops(ptx))
-    assert len(found) == loops
-    assert not any(map(parts_warps, found))
+    assert waiting_loops(ptx) == loops
+    assert parting_branch(ptx) is None
 
 
-@pytest.mark.parametrize(
-    ("guard", "parts"),
-    [("setp.gt.s32 %p1, %r4, 0;", False), ("add.s32 %r5, %r4, %r1;\nsetp.gt.s32 %p1, %r5, 0;", True)],
-)
-def test_a_loop_that_goes_by_what_a_warp_has_read(guard, parts):
-    """That of the kernel which did not come back: a sum of all warps, and one of each warp's own."""
-    ptx = f"""
-    $L__BB0_1:
-    mov.u64 %rd1, 0x0;
-    @%p2 ld.volatile.global.b64 {{ %rd1 }}, [ %rd9 + 0 ];
-    mov.b64 {{_, %r1}}, %rd1;
-    redux.sync.add.s32 %r2, %r1, %r3;
-    bar.sync 0;
-    st.shared.b32 [ %r8 + 0 ], %r2;
-    bar.sync 0;
-    ld.shared.b32 %r4, [global_smem];
-    {guard}
-    @%p1 bra $L__BB0_1;
-    """
-    (body,) = waiting_loops(ptx)
-    assert parts_warps(body) is parts
-    assert not parts_warps([line for line in body if "bar.sync" not in line]), "warps that never meet may part"
+@triton.jit
+def _waits(cells, out, number, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):  # noqa: N803
+    """For cells that each warp reads for itself, since they are few."""
+    at = tl.arange(0, WIDTH)
+    missing = 1
+    while missing > 0:
+        late = late_cells(tl.load(cells + at, volatile=True), number, at < WIDTH)
+        many = tl.zeros([128], tl.int1)
+        missing = still_missing(many, any_of(late)) if TOGETHER else any_of(late).to(tl.int32)
+        tl.debug_barrier()
+    tl.store(out + at, at)
+
+
+class Driver(Hopper):
+    """One that loads binaries, and counts what is launched."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
+            load_binary=lambda *binary: (object(), object(), 32, 0, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return self.launch
+
+    def launch(self, *given: Any) -> None:
+        self.launched += 1
+
+
+def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
+    """The loop of the kernel that hung: each warp goes by what it has read itself."""
+    looks = mock.Mock(side_effect=parting_branch)
+    monkeypatch.setattr(waiting_triton, "parting_branch", looks)
+    kernel, cells = Waiting(_waits), torch.zeros(8, dtype=torch.int64)
+    out = torch.zeros(8, dtype=torch.int32)
+    with mock.patch.object(driver, "_active", Driver()) as active:
+        for _ in range(2):
+            assert kernel[(1,)](cells, out, 1, WIDTH=8, TOGETHER=True) is not None
+        assert active.launched == 2
+        assert looks.call_count == 1, "once for each binary"
+        for _ in range(2):
+            with pytest.raises(BackendUnavailable, match=r"'_waits'.*its warps may part.*not launched.*all2all="):
+                kernel[(1,)](cells, out, 1, WIDTH=8, TOGETHER=False)
+        assert active.launched == 2
+        _waits.device_caches.clear()
+
+
+def _jit_functions() -> dict[str, tuple[ast.FunctionDef, set[str]]]:
+    """Every function of the package's Triton files: its tree, and the names that it calls."""
+    found = {}
+    for path in Path(ep_moe.__file__).parent.rglob("*_triton.py"):
+        for each in ast.parse(path.read_text()).body:
+            if isinstance(each, ast.FunctionDef) and "triton.jit" in " ".join(map(ast.unparse, each.decorator_list)):
+                called = {call.func.id for call in ast.walk(each)
+                          if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}  # fmt: skip
+                found[f"{path.stem}.{each.name}"] = (each, called)
+    return found
+
+
+def test_every_kernel_that_waits_is_examined():
+    """Kernels that reach a loop of volatile or acquiring reads, by names that only such loops have."""
+    functions = _jit_functions()
+    waits = {name for name, (tree, _) in functions.items()
+             if any(re.search("volatile=True|atomic_", ast.unparse(loop)) for loop in ast.walk(tree)
+                    if isinstance(loop, ast.While))}  # fmt: skip
+    assert {name.split(".")[1] for name in waits} == {"wait", "grid_barrier", "_take", "_receive"}
+    reach = {name.split(".")[1] for name in waits} - {"_receive"}  # a kernel, called by none
+    while more := {name.split(".")[1] for name, (_, calls) in functions.items() if calls & reach} - reach:
+        reach |= more
+    called = set().union(*(calls for _, calls in functions.values()))
+    kernels = {name for name in functions if name.split(".")[1] in reach | {"_receive"}
+               and name.split(".")[1] not in called}  # fmt: skip
+    examined = {name for name, (tree, _) in functions.items()
+                if ast.unparse(tree.decorator_list[0]) == "Waiting"}  # fmt: skip
+    assert kernels
+    assert kernels == examined

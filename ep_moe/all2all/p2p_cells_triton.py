@@ -29,6 +29,7 @@ from ep_moe.kernels.early_triton import await_previous, early, let_next_start
 from ep_moe.kernels.fp8_rows_triton import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under, of_e4m3, to_e4m3
 from ep_moe.kernels.grids import cdiv, next_power_of_2
 from ep_moe.kernels.launches import First, aligned
+from ep_moe.kernels.waiting_triton import Waiting
 from ep_moe.placement.late import Placing, to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.row_formats import SMALLEST
@@ -103,6 +104,7 @@ def _block(words: int) -> int:
     return max(128, min(PIECE, next_power_of_2(words)))
 
 
+@Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
@@ -275,6 +277,7 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, tak
     return First(_receive, (bound, g.num_ranks, cdiv(words, block)), changing, fixed, constants)
 
 
+@Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _receive(
     out, tokens, answers, got_ids, sent, peers, calls, cells, cells_at, bound, cap,

@@ -17,6 +17,7 @@ from ep_moe.kernels.flags_triton import last_to_count, tell, wait
 from ep_moe.kernels.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.kernels.grids import cdiv, next_power_of_2
 from ep_moe.kernels.launches import First, aligned
+from ep_moe.kernels.waiting_triton import Waiting
 from ep_moe.placement.late import Placing, to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.row_formats import SMALLEST
@@ -86,6 +87,7 @@ def _first_send(
     return First(_send, (programs,), changing, fixed, constants)
 
 
+@Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
@@ -221,6 +223,7 @@ def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) ->
     return First(_announce, (min(cdiv(bound, _TILE), _TILES),), changing, fixed, constants)
 
 
+@Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _announce(
     x_scale, ids, weights, tokens, peers, flags, calls, sent, scales_at, ids_at, weights_at, flags_at,
@@ -354,6 +357,7 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) ->
     return First(_receive, (min(bound, _BLOCKS),), (out, len(out)), fixed, constants)
 
 
+@Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _receive(
     out, tokens, arrived, sent, peers, flags, calls, flags_at, bound, cap,

@@ -11,6 +11,7 @@ from ep_moe.kernels.cells_triton import put_cells
 from ep_moe.kernels.early_triton import await_previous, let_next_start
 from ep_moe.kernels.flags_triton import grid_barrier, wait
 from ep_moe.kernels.fp8_rows_triton import to_e4m3
+from ep_moe.kernels.waiting_triton import Waiting
 
 
 @triton.jit
@@ -74,6 +75,7 @@ def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
     tl.store(totals + expert, tl.sum(count))
 
 
+@Waiting
 @triton.jit
 def place_pairs(
     ids, weights, base, told, calls, counts, totals, source_row, slots, ends, pairs, experts, top_k,

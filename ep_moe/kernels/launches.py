@@ -8,10 +8,14 @@ launched here without another look.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from ep_moe.versions import LAUNCHERS, launcher_known
 
 Grid = tuple[int, ...]
 Launch = Callable[..., None]  # kernel, grid, arguments, and by name constants and options
@@ -117,13 +121,14 @@ class _Binary:
 
 
 def _short(made: Any, grid: Grid) -> Callable[..., None] | None:
-    """What `made[grid]` does in Triton 3.6, for half of the host's time while no profiler listens; None where it is
-    another Triton, or none of its kernels."""
+    """What `made[grid]` does, for half of the host's time while no profiler listens; None where it is a Triton whose
+    launcher is not known, or none of its kernels."""
     if not hasattr(made, "packed_metadata"):
         return None
     import triton
 
-    if not triton.__version__.startswith("3.6."):
+    if not launcher_known(triton.__version__):
+        _say_slow(triton.__version__)
         return None
     run, function, packed, full = made.run, made.function, made.packed_metadata, made[grid]
     knobs, active = triton.knobs.runtime, triton.runtime.driver.active
@@ -137,6 +142,16 @@ def _short(made: Any, grid: Grid) -> Callable[..., None] | None:
             run(*grid, current(device), function, packed, None, None, None, *args)
 
     return launch
+
+
+@cache
+def _say_slow(version: str) -> None:
+    logging.getLogger("ep_moe").warning(
+        "Triton %s is newer or older than those whose launcher is known (%s): each launch takes the host longer, with "
+        "the same results",
+        version,
+        ", ".join(LAUNCHERS),
+    )
 
 
 def _kept(argument: Any) -> Any:

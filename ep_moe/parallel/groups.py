@@ -26,6 +26,7 @@ from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
+from ep_moe.versions import installed
 
 DEADLINE_S = 300.0
 LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "pp")
@@ -104,6 +105,7 @@ def agreed_layout(
     facts = {
         "ep_moe version": __version__,
         "torch version": torch.__version__,
+        "Triton version": installed("triton"),
         "python version": platform.python_version(),
         "device type": device.type,
         "deadline_s": deadline_s,

@@ -1,0 +1,60 @@
+"""Versions of libraries that this project's tests ran with. `constraints-*.txt` pin the first of each list.
+
+Other versions may work; `ep-moe doctor` says of an installed one that it was not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+ON_GPUS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("2.11.0",),
+    "triton": ("3.6.0",),
+    "flashinfer-python": ("0.7.2.post1",),
+}
+ON_CPU: Mapping[str, tuple[str, ...]] = {
+    "torch": ("2.13.0", "2.14.1"),
+    "triton": ("3.6.0", "3.7.1", "3.8.0", "3.9.0"),
+    "transformers": ("5.24.0",),
+}
+# Minor versions of Triton whose launcher takes arguments as `kernels.launches` gives them: read in their sources, and
+# held by tests/test_launches.py for the installed one.
+LAUNCHERS = ("3.6", "3.7", "3.8", "3.9")
+
+
+def installed(package: str) -> str | None:
+    """A distribution's version, None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def how_run(package: str, found: str | None) -> str:
+    """Say how a version of a package was run, and which versions were if it was not.
+
+    Args:
+        package: a distribution's name.
+        found: its version, None if it is not installed.
+
+    Returns:
+        "on GPUs", "on CPU", both, or "not run" with the versions that were; "" for a package of no list.
+    """
+    lists = {"on GPUs": ON_GPUS.get(package, ()), "on CPU": ON_CPU.get(package, ())}
+    known = found and release(found)
+    places = [where for where, versions in lists.items() if known in versions]
+    if places or not any(lists.values()):
+        return " and ".join(places)
+    were = "; ".join(f"{', '.join(versions)} {where}" for where, versions in lists.items() if versions)
+    return f"not run; run were {were}" if found else f"run were {were}"
+
+
+def launcher_known(triton: str) -> bool:
+    """Whether Triton's launcher is one of `LAUNCHERS`."""
+    return ".".join(triton.split(".")[:2]) in LAUNCHERS
+
+
+def release(version: str) -> str:
+    """A version without its build: "2.13.0" of "2.13.0+cpu"."""
+    return version.partition("+")[0]
