@@ -37,6 +37,7 @@ class Layer(Protocol):
     """What is asked of a MoELayer."""
 
     name: str
+    fixed: bool
     config: MoEConfig
     context: EPContext
     placement: Placement
@@ -44,12 +45,16 @@ class Layer(Protocol):
     shared_experts: nn.Module | None
     expert_weights: ExpertWeights
 
+    @property
+    def carried(self) -> str: ...
+
 
 class RankChecks:
     """Of one layer; `first_call` looks once."""
 
     def __init__(self) -> None:
         self._done = False
+        self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
         self._wrapper: weakref.ref[Any] | None = None
 
     def wrapper_problem(self, layer: Layer) -> str | None:
@@ -74,7 +79,7 @@ class RankChecks:
         device = layer.context.device
         if torch.compiler.is_compiling() or capturing(device):
             return
-        with layer.context.entered(layer.name), torch.no_grad():
+        with layer.context.entered(layer.name, layer.carried), torch.no_grad():
             whole = layer.context.links["lockstep"]
             dense = dict(_dense(layer))
             text = zlib.crc32(layer.placement.expert_map.to_json().encode())
@@ -91,6 +96,7 @@ class RankChecks:
                 )
             _compare_experts(layer, layer.context.links["ep"], device)
         self._done = True
+        self.dtype = layer.expert_weights.dtype if layer.fixed else None
 
 
 def _dense(layer: Layer) -> Iterable[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from ep_moe.config import Tokens
 from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
 from ep_moe.parallel.layout import RankLayout, share
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.link import NO_GRADIENTS, Gradients, Link
 from ep_moe.types import capturing
 
 
@@ -48,8 +48,12 @@ class TokenFlow:
         self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
         self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
 
-    def enter(self, total: int, problem: str | None, device: torch.device) -> Share:
+    def enter(
+        self, total: int, problem: str | None, device: torch.device, *, gradients: Gradients = NO_GRADIENTS
+    ) -> Share:
         """Agree with all ranks of this layer's collectives on a call with `total` rows here, and split them.
+
+        gradients: what the call is differentiated by, on all ranks or on none
 
         Raises InputError on all of them when any has a problem. Where the EP group holds all of them and nothing is
         split, the dispatcher's own exchange does this instead. Inside a CUDA-graph capture all must pass equally many.
@@ -62,7 +66,7 @@ class TokenFlow:
             totals = dict.fromkeys(self._lockstep.ranks, total)
         elif self.checks_input:
             with self._lockstep.ledger.step("enter"):
-                rows = self._lockstep.agree([total], problem, device)
+                rows = self._lockstep.agree([total], problem, device, gradients=gradients)
             totals = {rank: row[0] for rank, row in zip(self._lockstep.ranks, rows, strict=True)}
             self._check_replicated(totals)
         return Share(
