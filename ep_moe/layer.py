@@ -195,7 +195,7 @@ class MoELayer(nn.Module):
             call = flow.enter(len(rows), None, rows.device, gradients=gradients)
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):
-                routed = self._route(mine, call, routing)
+                routed = self._route(mine, own, call, routing)
                 mine, routed = self._weigh_input(mine, routed)
             with self._stage("place"):
                 placed = self.placement(routed) if isinstance(routed, Routing) else routed
@@ -218,7 +218,8 @@ class MoELayer(nn.Module):
             return {"x": rows, "routing.weights": routing.weights}
         return {"x": rows, "router.weight": self.router.weight} if isinstance(self.router, Router) else {"x": rows}
 
-    def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
+    def _route(self, rows: Tensor, own: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
+        """Of the union's `rows`. Where these come from other ranks, each rank routes its `own` ones."""
         flow = self.context.tokens
         tapped = self.logit_taps and not recomputing()
         if self._routes_inside:
@@ -229,9 +230,11 @@ class MoELayer(nn.Module):
         if routing is not None:
             if tapped:
                 self._tap(routing.logits)
-            weights = flow.union(flow.shared_gradients(routing.weights), call)
-            ids = routing.ids if flow.whole else routing.ids.long()  # of one dtype on all ranks that exchange them
-            return Routing(cast("LogicalIds", flow.union(ids, call)), weights)
+            ids, weights = routing.ids, flow.shared_gradients(routing.weights)
+            if flow.union_is_local:
+                return Routing(cast("LogicalIds", flow.union(ids, call)), flow.union(weights, call))
+            return Routing(*flow.union_routing(flow.own(ids, call), flow.own(weights, call), call))
+        rows = rows if flow.union_is_local else own
         chosen: Routing = self._replicated(self.router, rows)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
             problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
@@ -242,6 +245,8 @@ class MoELayer(nn.Module):
         if tapped:
             assert chosen.logits is not None
             self._tap(flow.whole_input(chosen.logits, call))
+        if not flow.union_is_local:
+            return Routing(*flow.union_routing(chosen.ids, chosen.weights, call))
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
 
     def _tap(self, logits: Tensor | None) -> None:
