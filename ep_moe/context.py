@@ -354,8 +354,11 @@ class EPContext:
         """Whether a forward may begin; `entered` says why not."""
         return self._inside is None and not self._destroyed
 
-    def entered(self, name: str) -> AbstractContextManager[None]:
-        """One forward of one layer, for a `with`. A context runs one at a time: its collectives have one order."""
+    def entered(self, name: str, carried: str = "") -> AbstractContextManager[None]:
+        """One forward of one layer, for a `with`. A context runs one at a time: its collectives have one order.
+
+        carried: what decides the sizes of all that the call exchanges, which its ranks compare (`Link.agree`)
+        """
         if torch.compiler.is_compiling():
             return _COMPILED
         self._check_alive()
@@ -364,7 +367,7 @@ class EPContext:
                 f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
                 f"model that runs in another thread"
             )
-        self.ledger.enter(name)
+        self.ledger.enter(name, carried)
         self._inside = name
         return self._forward
 

@@ -31,6 +31,7 @@ from ep_moe.kernels.launches import aligned
 from ep_moe.layer_checks import choice_problem, id_problem, logits_problem, rows_problem
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
+from ep_moe.parallel.link import NO_GRADIENTS
 from ep_moe.parallel.tokens import Share
 from ep_moe.picks import Pick
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
@@ -39,7 +40,7 @@ from ep_moe.placement.stats import LayerStats, layer_stats
 from ep_moe.rank_checks import RankChecks
 from ep_moe.router import Router
 from ep_moe.tuned import Tuned
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, recomputing
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, dtype_name, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, scheme_of
 
@@ -98,6 +99,8 @@ class MoELayer(nn.Module):
         asked = Asked(all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned)
         self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
         self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
+        self.fixed = self.picks.fixed
+        self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
         self._geometries: dict[Any, Geometry] = {}
         self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
         fused = self.choice.all2all == INSIDE
@@ -186,13 +189,14 @@ class MoELayer(nn.Module):
     def run(self, x: Tensor, routing: Routing | None) -> Tensor:
         """A call with arguments that were checked."""
         flow, shape = self.context.tokens, x.shape
-        with self.context.entered(self.name):
+        with self.context.entered(self.name, self.carried):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
-            call = flow.enter(len(rows), None, rows.device)
+            gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
+            call = flow.enter(len(rows), None, rows.device, gradients=gradients)
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):
-                routed = self._route(mine, call, routing)
+                routed = self._route(mine, own, call, routing)
                 mine, routed = self._weigh_input(mine, routed)
             with self._stage("place"):
                 placed = self.placement(routed) if isinstance(routed, Routing) else routed
@@ -200,10 +204,23 @@ class MoELayer(nn.Module):
             out, shared = self._travel(mine, placed).run(work)
             with self._stage("leave"):
                 out = flow.reduce(out, call)
-                out = flow.leave(out if shared is None else out + shared, call)
+                out = flow.leave(out if shared is None else (out + shared).to(out.dtype), call)
         return out.view(shape)
 
-    def _route(self, rows: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
+    @property
+    def carried(self) -> str:
+        """What decides the sizes of all that a call exchanges; the ranks compare it."""
+        alone = torch.compiler.is_compiling() or self.context.ledger.alone
+        return "" if alone else self.geometry.described
+
+    def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
+        """What a call is differentiated by, where more ranks than the EP group must go backward together."""
+        if routing is not None:
+            return {"x": rows, "routing.weights": routing.weights}
+        return {"x": rows, "router.weight": self.router.weight} if isinstance(self.router, Router) else {"x": rows}
+
+    def _route(self, rows: Tensor, own: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
+        """Of the union's `rows`. Where these come from other ranks, each rank routes its `own` ones."""
         flow = self.context.tokens
         tapped = self.logit_taps and not recomputing()
         if self._routes_inside:
@@ -214,8 +231,11 @@ class MoELayer(nn.Module):
         if routing is not None:
             if tapped:
                 self._tap(routing.logits)
-            weights = flow.union(flow.shared_gradients(routing.weights), call)
-            return Routing(cast("LogicalIds", flow.union(routing.ids, call)), weights)
+            ids, weights = routing.ids, flow.shared_gradients(routing.weights)
+            if flow.union_is_local:
+                return Routing(cast("LogicalIds", flow.union(ids, call)), flow.union(weights, call))
+            return Routing(*flow.union_routing(flow.own(ids, call), flow.own(weights, call), call))
+        rows = rows if flow.union_is_local else own
         chosen: Routing = self._replicated(self.router, rows)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
             problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
@@ -226,6 +246,8 @@ class MoELayer(nn.Module):
         if tapped:
             assert chosen.logits is not None
             self._tap(flow.whole_input(chosen.logits, call))
+        if not flow.union_is_local:
+            return Routing(*flow.union_routing(chosen.ids, chosen.weights, call))
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
 
     def _tap(self, logits: Tensor | None) -> None:
@@ -371,7 +393,7 @@ class MoELayer(nn.Module):
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
         pick = self.pick
-        key = (pick.choice.all2all, pick.room, self.dtype)
+        key = (pick.choice.all2all, pick.room, self._call_dtype)
         found = self._dispatchers.get(key)
         if found is None:
             found = self._dispatchers[key] = self.context.dispatcher(key[0], self._geometry(pick))
@@ -389,12 +411,12 @@ class MoELayer(nn.Module):
     def _geometry(self, pick: Pick) -> Geometry:
         if isinstance(self.experts, FusedExperts):
             return self.experts.geometry
-        key = (pick.room, self.dtype)
+        key = (pick.room, self._call_dtype)
         if key not in self._geometries:
             expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
             self._geometries[key] = Geometry(
                 hidden_size=self.config.hidden_size, top_k=self.config.top_k, cap=expert_map.cap,
-                num_ranks=expert_map.num_ranks, dtype=self.dtype, max_tokens=pick.room, wire=self.wire,
+                num_ranks=expert_map.num_ranks, dtype=key[1], max_tokens=pick.room, wire=self.wire,
             )  # fmt: skip
         return self._geometries[key]
 
@@ -447,8 +469,8 @@ class MoELayer(nn.Module):
 
     def _problem(self, x: Tensor, routing: Routing | None) -> str | None:
         """What is wrong with the arguments of this rank, without raising: all ranks must raise together."""
-        problem = self.checks.wrapper_problem(self)
-        problem = problem or rows_problem(x, self.config.hidden_size, self.dtype, self.device)
+        problem = self.checks.wrapper_problem(self) or self._dtype_problem()
+        problem = problem or rows_problem(x, self.config.hidden_size, self.dtype, self.device, self.context.device)
         if problem is not None:
             return problem
         if x.requires_grad and torch.is_grad_enabled() and (stuck := self._not_differentiable()):
@@ -463,6 +485,32 @@ class MoELayer(nn.Module):
         rows = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
         problem = choice_problem(routing, rows, self.config.top_k) or self._id_problem(routing)
         return problem or self._logits_problem(routing, rows)
+
+    @property
+    def _call_dtype(self) -> torch.dtype:
+        """Of the rows that the peers expect. Fixed buffers keep that of the first call: no exchange says another."""
+        return self.checks.dtype or self.dtype
+
+    def _dtype_problem(self) -> str | None:
+        """What `layer.to(dtype)` has made impossible."""
+        dtype, agreed = self.dtype, self._call_dtype
+        if dtype != agreed:
+            return (
+                f"the layer became {dtype_name(dtype)} after its first call in {dtype_name(agreed)}, and all2all="
+                f"{self.pick.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks before the "
+                f"first call, or build another with dtype={dtype}"
+            )
+        if dtype == self._made_dtype:
+            return None
+        if dtype not in self._dtype_problems:
+            why = self.picks.dtype_problem(
+                dtype, self.config, self.context.layout, self.expert_weights.scheme, self.experts.options, self.wire
+            )
+            self._dtype_problems[dtype] = why and (
+                f"the layer became {dtype_name(dtype)}, and {why}; convert it back to "
+                f"{dtype_name(self._made_dtype)}, or build another for {dtype_name(dtype)}"
+            )
+        return self._dtype_problems[dtype]
 
     def _logits_problem(self, routing: Routing, rows: Tensor) -> str | None:
         return logits_problem(routing, len(rows), self.config.num_experts) if self.logit_taps else None
@@ -488,8 +536,8 @@ class MoELayer(nn.Module):
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
-        with self.context.entered(self.name):
-            self.context.tokens.enter(0, problem, self._nothing().device)
+        with self.context.entered(self.name, self.carried):
+            self.context.tokens.enter(0, problem, self.context.device)
             self._refuse_dispatch(problem)
 
     def _refuse_dispatch(self, problem: str) -> NoReturn:
@@ -504,8 +552,7 @@ class MoELayer(nn.Module):
         return Exchange(self.context, self.dispatcher, cast("Experts", self.kernel), x, routed)
 
     def _nothing(self) -> Tensor:
-        device = self.context.device if self.device.type == "meta" else self.device
-        return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=device)
+        return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
 
 
 def _compiled() -> Any:

@@ -13,12 +13,14 @@ from ep_moe.types import Routing, dtype_name
 CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
 
 
-def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """hidden, dtype, device: the layer's."""
+def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, home: torch.device) -> str | None:
+    """hidden, dtype, device: the layer's; home: its context's device."""
     if not isinstance(x, Tensor):
         return f"x must be a Tensor, got {type(x).__name__}"
     if device.type == "meta":
         return "the layer is on the meta device; call to_empty(device=...) and load weights first"
+    if device != home:
+        return f"the layer is on {device} and its EPContext on {home}; move it there with layer.to({str(home)!r})"
     if x.layout is not torch.strided:
         return f"x must be dense, got {x.layout}; pass x.to_dense()"
     if x.dim() < 1 or x.shape[-1] != hidden:

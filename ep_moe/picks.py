@@ -11,11 +11,14 @@ import torch
 
 from ep_moe import registry, select
 from ep_moe.all2all.base import Dispatcher, Geometry
-from ep_moe.config import MoEConfig
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.errors import ConfigError
 from ep_moe.exchange import check_pipeline
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.fused.base import INSIDE
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.tuned import Measured, Tuned, bucket_index
+from ep_moe.weights.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,37 @@ class Picks:
         if bound is None or len(self._picks) == 1:
             return self._picks[-1]
         return self._picks[bucket_index(self._bounds, bound)]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether some transport has buffers for one dtype and size, and no exchange before rows travel."""
+        return any(
+            registry.load("dispatchers", pick.choice.all2all).capabilities.static
+            for pick in self._picks
+            if pick.choice.all2all != INSIDE
+        )
+
+    def dtype_problem(
+        self,
+        dtype: torch.dtype,
+        config: MoEConfig,
+        layout: RankLayout,
+        scheme: Scheme,
+        options: ExpertsOptions,
+        wire: Wire,
+    ) -> str | None:
+        """None, or which backend cannot serve the layer in another dtype than it was made with."""
+        for pick in self._picks:
+            if pick.choice.all2all == INSIDE:
+                return f"experts={pick.choice.experts} has buffers of the dtype that the layer was made with"
+            kernel, transport = pick.choice.experts, pick.choice.all2all
+            sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
+            if (why := computer.why_not(config, dtype, layout.etp, scheme, options)) is not None:
+                return f"experts={kernel} does not compute in it: {why}"
+            why = sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, pick.tokens, wire)
+            if why is not None:
+                return f"all2all={transport} does not carry it: {why}"
+        return None
 
     def transport_bytes(self, geometry: Callable[[Pick], Geometry]) -> dict[tuple[str, Geometry], int]:
         """Buffers by transport and geometry."""

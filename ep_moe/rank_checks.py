@@ -39,6 +39,7 @@ class Layer(Protocol):
     """What is asked of a MoELayer."""
 
     name: str
+    fixed: bool
     config: MoEConfig
     context: EPContext
     placement: Placement
@@ -46,12 +47,16 @@ class Layer(Protocol):
     shared_experts: nn.Module | None
     expert_weights: ExpertWeights
 
+    @property
+    def carried(self) -> str: ...
+
 
 class RankChecks:
     """Of one layer. `first_call` looks once; backward looks at its calls number 2, 4, 8 and so on."""
 
     def __init__(self, layer: Layer) -> None:
         self._done = False
+        self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
         self._wrapper: weakref.ref[Any] | None = None
         self._backwards = 0
         if layer.context.layout.stage > 1:
@@ -88,7 +93,7 @@ class RankChecks:
         device = layer.context.device
         if torch.compiler.is_compiling() or capturing(device):
             return
-        with layer.context.entered(layer.name), torch.no_grad():
+        with layer.context.entered(layer.name, layer.carried), torch.no_grad():
             whole = layer.context.links["lockstep"]
             dense = dict(_dense(layer))
             text = zlib.crc32(layer.placement.expert_map.to_json().encode())
@@ -109,6 +114,7 @@ class RankChecks:
                 )
             _compare_experts(layer, layer.context.links["ep"], device)
         self._done = True
+        self.dtype = layer.expert_weights.dtype if layer.fixed else None
 
     def after_steps(self, layer: Layer | None) -> None:
         """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients

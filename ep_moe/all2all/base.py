@@ -12,7 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import gcd
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from ep_moe.all2all.checks import routing_problem, too_many_tokens
 from ep_moe.all2all.lanes import Again
 from ep_moe.all2all.side_stream import SideStream
-from ep_moe.config import PLAIN_WIRE, Wire
+from ep_moe.config import PLAIN_WIRE, Wire, flat_facts
 from ep_moe.errors import InputError
 from ep_moe.field_checks import check_count, check_sets
 from ep_moe.parallel.layout import RankLayout
@@ -101,6 +101,12 @@ class Geometry:
     dtype: torch.dtype
     max_tokens: int | None = None
     wire: Wire = PLAIN_WIRE
+
+    @cached_property
+    def described(self) -> str:
+        """Its fields, as ranks compare them: "name=value, name=value"."""
+        facts = flat_facts(self, "layer") | {"layer.dtype": dtype_name(self.dtype)}
+        return ", ".join(f"{name.removeprefix('layer.')}={value}" for name, value in facts.items())
 
     @property
     def num_physical(self) -> int:

@@ -86,6 +86,7 @@ class Ledger:
         device: torch.device | None = None,
     ) -> None:
         self.where = ""  # the layer whose call is under way
+        self.carried = ""  # what travels in it: "name=value, name=value"; ranks exchange rows only where it is equal
         self._inside = _Inside(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
@@ -126,10 +127,10 @@ class Ledger:
         """Whether each further step raises."""
         return self._failure is not None
 
-    def enter(self, where: str) -> None:
+    def enter(self, where: str, carried: str = "") -> None:
         """A layer's call begins. Until `where` is empty again the watch takes it for a step."""
         self.check()
-        self.where = where
+        self.where, self.carried = where, carried
         self._started = time.monotonic()
 
     def step(

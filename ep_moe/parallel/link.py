@@ -26,7 +26,7 @@ def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
 
 
 Gradients = Mapping[str, Tensor]  # what a call is differentiated by, by name
-_NO: Gradients = MappingProxyType({})
+NO_GRADIENTS: Gradients = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,26 @@ class Link:
         return rows
 
     def agree(
-        self, values: Sequence[int | Tensor], problem: str | None, device: torch.device, *, gradients: Gradients = _NO
+        self,
+        values: Sequence[int | Tensor],
+        problem: str | None,
+        device: torch.device,
+        *,
+        gradients: Gradients = NO_GRADIENTS,
     ) -> list[list[int]]:
         """Exchange one call's facts [R][n], and raise InputError on all ranks when any of them has a `problem` or
-        when they are not in the same layer, or some want gradients and others none: their backward would wait for
-        the others' for ever. This is how a bad argument on one rank ends in one sentence everywhere
-        and not in a hang: it rides on the exchange of counts that the call needs anyway.
+        when they are not in the same layer, or carry rows of different dtypes or sizes, or some want gradients and
+        others none: their backward would wait for the others' for ever. This is how a bad argument on one rank ends in
+        one sentence everywhere and not in a hang: it rides on the exchange of counts that the call needs anyway.
         """
-        where = zlib.crc32(self.ledger.where.encode())
+        where, carried = zlib.crc32(self.ledger.where.encode()), zlib.crc32(self.ledger.carried.encode())
         facts = [torch.as_tensor(value, dtype=torch.int64, device=device).reshape(-1) for value in values]
         count = sum(map(len, facts))
         # one width whatever the call, so that ranks in different layers still understand each other
         filler = [0] * (self.size + 1 - count)
         asked = sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
         asked = asked if torch.is_grad_enabled() else 0
-        header = torch.tensor([problem is not None, where, asked, *filler], dtype=torch.int64, device=device)
+        header = torch.tensor([problem is not None, where, carried, asked, *filler], dtype=torch.int64, device=device)
         rows = self.exchange(torch.cat([header, *facts]))
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
@@ -86,8 +91,21 @@ class Link:
                 f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
                 f"{names[1]!r}; call the layers in the same order on all ranks"
             )
-        self._same_gradients(gradients, [row[2] for row in rows])
+        self._same_rows([row[2] for row in rows])
+        self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - count :] for row in rows]
+
+    def _same_rows(self, carried: list[int]) -> None:
+        odd = [index for index, found in enumerate(carried) if found != carried[0]]
+        if not odd:
+            return
+        pair = (self.ranks[0], self.ranks[odd[0]])
+        told = [self.ledger.share(self.ledger.carried, owner=rank, group=self.ranks).split(", ") for rank in pair]
+        first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (told, told[::-1]))
+        raise InputError(
+            f"{self.ledger.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build the layer "
+            f"alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"
+        )
 
     def _same_gradients(self, gradients: Gradients, asked: list[int]) -> None:
         for at, name in enumerate(gradients):

@@ -19,8 +19,8 @@ from ep_moe.config import Tokens
 from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
 from ep_moe.parallel.layout import RankLayout, share
-from ep_moe.parallel.link import Link
-from ep_moe.types import capturing
+from ep_moe.parallel.link import NO_GRADIENTS, Gradients, Link
+from ep_moe.types import LogicalIds, capturing
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class TokenFlow:
     """The way of tokens between the attention view and the expert view of the ranks.
 
     whole: each rank's tokens are its own, and nothing is agreed on before a call
+    union_is_local: the rows of `union` are all among this rank's x, so that no rank asks another for them
     """
 
     def __init__(self, layout: RankLayout, *, tp: Link, etp: Link, lockstep: Link) -> None:
@@ -44,12 +45,16 @@ class TokenFlow:
         self._replicated = layout.split > 1
         # a lockstep group holds whole tp groups where tokens are split over them
         self._split_rank = {rank: at % layout.split for at, rank in enumerate(lockstep.ranks)}
-        self._union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
+        self.union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
         self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
         self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
 
-    def enter(self, total: int, problem: str | None, device: torch.device) -> Share:
+    def enter(
+        self, total: int, problem: str | None, device: torch.device, *, gradients: Gradients = NO_GRADIENTS
+    ) -> Share:
         """Agree with all ranks of this layer's collectives on a call with `total` rows here, and split them.
+
+        gradients: what the call is differentiated by, on all ranks or on none
 
         Raises InputError on all of them when any has a problem. Where the EP group holds all of them and nothing is
         split, the dispatcher's own exchange does this instead. Inside a CUDA-graph capture all must pass equally many.
@@ -62,7 +67,7 @@ class TokenFlow:
             totals = dict.fromkeys(self._lockstep.ranks, total)
         elif self.checks_input:
             with self._lockstep.ledger.step("enter"):
-                rows = self._lockstep.agree([total], problem, device)
+                rows = self._lockstep.agree([total], problem, device, gradients=gradients)
             totals = {rank: row[0] for rank, row in zip(self._lockstep.ranks, rows, strict=True)}
             self._check_replicated(totals)
         return Share(
@@ -108,19 +113,30 @@ class TokenFlow:
         """The own rows of the whole etp group. x: [T, ...]."""
         if self._layout.etp == 1:
             return self.own(x, call)
-        if self._union_is_local:
+        if self.union_is_local:
             before = sum(call.etp_counts[: self._layout.etp_rank])
             start = call.own[0] - before
             return x[start : start + sum(call.etp_counts)]
         with self._etp.ledger.step("etp gather"):
             return gather_rows(self.own(x, call), call.etp_counts, self._etp).wait()
 
+    def union_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[LogicalIds, Tensor]:
+        """The routing [union, K] of `union`'s rows from that of the own rows, where these lie on other ranks. Each rank
+        thereby routes its own tokens alone, and its router has their gradient.
+
+        Ids are far below 2**24, so that float32 holds them exactly and both travel in one message.
+        """
+        with self._etp.ledger.step("etp gather"):
+            both = gather_rows(torch.cat([ids.float(), weights], dim=1), call.etp_counts, self._etp).wait()
+        found, gathered = both.chunk(2, dim=1)
+        return LogicalIds(found.detach().long()), gathered
+
     def whole_input(self, y: Tensor, call: Share) -> Tensor:
-        """What the ranks computed from their unions, for all rows of x. y: [union, ...] to [T, ...].
+        """What a router gave, for all rows of x [T, ...]. y: of the rows it saw: `union` if that is local, else `own`.
 
         All tp ranks must go on to use the result alike: backward gives each rank the gradient of its own rows.
         """
-        if self._layout.etp > 1:
+        if self._layout.etp > 1 and self.union_is_local:
             before = sum(call.etp_counts[: self._layout.etp_rank])
             y = y[before : before + call.own[1] - call.own[0]]
         if not self._replicated:

@@ -164,6 +164,99 @@ def test_gradients_that_one_rank_alone_wants(all2all, world_size):
         assert x.grad is not None
 
 
+CONVERTED = {
+    "bfloat16": lambda layer: layer.to(torch.bfloat16),
+    "half": lambda layer: layer.half(),
+    "double": lambda layer: layer.double(),
+    "experts alone": lambda layer: layer.expert_weights.bfloat16(),
+}
+
+
+@distributed(4)
+@every_layout
+def test_a_layer_that_one_rank_converted(parallel, world_size):
+    """Rows of another size would arrive in its peers' memory."""
+    bad = dist.get_rank() == BAD
+    with made(parallel) as context, torch.no_grad():
+        for number, (what, convert) in enumerate(CONVERTED.items()):
+            layer = fill(MoELayer(CONFIG, context, all2all=("allgather", "torch_a2a")[number % 2], experts="reference"))
+            x = integer_rows(4, 16, batch_of(context.layout, dist.get_rank())).to(context.device)
+            routing = moved(integer_routing(4, CONFIG, batch_of(context.layout, dist.get_rank())), context.device)
+            check_call(layer, context)
+            if bad:
+                convert(layer)
+            with no_payload():
+                text = same_error(
+                    InputError, lambda layer=layer, x=x, r=routing: layer.forward_routed(x.to(layer.dtype), r)
+                )
+            named = "rank 1: the layer became float64" if what == "double" else "on rank 0, and dtype="
+            assert named in text, (what, text)
+            layer.float()
+            check_call(layer, context, what=f"after {what}")
+            layer.to("meta" if bad else "cpu")
+            with no_payload():
+                text = same_error(InputError, lambda layer=layer, x=x: layer(x))
+            assert text.startswith("rank 1: the layer is on the meta device"), text
+
+
+@distributed(2)
+@pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
+def test_a_layer_that_all_ranks_converted(all2all, world_size):
+    with made(ParallelConfig(dp=2)) as context, torch.no_grad():
+        layer = fill(MoELayer(CONFIG, context, all2all=all2all, experts="reference"))
+        check_call(layer, context)
+        x, routing = integer_rows(4, 16, 0).to(context.device), moved(integer_routing(4, CONFIG, 0), context.device)
+        expected = layer.forward_routed(x, routing)
+        y = layer.bfloat16().forward_routed(x.bfloat16(), routing)
+        assert y.dtype == torch.bfloat16
+        # integers below 2**8 are exact in bfloat16: what is rounded is the inner row, and each rank's part of the sum
+        torch.testing.assert_close(y.float(), expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+        text = same_error(InputError, lambda: layer.double().forward_routed(x.double(), routing))
+        assert text == (
+            "rank 0: the layer became float64, and experts=reference does not compute in it: dtype float64 is not "
+            "among bfloat16, float16, float32; convert it back to float32, or build another for float64"
+        )
+        fill(layer.float())
+        check_call(layer, context)
+
+
+@distributed(4, deadline_s=30)
+@pytest.mark.parametrize("layout", ["tp=4", "dp=2 tp=2 etp=2", "dp=4 etp=2"])
+def test_gradients_that_one_rank_alone_wants_where_tokens_are_split(layout, world_size):
+    """More ranks than the EP group go backward together."""
+    bad = dist.get_rank() == BAD
+    with made(LAYOUTS[layout]) as context:
+        layer = fill(MoELayer(CONFIG, context))
+        x = torch.ones(4, 16, device=context.device)
+
+        def no_grad():
+            with torch.no_grad() if bad else torch.enable_grad():
+                return layer(x)
+
+        with no_payload():
+            text = same_error(InputError, no_grad)
+            assert "router.weight requires a gradient on rank " in text, text
+            assert text.index("none on rank 1") > 0
+            text = same_error(InputError, lambda: layer(x.clone().requires_grad_(bad)))
+            assert "x requires a gradient on rank 1 and none on rank " in text, text
+        check_call(layer, context)
+
+
+@distributed(4, deadline_s=30)
+@pytest.mark.parametrize("layout", ["dp=4", "dp=4 etp=2"])
+def test_ids_may_be_int32_on_one_rank(layout, world_size):
+    with made(LAYOUTS[layout]) as context, torch.no_grad():
+        layer = fill(MoELayer(CONFIG, context, all2all="allgather"))
+        batch = batch_of(context.layout, dist.get_rank())
+        x, routing = (
+            integer_rows(5, 16, batch).to(context.device),
+            moved(integer_routing(5, CONFIG, batch), context.device),
+        )
+        expected = layer.forward_routed(x, routing)
+        ids = routing.ids.int() if dist.get_rank() == BAD else routing.ids
+        assert torch.equal(layer.forward_routed(x, Routing(LogicalIds(ids), routing.weights)), expected)
+
+
 @distributed(4)
 def test_layers_that_were_given_different_things(world_size):
     bad = dist.get_rank() == BAD

@@ -146,8 +146,7 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
     for name in parameters:
         if name.startswith("expert_weights"):
             continue
-        if layout.etp <= (layout.tp if replicated else 1):  # etp inside the batch: its own gradient, on every rank
-            compare(found[name], alone[name], f"{name} of this batch")
+        compare(found[name], alone[name], f"{name} of this batch")
         total = sum(gradients[name] for gradients in (ranks[:: layout.tp] if replicated else ranks))
         compare(total, expected[name], f"{name} summed over batches")
 

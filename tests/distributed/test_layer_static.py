@@ -179,6 +179,51 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
+@pytest.mark.parametrize("way", list(WAYS)[:4])
+def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_size):
+    """Its peer's rows have set out in it: buffers of another size would lie where the peer writes."""
+    kind = WAYS[way][0]
+    on_the_cpu(*WAYS[way])
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all=kind.name))
+        check_call(layer, context, tokens=9)
+        rank = dist.get_rank()
+        x, routing = integer_rows(9, 16, rank), integer_routing(9, CONFIG, rank)
+        sentence = f"rank 1: the layer became bfloat16 after its first call in float32, and all2all={kind.name}"
+        with torch.no_grad():
+            if rank:
+                layer.to(torch.bfloat16)
+                with pytest.raises(InputError, match=sentence):
+                    layer.forward_routed(x.bfloat16(), routing)
+            else:
+                y = layer.forward_routed(x, routing)
+                theirs = (routing.ids >= 3).any(1)  # rank 1's experts
+                assert y[theirs].isnan().all()
+                assert not y[~theirs].isnan().any()
+        barrier(context.device)
+        time.sleep(2)  # a heartbeat carries it
+        with pytest.raises(InputError, match=sentence):
+            context.ledger.check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
+@distributed(2)
+def test_a_layer_is_converted_before_its_first_call(world_size):
+    on_the_cpu(NVLinkP2PDispatcher)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference"))
+        odd = MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference")
+        x = integer_rows(9, 16, dist.get_rank()).bfloat16()
+        with torch.no_grad():
+            assert layer.bfloat16()(x).dtype == torch.bfloat16
+            if dist.get_rank():
+                odd.bfloat16()
+            with pytest.raises(InputError, match="carries dtype=float32 on rank 0, and dtype=bfloat16 on rank 1"):
+                odd(x.to(odd.dtype))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
+@distributed(2)
 def test_pipelines_that_cannot_be(world_size):
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=9) as context:
