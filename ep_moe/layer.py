@@ -188,7 +188,7 @@ class MoELayer(nn.Module):
         with self.context.entered(self.name):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
-            call = flow.enter(len(rows), None, rows.device)
+            call = flow.enter(len(rows), None, rows.device, _passed(rows, routing))
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):
                 routed = self._route(mine, call, routing)
@@ -505,6 +505,13 @@ class MoELayer(nn.Module):
     def _nothing(self) -> Tensor:
         device = self.context.device if self.device.type == "meta" else self.device
         return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=device)
+
+
+def _passed(rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
+    """What tp ranks must pass alike."""
+    if routing is None:
+        return {"x": rows}
+    return {"x": rows, "routing.ids": routing.ids, "routing.weights": routing.weights}
 
 
 def _compiled() -> Any:
