@@ -193,7 +193,7 @@ class MoELayer(nn.Module):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
-            call = flow.enter(len(rows), None, rows.device, gradients=gradients)
+            call = flow.enter(len(rows), None, rows.device, _passed(rows, routing), gradients=gradients)
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):
                 routed = self._route(mine, own, call, routing)
@@ -553,6 +553,13 @@ class MoELayer(nn.Module):
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
+
+
+def _passed(rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
+    """What tp ranks must pass alike."""
+    if routing is None:
+        return {"x": rows}
+    return {"x": rows, "routing.ids": routing.ids, "routing.weights": routing.weights}
 
 
 def _compiled() -> Any:

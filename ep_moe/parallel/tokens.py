@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ep_moe.config import Tokens
 from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.link import NO_GRADIENTS, Gradients, Link
+from ep_moe.parallel.replicated import Passed, RowComparison, arguments_problem, counts_problem, facts
 from ep_moe.types import LogicalIds, capturing
 
 
@@ -47,17 +47,26 @@ class TokenFlow:
         self._split_rank = {rank: at % layout.split for at, rank in enumerate(lockstep.ranks)}
         self.union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
         self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
+        self._comparison = RowComparison(tp)
         self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
 
     def enter(
-        self, total: int, problem: str | None, device: torch.device, *, gradients: Gradients = NO_GRADIENTS
+        self,
+        total: int,
+        problem: str | None,
+        device: torch.device,
+        passed: Passed | None = None,
+        *,
+        gradients: Gradients = NO_GRADIENTS,
     ) -> Share:
         """Agree with all ranks of this layer's collectives on a call with `total` rows here, and split them.
 
-        gradients: what the call is differentiated by, on all ranks or on none
+        Raises InputError on all of them when any has a problem, or when tp ranks that must pass the same do not. Where
+        the EP group holds all of them and nothing is split, the dispatcher's own exchange does this instead. Inside a
+        CUDA-graph capture all must pass equally many, and nothing is compared.
 
-        Raises InputError on all of them when any has a problem. Where the EP group holds all of them and nothing is
-        split, the dispatcher's own exchange does this instead. Inside a CUDA-graph capture all must pass equally many.
+        passed: the call's arguments, of which tp ranks pass the same
+        gradients: what the call is differentiated by, on all ranks or on none
         """
         layout = self._layout
         if self.whole:
@@ -67,9 +76,10 @@ class TokenFlow:
             totals = dict.fromkeys(self._lockstep.ranks, total)
         elif self.checks_input:
             with self._lockstep.ledger.step("enter"):
-                rows = self._lockstep.agree([total], problem, device, gradients=gradients)
+                same = facts(passed, device) if self._replicated else []
+                rows = self._lockstep.agree([total, *same], problem, device, gradients=gradients)
             totals = {rank: row[0] for rank, row in zip(self._lockstep.ranks, rows, strict=True)}
-            self._check_replicated(totals)
+            self._check_replicated(rows, passed or {}, device)
         return Share(
             own=share(total, layout.split, self._split_rank[layout.rank]),
             etp_counts=[self._own_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
@@ -87,19 +97,26 @@ class TokenFlow:
         start, stop = share(totals[rank], self._layout.split, self._split_rank[rank])
         return stop - start
 
-    def _check_replicated(self, totals: dict[int, int]) -> None:
-        """Every rank sees all totals, so that all raise alike without a further exchange."""
+    def _check_replicated(self, rows: list[list[int]], passed: Passed, device: torch.device) -> None:
+        """Every rank sees what all have exchanged, so that all raise alike. rows: total and `facts` of each rank."""
         if not self._replicated:
             return
         tp = self._layout.tp
+        unequal: set[int] = set()
         for base in range(0, self._lockstep.size, tp):
-            ranks = self._lockstep.ranks[base : base + tp]
-            if len({totals[rank] for rank in ranks}) > 1:
-                counts = ", ".join(f"{totals[rank]} on rank {rank}" for rank in ranks)
-                raise InputError(
-                    f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks, got x "
-                    f"with {counts} rows; pass the same x, or tokens={Tokens.SHARDED.value} where each rank has its own"
-                )
+            ranks, found = self._lockstep.ranks[base : base + tp], rows[base : base + tp]
+            for column, problem in enumerate((counts_problem, arguments_problem)):
+                if len({row[column] for row in found}) > 1:
+                    raise InputError(problem({rank: row[column] for rank, row in zip(ranks, found, strict=True)}))
+            if len({row[2] for row in found}) > 1:
+                unequal.update(ranks)
+        if unequal:
+            text = None
+            if self._layout.rank in unequal:
+                with self._tp.ledger.step("tp rows", counted=False):
+                    text = self._comparison.problem(passed)
+            with self._lockstep.ledger.step("tp rows"):
+                self._lockstep.agree([], text, device)
 
     def shared_gradients(self, x: Tensor) -> Tensor:
         """For a value that all tp ranks hold alike and use for their own share: backward sums over tp."""

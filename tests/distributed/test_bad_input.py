@@ -1,6 +1,7 @@
 """Bad input on one rank: one sentence on all of them, before any row travels, and the next good call works."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -126,6 +127,58 @@ def test_different_token_counts_where_they_are_replicated(layout, world_size):
         text = same_error(InputError, lambda: layer(x))
         assert "needs the same tokens on all tp ranks, got x with 3 on rank 0, 2 on rank 1" in text, text
         assert "tokens=sharded" in text, text
+
+
+def unlike(x: torch.Tensor, routing: Routing) -> dict[str, tuple[tuple, str]]:
+    """Arguments of the bad rank beside those of its peers, and what differs. Each is a good call by itself."""
+    ids, weights = routing.ids, routing.weights
+    one = x.clone()
+    one[1, 3] += 1
+    return {
+        "another row": ((one,), "x on rank 0 differs from that on rank 1 in 1 of 4 rows"),
+        "other rows": ((x + 1,), "in 4 of 4 rows"),
+        "negated": ((-x,), "in 4 of 4 rows"),
+        "another order": ((x.flip(0),), "x on rank 0 differs from that on rank 1"),
+        "NaN": ((x.masked_fill(x == x[2, 0], torch.nan),), "x on rank 0 differs from that on rank 1"),
+        "ids": ((x, Routing(LogicalIds((ids + 1) % 8), weights)), "routing.ids on rank 0 differs"),
+        "weights": ((x, Routing(ids, weights * 2)), "routing.weights on rank 0 differs"),
+        "a routing": ((x,), "got x, routing.ids, routing.weights on rank 0; x on rank 1"),
+    }
+
+
+@distributed(4)
+@pytest.mark.parametrize("layout", ["tp=4", "dp=2 tp=2 etp=2", "tp=4 ep=2"])
+def test_different_tokens_where_they_are_replicated(layout, world_size):
+    with made(LAYOUTS[layout]) as context, torch.no_grad():
+        layer = fill(MoELayer(CONFIG, context))
+        rank, batch = dist.get_rank(), batch_of(context.layout, dist.get_rank())
+        x = integer_rows(4, 16, batch).to(context.device) * 2 + 1  # no zero, and so no row equal to its negative
+        routing = moved(integer_routing(4, CONFIG, batch), context.device)
+        for name, (arguments, sentence) in unlike(x, routing).items():
+            given = arguments if rank == BAD else (x, routing) if "routing" in sentence else (x,)
+            call = layer.forward_routed if len(given) > 1 else layer.forward
+            text = same_error(InputError, lambda call=call, given=given: call(*given))
+            assert "needs the same tokens on all tp ranks" in text, (name, text)
+            assert sentence in text, (name, text)
+            assert "torch.manual_seed" in text, text
+        check_call(layer, context)
+        layer(x[:0])
+
+
+@distributed(2)
+def test_tp_ranks_that_differ_by_rounding_go_on(world_size):
+    """As two kernels for the same attention do. They are told once."""
+    for dtype, step in ((torch.float32, 2**-20), (torch.bfloat16, 2**-7)):
+        with made(ParallelConfig(tp=2)) as context, torch.no_grad():
+            layer = fill(MoELayer(CONFIG, context, dtype=dtype))
+            x = integer_rows(4, 16, 0).to(context.device, dtype)
+            rounded = x + x * step * dist.get_rank()
+            with pytest.warns(UserWarning, match="tp ranks 0, 1 are not equal bit for bit"):
+                layer(rounded)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                layer(rounded)
+                layer(x)
 
 
 @distributed(4)

@@ -1,0 +1,116 @@
+"""Whether the tp ranks of a dp rank pass the same rows. Each rank works on its share and ignores its other rows, so
+that different rows would be lost without an error.
+
+A checksum rides on the exchange of counts, which the host waits for anyway. Where checksums differ, a second exchange
+compares row by row. Ranks that compute the same rows by different kernels differ by rounding, and go on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import Tokens
+from ep_moe.parallel.link import Link, all_gather_single
+from ep_moe.weights.checksum import checksum
+
+NAMES = ("x", "routing.ids", "routing.weights", "mask")  # what a call may pass
+_SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
+# of a row's norm: what rounding may come to through many layers, and far below what other tokens differ by
+_ROUNDING = {torch.bfloat16: 2**-4, torch.float16: 2**-4, torch.float32: 2**-9, torch.float64: 2**-9}
+_NEEDS = f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks"
+_REMEDY = (
+    f"pass the same x, routing and mask on both (dropout and sampling: call torch.manual_seed with one seed on all tp "
+    f"ranks), or tokens={Tokens.SHARDED.value} where each rank has its own"
+)
+
+Passed = Mapping[str, Tensor]  # by a name of NAMES
+
+
+def facts(passed: Passed | None, device: torch.device) -> list[int | Tensor]:
+    """Numbers that are equal where ranks pass the same: which arguments, and a checksum of them."""
+    if not passed:
+        return [0, 0]
+    sums = [checksum(tensor if tensor.is_floating_point() else tensor.long(), device) for tensor in passed.values()]
+    return [sum(1 << NAMES.index(name) for name in passed), checksum(torch.stack(sums), device)]
+
+
+def counts_problem(found: Mapping[int, int]) -> str:
+    """found: rows of x by rank."""
+    counts = ", ".join(f"{rows} on rank {rank}" for rank, rows in found.items())
+    return f"{_NEEDS}, got x with {counts} rows; {_REMEDY}"
+
+
+def arguments_problem(found: Mapping[int, int]) -> str:
+    """found: arguments by rank, as `facts` numbers them."""
+    said = [
+        f"{', '.join(name for at, name in enumerate(NAMES) if bits >> at & 1)} on rank {rank}"
+        for rank, bits in found.items()
+    ]
+    return f"{_NEEDS}, got {'; '.join(said)}; {_REMEDY}"
+
+
+class RowComparison:
+    """Of rows whose checksums differ."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._warned = False
+
+    @torch.no_grad()
+    def problem(self, passed: Passed) -> str | None:
+        """None where the rows of all ranks of the link are the same but for rounding. Collective over the link, on
+        whose ranks `passed` holds the same names and as many rows."""
+        largest = 0.0
+        for name, tensor in passed.items():
+            rows = tensor.detach().reshape(len(tensor), -1)
+            share = _distances(rows, self._link) if rows.is_floating_point() else _unequal(rows, self._link)
+            bound = _ROUNDING[rows.dtype] if rows.is_floating_point() else 0.0
+            for (one, other), found in zip(pairwise(self._link.ranks), share, strict=True):
+                far = int((found > bound).sum())
+                if far:
+                    return (
+                        f"{_NEEDS}, and {name} on rank {one} differs from that on rank {other} in {far} of "
+                        f"{len(rows)} rows; {_REMEDY}"
+                    )
+                largest = max(largest, found.max().item())
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the rows of tp ranks {', '.join(map(str, self._link.ranks))} are not equal bit for bit; they differ "
+                f"by up to {largest:.1e} of a row's norm, as rounding does. Each such call compares them in a further "
+                f"exchange",
+                stacklevel=2,
+            )
+        return None
+
+
+def _unequal(rows: Tensor, link: Link) -> Sequence[Tensor]:
+    """1 for each row that is not that of the next rank, else 0."""
+    return [(one != other).any(1).double() for one, other in pairwise(_gathered(rows.long(), link))]
+
+
+def _distances(rows: Tensor, link: Link) -> Sequence[Tensor]:
+    """Of each row from that of the next rank, as a part of its norm; infinite where one alone is NaN."""
+    wide = rows.double() if rows.dtype == torch.float64 else rows.float()
+    columns = wide.shape[1]
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(0, 2, (columns, _SIGNS), generator=generator, device="cpu").to(wide) * 2 - 1
+    norm = wide.norm(dim=1, keepdim=True)
+    found = []
+    for one, other in pairwise(_gathered(torch.cat([(wide @ signs), norm], 1), link)):
+        apart = (one - other)[:, :_SIGNS].square().mean(1).sqrt()
+        part = apart / torch.maximum(one[:, _SIGNS], other[:, _SIGNS]).clamp(min=torch.finfo(wide.dtype).tiny)
+        odd = one.isnan().any(1) != other.isnan().any(1)
+        found.append(part.nan_to_num(0.0).masked_fill(odd, torch.inf))
+    return found
+
+
+def _gathered(rows: Tensor, link: Link) -> list[Tensor]:
+    out = rows.new_empty(link.size * len(rows), rows.shape[1])
+    all_gather_single(out, rows.contiguous(), group=link.group)
+    return list(out.chunk(link.size))
