@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from unittest import mock
 
 import numpy as np
@@ -176,6 +178,20 @@ def test_a_store_does_the_same_by_either_form(weights):
     held.write(chosen, pairs)
     assert all(torch.equal(whole_row(held, slot), rows[source]) for slot, source in ((0, 1), (1, 1), (2, 0)))
     held.write({}, pairs)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda" or not sys.platform.startswith("linux"), reason="of a host's addresses")
+def test_an_address_below_2_to_the_31():
+    """Where a Python that is no position-independent executable has its heap."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    low = libc.mmap(None, 4096, 3, 0x62, -1, ctypes.c_long(0))  # readable, writable; private, anonymous, in 31 bits
+    assert 0 < low < 2**31
+    case = Case([7])
+    out = torch.frombuffer((ctypes.c_uint8 * 56).from_address(low), dtype=torch.uint8)
+    case.kernels.pack(1, 0, 56, out)
+    assert torch.equal(out, case.row(1)[:56])
+    libc.munmap(ctypes.c_void_p(low), 4096)
 
 
 def test_tensors_that_were_replaced_are_found(weights):
