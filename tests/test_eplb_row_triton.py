@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
+import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read as the kernel is imported
-pytest.importorskip("triton", reason="Triton is not installed")
-if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("Triton's interpreter (3.6) takes arrays for numbers, NumPy 2.4 does not", allow_module_level=True)
+from tests.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import ExpertMap, MoEConfig
 from ep_moe.eplb import row_triton, store
@@ -180,14 +180,27 @@ def test_a_store_does_the_same_by_either_form(weights):
     held.write({}, pairs)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda" or not sys.platform.startswith("linux"), reason="of a host's addresses")
+def test_an_address_below_2_to_the_31():
+    """Where a Python that is no position-independent executable has its heap."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    low = libc.mmap(None, 4096, 3, 0x62, -1, ctypes.c_long(0))  # readable, writable; private, anonymous, in 31 bits
+    assert 0 < low < 2**31
+    case = Case([7])
+    out = torch.frombuffer((ctypes.c_uint8 * 56).from_address(low), dtype=torch.uint8)
+    case.kernels.pack(1, 0, 56, out)
+    assert torch.equal(out, case.row(1)[:56])
+    libc.munmap(ctypes.c_void_p(low), 4096)
+
+
 def test_tensors_that_were_replaced_are_found(weights):
-    """As by `.to(device)`: the same parameters, other memory. Kernels must not look where they were."""
+    """By what `.to(device)` calls: other memory. Kernels must not look where they were."""
     held = store_of(weights)
     row = whole_row(held, 1)
     kernels = held._on_gpu()
-    before = {name: parameter.data for name, parameter in weights.tensors.items()}
-    for parameter in weights.parameters():
-        parameter.data = parameter.data.clone()
+    before = {name: tensor.data for name, tensor in weights.tensors.items()}
+    weights._apply(torch.clone)
     for tensor in before.values():
         tensor.zero_()
     assert torch.equal(whole_row(held, 1), row)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
-pytest.importorskip("triton", reason="Triton is not installed")
-if not torch.cuda.is_available() and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("Triton's interpreter (3.6) takes arrays for numbers, NumPy 2.4 does not", allow_module_level=True)
+from tests.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
 
 from ep_moe.experts import fp8_row_kernels
 from ep_moe.experts.fp8_row_kernels import round_rows

@@ -33,7 +33,9 @@ def test_ci_installs_the_triton_that_was_run_on_gpus():
         ("torch", "2.11.0+cu130", "on GPUs"),
         ("torch", "2.13.0+cpu", "on CPU"),
         ("triton", "3.6.0", "on GPUs and on CPU"),
-        ("torch", "9.0.0", "not run; run were 2.11.0 on GPUs; 2.13.0"),
+        ("torch", "9.0.0", "not run; run were 2.11.0 on GPUs; 2.13.0 on CPU; 2.14.1"),
+        ("torch", "2.14.1+cu130", "on CPU in part"),
+        ("triton", "3.8.0", "on CPU in part"),
         ("torch", "2.11.01", "not run; run were"),
         ("triton", None, "run were 3.6.0 on GPUs"),
         ("flashinfer-python", None, "run were 0.7.2.post1 on GPUs"),
@@ -50,7 +52,8 @@ def test_launchers():
     assert launcher_known("3.8.0+git1")
     assert not launcher_known("3.60.0")
     assert not launcher_known("4.0.0")
-    assert {version.rpartition(".")[0] for version in ON_CPU["triton"]} == set(versions.LAUNCHERS)
+    run = (*ON_CPU["triton"], *versions.IN_PART["triton"])
+    assert {version.rpartition(".")[0] for version in run} == set(versions.LAUNCHERS)
 
 
 def test_doctor_says_what_was_not_run(monkeypatch):

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource, compile  # noqa: A004
 
 from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
 from ep_moe.experts import pair_kernels_triton
+from ep_moe.kernels.waiting_triton import Waiting
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing")
 
@@ -65,7 +66,8 @@ def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool)
     types = {name: "constexpr" if name in constants else known.get(name, _number(name)) for name in names}
     given = {(names.index(name),): constants[name] for name in names if name in constants}
     even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*" or _even(name)}
-    source = ASTSource(kernel, types, given, even)
+    jitted = kernel.kernel if isinstance(kernel, Waiting) else kernel
+    source = ASTSource(jitted, types, given, even)
     target = GPUTarget("cuda", 90, 32)
     return str(compile(source, target=target, options={"num_warps": warps}).asm["ptx"])
 

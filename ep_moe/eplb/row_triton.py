@@ -94,7 +94,8 @@ def _weigh(
     inside = at < words
     source = tl.load(entry) + given * words * 8 if PACK else given + first * 8
     word = tl.load(source.to(tl.pointer_type(tl.int64)) + at, mask=inside, other=0)
-    target = out.to(tl.pointer_type(tl.int64)) - start
+    # the interpreter takes an address below 2**31 for an int32, whatever the signature says
+    target = out.to(tl.int64).to(tl.pointer_type(tl.int64)) - start
     if PACK:
         tl.store(target + first + at, word, mask=inside & (first + at >= start) & (first + at < stop))
     if stop > tail:

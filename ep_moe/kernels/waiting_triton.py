@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from ep_moe.errors import BackendUnavailable
 from ep_moe.kernels.warp_paths import parting_branch
-from ep_moe.versions import ON_CPU, ON_GPUS
+from ep_moe.versions import IN_PART, ON_GPUS
 
 
 class Waiting:
@@ -44,7 +44,7 @@ class Waiting:
         ptx = made.asm.get("ptx")
         problem = "it has no PTX" if ptx is None else parting_branch(ptx)
         if problem is not None:
-            known = ", ".join(sorted({*ON_GPUS["triton"], *ON_CPU["triton"]}))
+            known = ", ".join(sorted({*ON_GPUS["triton"], *IN_PART["triton"]}))
             raise BackendUnavailable(
                 f"kernel {self.kernel.fn.__name__!r} of nvlink_p2p waits for other ranks, and Triton "
                 f"{triton.__version__} compiled it so that its warps may part ({problem}); it is not launched. "
