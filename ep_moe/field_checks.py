@@ -8,7 +8,8 @@ from typing import Any, TypeGuard
 
 from ep_moe.errors import ConfigError
 
-LONGEST_DEADLINE_S = 30 * 24 * 3600.0
+SHORTEST_DEADLINE_S = 0.001  # torch counts in milliseconds, and has no word for never
+LONGEST_DEADLINE_S = 7 * 24 * 3600.0  # three of them in milliseconds are still an int32, which poll() takes
 
 
 def check_count(name: str, value: object, *, at_least: int) -> None:
@@ -23,10 +24,11 @@ def check_positive(name: str, value: object) -> None:
 
 
 def deadline_problem(name: str, value: object) -> str | None:
-    """None, or why a number of seconds is no deadline. torch counts in milliseconds, and has no word for never."""
-    if is_number(value) and 0 < value <= LONGEST_DEADLINE_S:
+    """None, or why a number of seconds is no deadline."""
+    if is_number(value) and SHORTEST_DEADLINE_S <= value <= LONGEST_DEADLINE_S:
         return None
-    return f"{name} must be a number of seconds above 0 and at most {LONGEST_DEADLINE_S:g}, got {value!r}"
+    bounds = f"at least {SHORTEST_DEADLINE_S:g} and at most {LONGEST_DEADLINE_S:g}"
+    return f"{name} must be a number of seconds, {bounds}, got {value!r}"
 
 
 def check_kind(name: str, value: object, kind: type) -> None:

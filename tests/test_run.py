@@ -254,6 +254,13 @@ def test_a_large_reference_is_left_out(monkeypatch):
     assert "equal to" in invoke("run", "--text-tokens", 512, "--dp", 1, "--reference").output
 
 
+def test_the_reference_keeps_no_graph(monkeypatch):
+    modes = []
+    monkeypatch.setattr(run_module, "_nll", lambda *_: modes.append(torch.is_grad_enabled()) or (0.0, 1))
+    run_module._reference(Path(str(DEMO)), torch.zeros(2, 8, dtype=torch.int64), 1, torch.float32, torch.device("cpu"))
+    assert modes == [False, False]
+
+
 def here(target, world, arguments, **_):
     """In this process, whose settings a test has changed."""
     store = torch.distributed.HashStore()
@@ -332,11 +339,15 @@ BAD = {
     "--dp -2 --tp 2": "--dp must be at least 1, got -2",
     "--ep 0": "--ep must be at least 1, got 0",
     "--etp 0": "--etp must be at least 1, got 0",
-    "--deadline 0": "--deadline must be a number of seconds above 0 and at most 2.592e\\+06, got 0",
+    "--deadline 0": "--deadline must be a number of seconds, at least 0.001 and at most 604800, got 0",
     "--deadline -1": "--deadline must be a number of seconds",
-    "--deadline nan": "--deadline must be a number of seconds above 0 and at most .*, got nan",
-    "--deadline inf": "--deadline must be a number of seconds above 0 and at most .*, got inf",
-    "--deadline 1e300": "--deadline must be a number of seconds above 0 and at most .*, got 1e\\+300",
+    "--deadline nan": "--deadline must be a number of seconds, .*, got nan",
+    "--deadline inf": "--deadline must be a number of seconds, .*, got inf",
+    "--deadline 1e-9": "--deadline must be a number of seconds, .*, got 1e-09",
+    "--deadline 1e6": "--deadline must be a number of seconds, .*, got 1000000.0",
+    "--dp 1000000": "--dp . --tp = 1000000 ranks are more than the 128 that ep-moe run starts on one machine; ",
+    "--tp 99999999999999999999": "--dp . --tp = 9+ ranks are more than the 128",
+    "--deadline 1e300": "--deadline must be a number of seconds, .*, got 1e\\+300",
     "--dtype float8": "--dtype must be auto or one of float32, bfloat16, float16, got 'float8'",
     "--all2all carrier_pigeon": "--all2all must be auto or one of local, .*, got 'carrier_pigeon'",
     "--quantization fp9": "--quantization must be one of none, fp8_static, .*, got 'fp9'",
