@@ -13,7 +13,9 @@ import multiprocessing
 import os
 import pickle
 import select
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,18 +24,36 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from ep_moe.errors import EPMoEError
 from ep_moe.parallel.link import barrier
 
 _PRELOAD = "ep_moe.testing.preload"
 _GRACE_S = 2.0  # how long the others may take to report after the first failure
+
+# Ends the fork server with the process that began it. The server looks whether that one is there only once it has
+# imported everything, seconds later. Ranks look for themselves.
+_GUARD = """
+import os, signal, sys, time
+pid = int(sys.argv[1])
+if not sys.stdin.buffer.read():  # the end of the file, without a word before it
+    for _ in range(30):  # one that serves ends by itself
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            sys.exit()
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+"""
+_guards: dict[int, subprocess.Popen[bytes]] = {}  # by the fork server that each ends; multiprocessing has one a process
 
 
 class RanksFailed(RuntimeError):
@@ -72,18 +92,19 @@ def run_local_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_PRELOAD])
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
-        for rank in range(world):
-            parent, child = context.Pipe(duplex=False)
-            together = not expect_dead
-            arguments = (target, dict(kwargs or {}), rank, world, deadline_s, threads, together, child, folder)
-            process = context.Process(target=_rank_main, args=arguments, daemon=True)
-            process.start()
-            child.close()
-            pipes.append(parent)
-            processes.append(process)
         try:
+            for rank in range(world):
+                parent, child = context.Pipe(duplex=False)
+                together = not expect_dead
+                arguments = (target, dict(kwargs or {}), rank, world, deadline_s, threads, together, child, folder)
+                process = context.Process(target=_rank_main, args=arguments, daemon=True)
+                process.start()
+                child.close()
+                pipes.append(parent)
+                processes.append(process)
             reports = _collect(pipes, processes, time.monotonic() + deadline_s, set(expect_dead), Path(folder))
             for rank, process in enumerate(processes):
                 process.join(_GRACE_S if reports[rank].ok and rank not in expect_dead else 0)
@@ -96,6 +117,24 @@ def run_local_ranks(
         errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
         raise RanksFailed(f"{len(failures)} of {world} ranks failed in {target}\n" + "\n".join(failures), errors)
     return [report.value for report in reports]
+
+
+def _start_server() -> None:
+    """Start the fork server unless it runs, and what ends it with this process."""
+    resource_tracker.ensure_running()  # unblocks the signal, and so comes first
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:  # the server and its ranks inherit this: Ctrl-C reaches this process alone
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is None or pid in _guards:
+        return
+    for guard in _guards.values():  # of a server that is gone
+        guard.communicate(b"leave it")
+    _guards.clear()
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(pid)]
+    _guards[pid] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _collect(
@@ -148,10 +187,13 @@ def _rank_main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the first one ends the others
     reports = os.dup(pipe.fileno())  # open until this process ends
-    threading.Thread(target=_end_with_reader, args=(reports,), daemon=True, name="ep_moe parent").start()
+    if _reader_is_gone(reports, 0):
+        os._exit(1)
+    threading.Thread(target=_end_with_reader, args=(reports, folder), daemon=True, name="ep_moe parent").start()
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  (faulthandler writes to it until the process ends)
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(threads)
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a rank that is killed leaves behind
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         store = dist.FileStore(f"{folder}/store", -1)
@@ -171,12 +213,18 @@ def _rank_main(
     pipe.close()
 
 
-def _end_with_reader(pipe: int) -> None:
+def _end_with_reader(pipe: int, folder: str) -> None:
     """End this process when nothing reads its reports any more: the one that began it was killed."""
+    _reader_is_gone(pipe, None)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _reader_is_gone(pipe: int, timeout_ms: int | None) -> bool:
+    """Whether the other end of a pipe is closed. timeout_ms: how long to wait for that, None for ever"""
     poll = select.poll()
     poll.register(pipe, 0)  # errors alone, of which a closed other end is one
-    poll.poll()
-    os._exit(1)
+    return bool(poll.poll(timeout_ms))
 
 
 def _resolve(target: str) -> Callable[..., Any]:
