@@ -13,6 +13,7 @@ import torch
 
 from ep_moe import registry
 from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
+from ep_moe.devices import as_device
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.fused.base import INSIDE, FusedExperts
@@ -40,7 +41,7 @@ class Choice:
 def explain(
     config: MoEConfig,
     layout: RankLayout,
-    device: torch.device,
+    device: torch.device | str | int,
     dtype: torch.dtype,
     *,
     all2all: str = AUTO,
@@ -60,7 +61,7 @@ def explain(
 
     Raises ConfigError for an unknown name.
     """
-    options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
+    options, wire, device = options or ExpertsOptions(), wire or PLAIN_WIRE, as_device(device)
     _check_names(all2all, experts)
     ours, others = _ranked(config, layout)
     kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
@@ -98,7 +99,7 @@ def explain(
 def choose(
     config: MoEConfig,
     layout: RankLayout,
-    device: torch.device,
+    device: torch.device | str | int,
     dtype: torch.dtype,
     *,
     all2all: str = AUTO,
@@ -220,15 +221,18 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
     """The same order, with plug-ins ahead of the backends that their `capabilities.ahead_of` names."""
     names = list(order)
     reasons = dict(order)
-    for name in registry.targets(kind):
-        if not registry.is_plugin(kind, name) or registry.why_not(kind, name) is not None:
-            continue
-        named = registry.load(kind, name).capabilities.ahead_of
+    stated = {
+        name: registry.load(kind, name).capabilities.ahead_of
+        for name in registry.targets(kind)
+        if registry.is_plugin(kind, name) and registry.why_not(kind, name) is None
+    }
+    for name, named in [*stated.items()] * len(stated):  # again, for those that name each other
         places = [names.index(other) for other in named if other in names and other != name]
-        if places:
+        if places and not (name in names and names.index(name) < min(places)):
+            first = names[min(places)]
             if name in names:
                 names.remove(name)
-            names.insert(min(places), name)
+            names.insert(names.index(first), name)
             reasons[name] = f"of another package, by its own word ahead of {', '.join(sorted(named))}"
     return {name: reasons[name] for name in names}
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import registry, select
-from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
@@ -294,13 +294,22 @@ def _candidates(
         for pipeline in (None, *parts):
             line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
             geometry = dataclasses.replace(layer.geometry, max_tokens=pipeline or context.wire_tokens)
-            calls = 1 if pipeline is None else kind.calls_in_parts(geometry)
-            if kind.buffer_bytes(geometry) * calls > ROOM:
+            make = partial(_transport, context, transport, geometry, pipeline)
+            dispatcher, problem = _tried(context, f"making {transport}", make)
+            if problem is not None:
+                say(f"{tokens} tokens, {line}: left out, {problem}")
+            elif dispatcher is None:
                 say(f"{tokens} tokens, {line}: left out, its buffers are larger than {ROOM >> 30} GiB")
-                continue
-            dispatcher = context.dispatcher(transport, geometry)
-            found.append(_Candidate(line, partial(_travel, layer, dispatcher, x, routing), captured))
+            else:
+                found.append(_Candidate(line, partial(_travel, layer, dispatcher, x, routing), captured))
     return found
+
+
+def _transport(context: EPContext, name: str, geometry: Geometry, pipeline: int | None) -> Dispatcher | None:
+    """The context's transport for a geometry; None where its buffers are too large."""
+    kind = registry.load("dispatchers", name)
+    calls = 1 if pipeline is None else kind.calls_in_parts(geometry)
+    return None if kind.buffer_bytes(geometry) * calls > ROOM else context.dispatcher(name, geometry)
 
 
 def _travel(layer: MoELayer, dispatcher: Dispatcher, x: Tensor, routing: Routing) -> Tensor:
