@@ -16,6 +16,7 @@ from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_mode
 from ep_moe.devices import as_device
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.field_checks import check_count
 from ep_moe.fused.base import INSIDE, FusedExperts
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.expert_map import ExpertMap
@@ -23,6 +24,7 @@ from ep_moe.types import RowLayout, Weighting, dtype_name
 from ep_moe.weights.schemes import PLAIN, Scheme, scheme_of
 
 AUTO = "auto"
+_MOST_RANKS = 1_000_000  # of a layout on paper: all of them are listed
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,10 @@ def explain_model(
     if dtype not in dtypes:
         raise ConfigError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
     world = parallel.pp * parallel.dp * parallel.tp
+    if world > _MOST_RANKS:
+        raise ConfigError(f"dp * tp must be at most {_MOST_RANKS} ranks, got {world}")
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens, at_least=1)
     layout = RankLayout.from_config(parallel, world=world, rank=0)
     most = None if max_tokens is None else layout.wire_tokens(max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

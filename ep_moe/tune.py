@@ -36,6 +36,7 @@ from ep_moe.weights.schemes import PLAIN, SCHEMES, scheme_of
 
 CUTS = (2, 4)  # parts that a call is cut into, where the transport has fixed buffers
 CUT_FROM = 512  # tokens: with fewer, what each part adds in launches and waiting is all that is measured
+MOST_TOKENS = 1 << 22  # of one call; their rows alone are tens of GiB
 ROOM = 8 << 30  # bytes of one transport's buffers
 INPUT_SCALE = 0.02  # of rows under one scale: far from saturating on what is measured; no time depends on it
 CLOSE = 2.0  # times the fastest trial; slower candidates keep their trial's time
@@ -63,8 +64,10 @@ class TuneOptions:
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.tokens or min(self.tokens) < 1:
-            raise ConfigError(f"--tokens must be numbers of at least 1, got {list(self.tokens)}")
+        if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > MOST_TOKENS:
+            raise ConfigError(
+                f"--tokens must be numbers of at least 1 and at most {MOST_TOKENS}, got {list(self.tokens)}"
+            )
         if self.quantization not in SCHEMES:
             raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}")
         if self.dtype is not None and self.dtype not in _DTYPES:

@@ -427,6 +427,8 @@ def test_explain_prints_the_table_of_a_model():
             r"error: Wire\.dispatch must be one of plain, fp8_block, fp8_row, fp8_tensor, mxfp8",
         ),
         ("--config demo --all2all x", "error: no backend among dispatchers is named 'x'"),
+        ("--config demo --dp 99999999999999999999", "error: dp . tp must be at most 1000000 ranks, got 9"),
+        ("--config demo --max-tokens 0", "error: max_tokens must be an integer of at least 1, got 0"),
     ],
 )
 def test_explain_refuses_in_one_sentence(flags, sentence):
