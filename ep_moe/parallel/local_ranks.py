@@ -15,7 +15,6 @@ import pickle
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,21 +38,24 @@ from ep_moe.parallel.link import barrier
 _PRELOAD = "ep_moe.testing.preload"
 _GRACE_S = 2.0  # how long the others may take to report after the first failure
 
-# Ends the fork server with the process that began it. The server looks whether that one is there only once it has
-# imported everything, seconds later. Ranks look for themselves.
+# Ends the fork server with the process that began it, which holds the other end of its pipe. The server looks whether
+# that one is there only once it has imported everything, seconds later. Ranks look for themselves.
 _GUARD = """
-import os, signal, sys, time
-pid = int(sys.argv[1])
-if not sys.stdin.buffer.read():  # the end of the file, without a word before it
-    for _ in range(30):  # one that serves ends by itself
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            sys.exit()
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
+import os, select, signal, sys, time
+pid, pipe = map(int, sys.argv[1:])
+try:
+    server = os.pidfd_open(pid)  # no other process that gets its number later
+except (AttributeError, OSError):
+    server = None
+if server is None:
+    os.read(pipe, 1)
+    time.sleep(0.3)  # one that serves ends by itself
+    if os.getpgid(pid) == os.getpgid(0):
+        os.kill(pid, signal.SIGKILL)
+elif server not in select.select([pipe, server], [], [])[0] and not select.select([server], [], [], 0.3)[0]:
+    signal.pidfd_send_signal(server, signal.SIGKILL)
 """
-_guards: dict[int, subprocess.Popen[bytes]] = {}  # by the fork server that each ends; multiprocessing has one a process
+_guards: dict[int, int] = {}  # the pipe to the guard of a fork server, of which multiprocessing has one a process
 
 
 class RanksFailed(RuntimeError):
@@ -123,18 +125,19 @@ def _start_server() -> None:
     """Start the fork server unless it runs, and what ends it with this process."""
     resource_tracker.ensure_running()  # unblocks the signal, and so comes first
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:  # the server and its ranks inherit this: Ctrl-C reaches this process alone
+    try:  # what is started here, ranks too, inherits this: Ctrl-C reaches this process alone
         forkserver.ensure_running()
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if pid is None or pid in _guards:
+            return
+        while _guards:  # of a server that is gone
+            os.close(_guards.popitem()[1])
+        reader, _guards[pid] = os.pipe()
+        command = [sys.executable, "-I", "-S", "-c", _GUARD, str(pid), str(reader)]
+        util.spawnv_passfds(os.fsencode(sys.executable), command, [reader])
+        os.close(reader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is None or pid in _guards:
-        return
-    for guard in _guards.values():  # of a server that is gone
-        guard.communicate(b"leave it")
-    _guards.clear()
-    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(pid)]
-    _guards[pid] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _collect(
