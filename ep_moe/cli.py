@@ -21,6 +21,7 @@ from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.eplb import LoadTrace
 from ep_moe.eplb import report as plan_report
 from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_ranks import RanksFailed
 from ep_moe.run import DIGITS, RunOptions, RunReport
 from ep_moe.run import run as run_model
@@ -38,7 +39,9 @@ class _Commands(TyperGroup):
     """Ends a command by one line where a signal ends it, after the ranks that it began."""
 
     def invoke(self, ctx: Any) -> Any:
-        before = signal.signal(signal.SIGTERM, _terminated)
+        before = signal.getsignal(signal.SIGTERM)
+        if not TorchrunEnv.present():  # torchrun's ranks began none, and a handler waits for whatever they wait for
+            signal.signal(signal.SIGTERM, _terminated)
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

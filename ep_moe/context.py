@@ -19,7 +19,7 @@ from ep_moe import registry
 from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.devices import as_device, gpu_index, on_device, on_device_of
-from ep_moe.errors import ConfigError, EPMoEError, OutOfMemory, PeerTimeout
+from ep_moe.errors import ConfigError, ContextClosed, EPMoEError, OutOfMemory, PeerTimeout
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.failed import is_out_of_memory
@@ -254,14 +254,24 @@ class EPContext:
         # before any group is made: a rank that makes another set of them would leave the others waiting
         agreement.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
         made: list[Links] = []
-        abort = (lambda: made[0].abort()) if device.type == "cuda" else None  # gloo has timeouts of its own
+
+        def abort() -> None:
+            for links in made:
+                links.abort()
+
         peers = layout.group("lockstep")  # others have nothing to do with what is told here
         scope = PrefixStore(f"ledger/block{peers[0]}", store)
-        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=abort, device=device)
-        if device.type == "cuda":
-            ledger.prepare_mark(device)
-        made.append(Links(layout, ledger, device, groups, name))
-        agreement.healthy("EPContext", None)  # all have their groups before any uses one
+        frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
+        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device)
+        try:
+            if device.type == "cuda":
+                ledger.prepare_mark(device)
+            with ledger.step("connect", "process groups", counted=False, more_s=COMPILING_S):
+                made.append(Links(layout, ledger, device, groups, name))
+            agreement.healthy("EPContext", None)  # all have their groups before any uses one
+        except BaseException:
+            ledger.close(wait=False)  # no context will
+            raise
         return cls(layout, device, store, made[0], ledger, max_tokens)
 
     @classmethod
@@ -442,13 +452,14 @@ class EPContext:
         # what failed may have left kernels that wait for ever
         if self.device.type == "cuda" and static and not self.ledger.failed:
             torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
-        if self.ledger.alone or dist.is_initialized():  # else the connections are closed already
-            try:
+        try:
+            if not self.links.ended:  # else the connections are closed already
                 # nobody closes connections while a peer still opens or uses them
                 self.agreement.healthy("EPContext.destroy", None)
-            except PeerTimeout:
-                pass  # a lost peer has been reported where it was lost; what is here is given back all the same
-        self._release()
+        except RuntimeError:  # PeerTimeout, or torch's where the store is gone, and with it the job
+            pass  # a lost peer has been reported where it was lost; what is here is given back all the same
+        finally:
+            self._release()
 
     def _release(self) -> None:
         self.ledger.close()
@@ -470,13 +481,14 @@ class EPContext:
         elif not self._destroyed:
             # peers are not waited for: whatever ended this rank may have ended them too
             self._destroyed = True
+            self._dropped.detach()
             self.ledger.close()
 
     def _check_alive(self) -> None:
         if self._destroyed:
-            raise RuntimeError("this EPContext was destroyed; keep it alive as long as its layers")
-        if not (self.ledger.alone or dist.is_initialized()):
-            raise RuntimeError(
+            raise ContextClosed("this EPContext was destroyed; keep it alive as long as its layers")
+        if self.links.ended:
+            raise ContextClosed(
                 "torch.distributed was ended (destroy_process_group), and with it the groups of this EPContext; end it "
                 "after the last call, and make another context where it begins again"
             )

@@ -112,7 +112,10 @@ def as_device(device: object, what: str = "device") -> torch.device:
             raise ConfigError(f"{what} must be a torch.device or its name, got {device!r}: {error}") from None
     if not isinstance(device, torch.device):
         raise ConfigError(f"{what} must be a torch.device or its name, such as 'cuda:0', got {device!r}")
-    return with_index(device)
+    try:
+        return with_index(device)
+    except (AssertionError, RuntimeError) as error:  # a build for CPUs asserts
+        raise ConfigError(f"{what} {str(device)!r} is none that torch has here: {error}") from None
 
 
 def memory_left(device: torch.device) -> tuple[int, int]:

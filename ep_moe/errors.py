@@ -34,6 +34,10 @@ class PeerTimeout(EPMoEError, RuntimeError):
     """A peer died, hung or went another way; the message names the phase and the ranks."""
 
 
+class ContextClosed(EPMoEError, RuntimeError):
+    """A use of an `EPContext` after its `destroy`, or after `destroy_process_group` ended its groups."""
+
+
 class RankFailed(EPMoEError, RuntimeError):
     """An exception left a layer's call on one rank, while its peers were in the same call. The message names the rank
     and the exception. The context cannot be used again, and each further call raises this on all ranks."""

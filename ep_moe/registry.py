@@ -48,6 +48,9 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     },
 }
 
+# words that `all2all=` and `experts=` take beside names
+_RESERVED = {"auto": "the choice of the best", "inside": "the transport of fused kernels"}
+
 # the class that a backend of a kind extends
 _BASES: dict[Kind, str] = {
     "dispatchers": "ep_moe.all2all.base:Dispatcher",
@@ -70,8 +73,16 @@ def is_plugin(kind: Kind, name: str) -> bool:
 def _plugins(kind: Kind) -> dict[str, str]:
     """Entry points of other packages. Kept, because looking reads the metadata of everything installed."""
     found: dict[str, str] = {}
-    for point in entry_points(group=f"ep_moe.{kind}"):
-        first = (_BUILT_IN[kind] | found).get(point.name)
+    taken = _RESERVED | _BUILT_IN[kind]
+    if kind != "dispatchers":  # `experts=` names both
+        taken |= _BUILT_IN["experts"] | _BUILT_IN["fused"] | (_plugins("experts") if kind == "fused" else {})
+    try:
+        points = list(entry_points(group=f"ep_moe.{kind}"))
+    except Exception as error:  # the metadata of any package may be broken
+        warnings.warn(f"entry points of group ep_moe.{kind} cannot be read: {told(error)}", UserWarning, stacklevel=2)
+        points = []
+    for point in points:
+        first = (taken | found).get(point.name)
         if first is None:
             found[point.name] = point.value
         elif first != point.value:
@@ -98,16 +109,18 @@ def load(kind: Kind, name: str) -> Any:
     try:
         backend = _named(target)
         problem = _class_problem(backend, _named(_BASES[kind]))
-    except Exception as error:  # a library that is half there raises what it likes
-        raise BackendUnavailable(f"{target} does not import: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a library that is half there raises what it likes, SystemExit too
+        raise BackendUnavailable(f"{target} does not import: {told(error)}") from error
     if problem is not None:
         raise BackendUnavailable(f"{target} {problem}")
     return backend
 
 
 def _named(target: str) -> Any:
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    module, _, attribute = target.partition("[")[0].strip().partition(":")  # behind "[" are extras
+    return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
 def _class_problem(backend: Any, base: Any) -> str | None:
@@ -118,9 +131,23 @@ def _class_problem(backend: Any, base: Any) -> str | None:
         return f"does not define {', '.join(missing)}"
     wanted = base.__annotations__["capabilities"].removeprefix("ClassVar[").removesuffix("]")
     found = getattr(backend, "capabilities", None)
-    if not any(kind.__name__ == wanted for kind in type(found).__mro__):
+    extended: Any = next((kind for kind in type(found).__mro__ if kind.__name__ == wanted), None)
+    if extended is None:
         return f"has no capabilities: a class attribute that is a {wanted}"
+    name = getattr(backend, "name", None)
+    if not isinstance(name, str) or not name:
+        return f"has no name: a class attribute that errors call it by, got {name!r}"
+    try:
+        extended.check(found)
+    except ConfigError as error:
+        return f"has capabilities that make no sense: {error}"
     return None
+
+
+def told(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def why_not(kind: Kind, name: str) -> str | None:
@@ -137,11 +164,16 @@ def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
     """What a backend answers: None or a reason why not. That a plug-in raises is a reason too."""
     try:
         reason = ask()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too
         if not is_plugin(kind, name):
             raise  # a bug of our own
-        return f"it raised {type(error).__name__} when it was asked whether it can run: {error}"
-    return None if reason is None else str(reason)
+        kind_of, _, text = told(error).partition(": ")
+        return f"it raised {kind_of} when it was asked whether it can run: {text}"
+    if reason is None or (isinstance(reason, str) and reason):
+        return reason
+    return f"it answered {reason!r} when it was asked whether it can run: None or the reason why not is expected"
 
 
 def without_flashinfer() -> str | None:

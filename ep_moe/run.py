@@ -31,6 +31,8 @@ from ep_moe.tuned import Tuned
 from ep_moe.weights.schemes import PLAIN, SCHEMES
 
 LAPTOP_RANKS = 4
+_MOST_LOCAL_RANKS = 128  # each is a process of a few hundred MiB
+_LOCAL_DEADLINE_S = 900.0  # of a whole run on this machine, however soon a silent peer is lost
 DEMO = resources.files("ep_moe") / "demo"
 DIGITS = 5  # to which the perplexities must agree in float32
 _REFERENCE_BYTES = 32 * 2**30  # of files: what a GPU or a laptop holds beside this rank's own part
@@ -114,10 +116,14 @@ def run(options: RunOptions) -> RunReport | None:
         finally:
             dist.destroy_process_group()
     world = (options.dp or 1) * (options.tp or 1) if options.dp or options.tp else LAPTOP_RANKS
+    if world > _MOST_LOCAL_RANKS:
+        raise ConfigError(
+            f"--dp * --tp = {world} ranks are more than the {_MOST_LOCAL_RANKS} that ep-moe run starts on one machine; "
+            f"give smaller ones, or start the ranks with torchrun"
+        )
     arguments = {"options": settle(options, world), "device": torch.device("cpu")}
-    report: RunReport = run_local_ranks("ep_moe.run:run_on_rank", world, arguments, deadline_s=3 * options.deadline_s)[
-        0
-    ]
+    longest = max(3 * options.deadline_s, _LOCAL_DEADLINE_S)
+    report: RunReport = run_local_ranks("ep_moe.run:run_on_rank", world, arguments, deadline_s=longest)[0]
     return report
 
 
@@ -295,7 +301,6 @@ def _nll(model: Any, windows: Tensor) -> tuple[float, int]:
     return float(loss), targets.numel()
 
 
-@torch.no_grad()
 def _too_large(folder: Path) -> str | None:
     """None, or why the untouched model is not run where it was not asked for."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -304,6 +309,7 @@ def _too_large(folder: Path) -> str | None:
     return f"its weights have {size / 2**30:.0f} GiB, all of them in one process; --reference runs it all the same"
 
 
+@torch.no_grad()
 def _reference(folder: Path, windows: Tensor, batch: int, dtype: torch.dtype, device: torch.device) -> float:
     """The untouched model's perplexity, in this process alone."""
     from transformers import AutoModelForCausalLM

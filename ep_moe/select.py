@@ -13,8 +13,10 @@ import torch
 
 from ep_moe import registry
 from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
+from ep_moe.devices import as_device
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.field_checks import check_count
 from ep_moe.fused.base import INSIDE, FusedExperts
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.expert_map import ExpertMap
@@ -22,6 +24,7 @@ from ep_moe.types import RowLayout, Weighting, dtype_name
 from ep_moe.weights.schemes import PLAIN, Scheme, scheme_of
 
 AUTO = "auto"
+_MOST_RANKS = 1_000_000  # of a layout on paper: all of them are listed
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Choice:
 def explain(
     config: MoEConfig,
     layout: RankLayout,
-    device: torch.device,
+    device: torch.device | str | int,
     dtype: torch.dtype,
     *,
     all2all: str = AUTO,
@@ -60,7 +63,7 @@ def explain(
 
     Raises ConfigError for an unknown name.
     """
-    options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
+    options, wire, device = options or ExpertsOptions(), wire or PLAIN_WIRE, as_device(device)
     _check_names(all2all, experts)
     ours, others = _ranked(config, layout)
     kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
@@ -98,7 +101,7 @@ def explain(
 def choose(
     config: MoEConfig,
     layout: RankLayout,
-    device: torch.device,
+    device: torch.device | str | int,
     dtype: torch.dtype,
     *,
     all2all: str = AUTO,
@@ -166,6 +169,10 @@ def explain_model(
     if dtype not in dtypes:
         raise ConfigError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
     world = parallel.pp * parallel.dp * parallel.tp
+    if world > _MOST_RANKS:
+        raise ConfigError(f"dp * tp must be at most {_MOST_RANKS} ranks, got {world}")
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens, at_least=1)
     layout = RankLayout.from_config(parallel, world=world, rank=0)
     most = None if max_tokens is None else layout.wire_tokens(max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -220,15 +227,18 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
     """The same order, with plug-ins ahead of the backends that their `capabilities.ahead_of` names."""
     names = list(order)
     reasons = dict(order)
-    for name in registry.targets(kind):
-        if not registry.is_plugin(kind, name) or registry.why_not(kind, name) is not None:
-            continue
-        named = registry.load(kind, name).capabilities.ahead_of
+    stated = {
+        name: registry.load(kind, name).capabilities.ahead_of
+        for name in registry.targets(kind)
+        if registry.is_plugin(kind, name) and registry.why_not(kind, name) is None
+    }
+    for name, named in [*stated.items()] * len(stated):  # again, for those that name each other
         places = [names.index(other) for other in named if other in names and other != name]
-        if places:
+        if places and not (name in names and names.index(name) < min(places)):
+            first = names[min(places)]
             if name in names:
                 names.remove(name)
-            names.insert(min(places), name)
+            names.insert(names.index(first), name)
             reasons[name] = f"of another package, by its own word ahead of {', '.join(sorted(named))}"
     return {name: reasons[name] for name in names}
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import registry, select
-from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
@@ -36,6 +36,7 @@ from ep_moe.weights.schemes import PLAIN, SCHEMES, scheme_of
 
 CUTS = (2, 4)  # parts that a call is cut into, where the transport has fixed buffers
 CUT_FROM = 512  # tokens: with fewer, what each part adds in launches and waiting is all that is measured
+MOST_TOKENS = 1 << 22  # of one call; their rows alone are tens of GiB
 ROOM = 8 << 30  # bytes of one transport's buffers
 INPUT_SCALE = 0.02  # of rows under one scale: far from saturating on what is measured; no time depends on it
 CLOSE = 2.0  # times the fastest trial; slower candidates keep their trial's time
@@ -63,8 +64,10 @@ class TuneOptions:
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.tokens or min(self.tokens) < 1:
-            raise ConfigError(f"--tokens must be numbers of at least 1, got {list(self.tokens)}")
+        if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > MOST_TOKENS:
+            raise ConfigError(
+                f"--tokens must be numbers of at least 1 and at most {MOST_TOKENS}, got {list(self.tokens)}"
+            )
         if self.quantization not in SCHEMES:
             raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}")
         if self.dtype is not None and self.dtype not in _DTYPES:
@@ -294,13 +297,22 @@ def _candidates(
         for pipeline in (None, *parts):
             line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
             geometry = dataclasses.replace(layer.geometry, max_tokens=pipeline or context.wire_tokens)
-            calls = 1 if pipeline is None else kind.calls_in_parts(geometry)
-            if kind.buffer_bytes(geometry) * calls > ROOM:
+            make = partial(_transport, context, transport, geometry, pipeline)
+            dispatcher, problem = _tried(context, f"making {transport}", make)
+            if problem is not None:
+                say(f"{tokens} tokens, {line}: left out, {problem}")
+            elif dispatcher is None:
                 say(f"{tokens} tokens, {line}: left out, its buffers are larger than {ROOM >> 30} GiB")
-                continue
-            dispatcher = context.dispatcher(transport, geometry)
-            found.append(_Candidate(line, partial(_travel, layer, dispatcher, x, routing), captured))
+            else:
+                found.append(_Candidate(line, partial(_travel, layer, dispatcher, x, routing), captured))
     return found
+
+
+def _transport(context: EPContext, name: str, geometry: Geometry, pipeline: int | None) -> Dispatcher | None:
+    """The context's transport for a geometry; None where its buffers are too large."""
+    kind = registry.load("dispatchers", name)
+    calls = 1 if pipeline is None else kind.calls_in_parts(geometry)
+    return None if kind.buffer_bytes(geometry) * calls > ROOM else context.dispatcher(name, geometry)
 
 
 def _travel(layer: MoELayer, dispatcher: Dispatcher, x: Tensor, routing: Routing) -> Tensor:

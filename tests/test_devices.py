@@ -175,6 +175,14 @@ def test_devices_by_name(given):
         assert context.device == layer.device == torch.device("cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("given", ["cuda", 0, torch.device("cuda")])
+def test_a_gpu_that_is_not_there_is_refused(given):
+    """torch raises an AssertionError, or a RuntimeError, as it was built."""
+    with pytest.raises(ConfigError, match=r"device .*got 0|device 'cuda' is none that torch has here"):
+        EPContext.local(given)
+
+
 @pytest.mark.parametrize("wrong", ["", "cud", "cpu:x", -1, True, 1.5, [], object()])
 def test_what_is_no_device_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"device must be a torch.device or its name"):

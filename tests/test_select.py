@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,11 @@ class Hasty(LocalDispatcher):
 class EagerTransport(LocalDispatcher):
     name = "eager"
     capabilities = dataclasses.replace(LocalDispatcher.capabilities, ahead_of=frozenset({"local"}))
+
+
+class BeforeEager(LocalDispatcher):
+    name = "first"
+    capabilities = dataclasses.replace(LocalDispatcher.capabilities, ahead_of=frozenset({"eager", "nothing"}))
 
 
 class EagerKernel(ReferenceExperts):
@@ -391,7 +397,55 @@ class RaisesForAShape(LocalDispatcher):
         raise ZeroDivisionError("division by zero")
 
 
+class SaysYes(LocalDispatcher):
+    name = "says_yes"
+
+    @classmethod
+    def available(cls):
+        return True
+
+
+class Leaves(LocalDispatcher):
+    name = "leaves"
+
+    @classmethod
+    def available(cls) -> str | None:
+        raise SystemExit("no licence")
+
+
+class Nameless(LocalDispatcher):
+    name = None
+
+
+class Spelled(LocalDispatcher):
+    """In a module of others: they go on."""
+
+    name = "spelled"
+    capabilities = dataclasses.replace(LocalDispatcher.capabilities, weighting="experts")
+
+
+class Changed(LocalDispatcher):
+    name = "changed"
+    capabilities = dataclasses.replace(LocalDispatcher.capabilities, alignment_bytes=0)
+
+
+class _Moody(type(LocalDispatcher)):
+    @property
+    def capabilities(cls):
+        raise RuntimeError("ask me\n tomorrow")
+
+
+class Property(LocalDispatcher, metaclass=_Moody):
+    name = "property"
+
+
 BAD_TRANSPORTS = {
+    "SaysYes": "it answered True when it was asked whether it can run: None or the reason why not is expected",
+    "Leaves": "it raised SystemExit when it was asked whether it can run: no licence",
+    "Nameless": "has no name: a class attribute that errors call it by, got None",
+    "Spelled": "capabilities that make no sense: DispatcherCapabilities.weighting must be a Weighting, got 'experts'",
+    "Changed": "DispatcherCapabilities.alignment_bytes must be an integer of at least 1, got 0",
+    "Property": "does not import: RuntimeError: ask me tomorrow",
     "NoDispatcher": "is no subclass of ep_moe.all2all.base.Dispatcher",
     "Incomplete": "does not define ",
     "WithoutCapabilities": "has no capabilities: a class attribute that is a DispatcherCapabilities",
@@ -436,10 +490,90 @@ def test_capabilities_that_make_no_sense_are_refused(wrong):
     ):
         for field in fields:
             with pytest.raises(ConfigError, match=rf"{field} must be an integer of at least 1, got"):
-                dataclasses.replace(can, **{field: wrong})
-    for field, value in (("devices", "cpu"), ("layouts", [RowLayout.BATCHED]), ("cuda_graph", 1)):
-        with pytest.raises(ConfigError, match=f"ExpertsCapabilities.{field} must be a"):
-            dataclasses.replace(ReferenceExperts.capabilities, **{field: value})
+                dataclasses.replace(can, **{field: wrong}).check()
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("devices", "cpu"),
+        ("devices", frozenset({CPU})),
+        ("layouts", [RowLayout.BATCHED]),
+        ("layouts", frozenset({"batched"})),
+        ("dtypes", frozenset({"float32"})),
+        ("activations", None),
+        ("cuda_graph", 1),
+        ("min_compute_capability", 9),
+        ("max_compute_capability", (9,)),
+        ("run_on", frozenset({90})),
+    ],
+)
+def test_a_kernels_capabilities_hold_what_their_class_says(plugins, monkeypatch, field, wrong):
+    monkeypatch.setattr(
+        Aligned, "capabilities", dataclasses.replace(ReferenceExperts.capabilities, **{field: wrong}), raising=False
+    )
+    plugins(experts={"aligned": "tests.test_select:Aligned"})
+    assert f"ExpertsCapabilities.{field} must be a " in refusal("local", "aligned")
+    assert choose(config(), layout(1), CPU, torch.float32).experts == "reference"
+    with pytest.raises(BackendUnavailable, match=f"capabilities that make no sense: ExpertsCapabilities.{field}"):
+        registry.load("experts", "aligned")
+
+
+@pytest.mark.parametrize("module", ["raise SystemExit(7)", "import pytest; pytest.importorskip('nothing_there')"])
+def test_a_module_that_ends_the_process_takes_no_other_down(plugins, tmp_path, monkeypatch, module):
+    (tmp_path / "ends_it.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins(experts={"ends": "ends_it:Class"})
+    assert "ends_it:Class does not import: S" in refusal("local", "ends")
+    assert choose(config(), layout(1), CPU, torch.float32).experts == "reference"
+    assert any(row[1] == "ends" and "does not import" in row[2] for row in doctor.backends())
+    sys.modules.pop("ends_it", None)
+
+
+class Outer:
+    class Inner(ReferenceExperts):
+        name = "inner"
+
+
+@pytest.mark.parametrize("target", ["tests.test_select:Outer.Inner", "tests.test_select:Outer.Inner [gpu]"])
+def test_entry_points_are_read_as_packages_write_them(plugins, target):
+    plugins(experts={"inner": target})
+    assert choose(config(), layout(1), "cpu", torch.float32, experts="inner").experts == "inner"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "name", "owner"),
+    [
+        ({"experts": {"auto": "tests.test_select:Aligned"}}, "auto", "the choice of the best"),
+        ({"dispatchers": {"inside": "tests.test_select:Sibling"}}, "inside", "the transport of fused kernels"),
+        ({"fused": {"reference": "tests.test_select:Aligned"}}, "reference", "ep_moe.experts.reference:Ref"),
+        ({"experts": {"own": "a:B"}, "fused": {"own": "c:D"}}, "own", "a:B"),
+    ],
+)
+def test_names_that_would_mean_two_things_are_ignored_with_a_warning(plugins, kinds, name, owner):
+    plugins(**kinds)
+    with pytest.warns(UserWarning, match=f"{name!r} in group .* and {owner}.* has that name"):  # noqa: PT031
+        for kind in ("dispatchers", "experts", "fused"):
+            registry.targets(kind)
+    assert choose(config(), layout(1), CPU, torch.float32).experts == "reference"
+
+
+def test_metadata_that_cannot_be_read_takes_no_backend_down(monkeypatch):
+    def entry_points(*, group):
+        raise ValueError("a line without '='")
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    registry._plugins.cache_clear()
+    with pytest.warns(UserWarning, match="ep_moe.experts cannot be read: ValueError: a line without '='"):
+        assert choose(config(), layout(1), CPU, torch.float32).experts == "reference"
+
+
+@pytest.mark.parametrize("names", [("first", "eager"), ("eager", "first")])
+def test_a_plugin_may_go_ahead_of_another(plugins, names):
+    classes = {"first": "BeforeEager", "eager": "EagerTransport"}
+    plugins(dispatchers={name: f"tests.test_select:{classes[name]}" for name in names})
+    order = list(dict.fromkeys(row.all2all for row in explain(config(), layout(1), CPU, torch.float32)))
+    assert order[:3] == ["first", "eager", "local"]
 
 
 def test_a_plugin_may_go_ahead_of_others(plugins):

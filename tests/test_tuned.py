@@ -302,7 +302,8 @@ def invoke(*arguments: str):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--tokens", "0"), "--tokens must be numbers of at least 1, got [0]"),
+        (("--tokens", "0"), "--tokens must be numbers of at least 1 and at most 4194304, got [0]"),
+        (("--tokens", "99999999999999999999"), "at most 4194304, got [99999999999999999999]"),
         (("--quantization", "int3"), "--quantization must be one of none,"),
         (("--dtype", "int8"), "--dtype must be one of bfloat16,"),
         (("--wire", "fp4"), "Wire.dispatch must be one of plain,"),

@@ -36,7 +36,7 @@ from ep_moe.bench.scaling_model import (
     tokens_text,
     wire_bound_from,
 )
-from ep_moe.bench.start import Where, one_sentence, parse, positive
+from ep_moe.bench.start import Where, not_negative, one_sentence, parse, positive
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.eplb.price import H200
 from ep_moe.errors import ConfigError
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS, help="of each rank")
     parser.add_argument("--totals", nargs="+", type=positive, default=TOTALS, help="tokens of the whole job")
     parser.add_argument("--per-host", type=positive, default=PER_HOST, help="ranks that NVLink joins")
-    parser.add_argument("--extra-us", nargs="+", type=float, default=EXTRA_US, help="of deduplication at any T")
+    parser.add_argument("--extra-us", nargs="+", type=not_negative, default=EXTRA_US, help="of deduplication at any T")
     parser.add_argument("--measured", nargs="+", type=Path, default=(), help="files of bench.layer or bench.all2all")
     parser.add_argument("--measured-ranks", type=positive, default=4, help="where such a file does not say")
     parser.add_argument("--csv", type=Path)

@@ -33,6 +33,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> float:
+    """A type of arguments: a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
 def check_dealt(experts: int) -> None:
     """For benchmarks whose peers or floors have as many experts on each rank. Raises ConfigError on all ranks alike."""
     ranks = TorchrunEnv.read().world_size

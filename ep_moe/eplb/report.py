@@ -15,7 +15,7 @@ from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import H200, LayerTime, Machine, Price, verdict
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_positive
+from ep_moe.field_checks import check_count, check_positive, is_number
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.targets import check_picture
 
@@ -34,6 +34,12 @@ class Question:
 
     def __post_init__(self) -> None:
         check_positive("bytes_per_weight", self.bytes_per_weight)
+        for name in ("nodes", "groups", "within_steps"):
+            check_count(name, getattr(self, name), at_least=1)
+        if not is_number(self.tolerance) or not 0 <= self.tolerance < float("inf"):
+            raise ConfigError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
+        if not is_number(self.enough) or not 0 < self.enough <= 1:
+            raise ConfigError(f"enough must be a number above 0 and at most 1, got {self.enough!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +99,10 @@ def what_if(
     """
     config = _config(trace, model)
     rows: list[Answer | Impossible] = []
+    for count in ranks:
+        check_count("ranks", count, at_least=1)
+    for extra in redundant:
+        check_count("redundant", extra, at_least=0)
     for count in ranks:
         for extra in redundant:
             try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
-from ep_moe.field_checks import check_count, check_sets
+from ep_moe.field_checks import check_count, check_fields
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.prepare import Preparation
@@ -54,8 +54,10 @@ class KernelCapabilities:
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     ahead_of: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        check_sets(self)
+    def check(self) -> None:
+        """Raise ConfigError for what makes no sense. The registry asks where a class is looked up, so that one
+        class leaves the others of its module alone."""
+        check_fields(self, KernelCapabilities)
 
     def problem(
         self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
@@ -98,8 +100,8 @@ class ExpertsCapabilities(KernelCapabilities):
     wire_ids: bool = False
     peer_out: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        check_fields(self, ExpertsCapabilities)
         check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
 
 

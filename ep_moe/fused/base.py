@@ -21,7 +21,7 @@ from ep_moe.all2all.checks import routing_problem, too_many_tokens
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.experts.base import ExpertsOptions, KernelCapabilities
-from ep_moe.field_checks import check_count
+from ep_moe.field_checks import check_count, check_fields
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.link import Link
 from ep_moe.placement.expert_map import ExpertMap
@@ -57,9 +57,9 @@ class FusedCapabilities(KernelCapabilities):
     max_ranks: int | None = None
     devices: frozenset[str] = frozenset({"cuda"})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("hidden_unit", "inner_unit", "min_ranks"):
+    def check(self) -> None:
+        check_fields(self, FusedCapabilities)
+        for name in ("hidden_unit", "inner_unit", "min_ranks", *(() if self.max_ranks is None else ("max_ranks",))):
             check_count(f"FusedCapabilities.{name}", getattr(self, name), at_least=1)
 
 

@@ -194,6 +194,7 @@ class Links:
         name: str = "",
     ) -> None:
         self._made: list[ProcessGroup] = []
+        self._groups: list[ProcessGroup] = []  # of all links, each once
         self._device = device
         self._links: dict[str, Link] = {}
         # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the ledger, which raises
@@ -209,10 +210,18 @@ class Links:
                     group = make_group(layout, kind, name, timedelta(seconds=seconds))
                     self._made.append(group)
             known.append((every, group))
+            if group is not None and group not in self._groups:
+                self._groups.append(group)
             self._links[kind] = Link(group, tuple(mine), mine.index(layout.rank), ledger)
 
     def __getitem__(self, kind: str) -> Link:
         return self._links[kind]
+
+    @property
+    def ended(self) -> bool:
+        """Whether a caller ended a group in torch.distributed, alone or with all others."""
+        known = dist.distributed_c10d._world.pg_map
+        return not all(group in known for group in self._groups)
 
     def abort(self) -> None:
         """Free whoever waits on a device for a collective of these groups."""
@@ -221,12 +230,10 @@ class Links:
                 group.abort()
 
     def destroy(self) -> None:
-        # a caller who ended torch.distributed first has ended these groups too
-        if dist.is_initialized():
-            for group in self._made:
-                if group in dist.distributed_c10d._world.pg_map:
-                    dist.destroy_process_group(group)
-        self._made = []
+        for group in self._made:
+            if group in dist.distributed_c10d._world.pg_map:  # else the caller ended it
+                dist.destroy_process_group(group)
+        self._made, self._groups = [], []
 
 
 def check_groups(layout: RankLayout, groups: Mapping[str, ProcessGroup]) -> None:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -22,18 +23,39 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from ep_moe.errors import EPMoEError
 from ep_moe.parallel.link import barrier
 
 _PRELOAD = "ep_moe.testing.preload"
 _GRACE_S = 2.0  # how long the others may take to report after the first failure
+
+# Ends the fork server with the process that began it, which holds the other end of its pipe. The server looks whether
+# that one is there only once it has imported everything, seconds later. Ranks look for themselves.
+_GUARD = """
+import os, select, signal, sys, time
+pid, pipe = map(int, sys.argv[1:])
+try:
+    server = os.pidfd_open(pid)  # no other process that gets its number later
+except (AttributeError, OSError):
+    server = None
+if server is None:
+    os.read(pipe, 1)
+    time.sleep(0.3)  # one that serves ends by itself
+    if os.getpgid(pid) == os.getpgid(0):
+        os.kill(pid, signal.SIGKILL)
+elif server not in select.select([pipe, server], [], [])[0] and not select.select([server], [], [], 0.3)[0]:
+    signal.pidfd_send_signal(server, signal.SIGKILL)
+"""
+_guards: dict[int, int] = {}  # the pipe to the guard of a fork server, of which multiprocessing has one a process
 
 
 class RanksFailed(RuntimeError):
@@ -72,18 +94,19 @@ def run_local_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_PRELOAD])
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
-        for rank in range(world):
-            parent, child = context.Pipe(duplex=False)
-            together = not expect_dead
-            arguments = (target, dict(kwargs or {}), rank, world, deadline_s, threads, together, child, folder)
-            process = context.Process(target=_rank_main, args=arguments, daemon=True)
-            process.start()
-            child.close()
-            pipes.append(parent)
-            processes.append(process)
         try:
+            for rank in range(world):
+                parent, child = context.Pipe(duplex=False)
+                together = not expect_dead
+                arguments = (target, dict(kwargs or {}), rank, world, deadline_s, threads, together, child, folder)
+                process = context.Process(target=_rank_main, args=arguments, daemon=True)
+                process.start()
+                child.close()
+                pipes.append(parent)
+                processes.append(process)
             reports = _collect(pipes, processes, time.monotonic() + deadline_s, set(expect_dead), Path(folder))
             for rank, process in enumerate(processes):
                 process.join(_GRACE_S if reports[rank].ok and rank not in expect_dead else 0)
@@ -96,6 +119,25 @@ def run_local_ranks(
         errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
         raise RanksFailed(f"{len(failures)} of {world} ranks failed in {target}\n" + "\n".join(failures), errors)
     return [report.value for report in reports]
+
+
+def _start_server() -> None:
+    """Start the fork server unless it runs, and what ends it with this process."""
+    resource_tracker.ensure_running()  # unblocks the signal, and so comes first
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:  # what is started here, ranks too, inherits this: Ctrl-C reaches this process alone
+        forkserver.ensure_running()
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if pid is None or pid in _guards:
+            return
+        while _guards:  # of a server that is gone
+            os.close(_guards.popitem()[1])
+        reader, _guards[pid] = os.pipe()
+        command = [sys.executable, "-I", "-S", "-c", _GUARD, str(pid), str(reader)]
+        util.spawnv_passfds(os.fsencode(sys.executable), command, [reader])
+        os.close(reader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _collect(
@@ -148,10 +190,13 @@ def _rank_main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the first one ends the others
     reports = os.dup(pipe.fileno())  # open until this process ends
-    threading.Thread(target=_end_with_reader, args=(reports,), daemon=True, name="ep_moe parent").start()
+    if _reader_is_gone(reports, 0):
+        os._exit(1)
+    threading.Thread(target=_end_with_reader, args=(reports, folder), daemon=True, name="ep_moe parent").start()
     stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  (faulthandler writes to it until the process ends)
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(threads)
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a rank that is killed leaves behind
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         store = dist.FileStore(f"{folder}/store", -1)
@@ -171,12 +216,18 @@ def _rank_main(
     pipe.close()
 
 
-def _end_with_reader(pipe: int) -> None:
+def _end_with_reader(pipe: int, folder: str) -> None:
     """End this process when nothing reads its reports any more: the one that began it was killed."""
+    _reader_is_gone(pipe, None)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _reader_is_gone(pipe: int, timeout_ms: int | None) -> bool:
+    """Whether the other end of a pipe is closed. timeout_ms: how long to wait for that, None for ever"""
     poll = select.poll()
     poll.register(pipe, 0)  # errors alone, of which a closed other end is one
-    poll.poll()
-    os._exit(1)
+    return bool(poll.poll(timeout_ms))
 
 
 def _resolve(target: str) -> Callable[..., Any]:

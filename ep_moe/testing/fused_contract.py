@@ -50,6 +50,7 @@ def check_fused(
     all ranks alike.
     """
     can, device, checked = kind.capabilities, rank_device(), 0
+    can.check()
     sizes = ParallelConfig(dp=dist.get_world_size(), ep=None if can.travels else 1)
     bounds = [(top_k, max_tokens[0]) for top_k in top_ks] + [(top_ks[-1], bound) for bound in max_tokens[1:]]
     with EPContext.from_groups(sizes, device=device, deadline_s=deadline_s) as context:

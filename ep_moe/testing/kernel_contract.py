@@ -62,6 +62,7 @@ def check_experts(
     """
     device = as_device(device)
     can, checked = kind.capabilities, 0
+    can.check()
     for scheme in schemes or computed_on(device, kind):
         for dtype in sorted(can.dtypes, key=str):
             for activation in activations or sorted(can.activations, key=lambda a: a.value):

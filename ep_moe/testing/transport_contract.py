@@ -77,6 +77,7 @@ def check_dispatcher(
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
         can = _capabilities(factory, context)
+        can.check()
         dtypes = dtypes or sorted(can.dtypes or {torch.bfloat16, torch.float16, torch.float32}, key=str)
         for top_k in top_ks:
             for dtype in dtypes if top_k == top_ks[-1] else dtypes[:1]:

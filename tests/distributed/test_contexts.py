@@ -12,12 +12,15 @@ import torch.distributed as dist
 from ep_moe import (
     Activation,
     ConfigError,
+    ContextClosed,
     EPContext,
     ExpertMap,
     MoEConfig,
     MoELayer,
     ParallelConfig,
+    PeerTimeout,
 )
+from ep_moe import context as context_module
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call, everywhere
 from tests.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved, saved_expert
@@ -195,6 +198,74 @@ def test_torch_distributed_may_end_first(world_size):
         layer(x)
     store = dist.PrefixStore("again", default[0])  # for the harness, whose last act is a barrier
     dist.init_process_group(default[1], store=store, rank=context.layout.rank, world_size=world_size)
+
+
+@distributed(2)
+def test_a_context_of_groups_that_the_caller_ended(world_size):
+    """One group of its own, and all of them where another default group exists by now."""
+    x = torch.ones(3, 16, device=rank_device())
+    given = dist.new_group([0, 1])
+    context = EPContext.from_groups(ParallelConfig(dp=2), {"ep": given}, device=rank_device(), deadline_s=20)
+    layer = MoELayer(DEEP, context)
+    other = made(dp=2)
+    on_other = MoELayer(DEEP, other)
+    assert layer(x).isfinite().all()
+    dist.destroy_process_group(given)
+    with pytest.raises(ContextClosed, match="destroy_process_group"):
+        layer(x)
+    context.destroy()
+    assert on_other(x).isfinite().all()
+    store, rank = dist.PrefixStore("again", dist.distributed_c10d._get_default_store()), dist.get_rank()
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    with pytest.raises(ContextClosed, match="destroy_process_group"):
+        on_other(x)
+    other.destroy()
+    with made(dp=2) as again:
+        assert MoELayer(DEEP, again)(x).isfinite().all()
+
+
+@distributed(2)
+def test_a_context_whose_store_is_gone_is_given_back_quietly(world_size):
+    context = made(dp=2)
+    groups = len(dist.distributed_c10d._world.pg_map)
+
+    def healthy(*_):
+        raise dist.DistNetworkError("failed to recv, got 0 bytes")
+
+    context.agreement.healthy = healthy
+    context.destroy()
+    assert len(dist.distributed_c10d._world.pg_map) < groups
+
+
+@distributed(2)
+def test_groups_that_do_not_connect_are_a_sentence(world_size):
+    """As of a deadline too short for them; its watch ends, and nothing warns of a context that never was."""
+
+    def links(*_):
+        raise RuntimeError("Gloo connectFullMesh failed with pair.h:311 Connect timeout")
+
+    before, context_module.Links = context_module.Links, links
+    try:
+        with pytest.raises(PeerTimeout, match=r"connect \(step 0\): Gloo connectFullMesh failed.*Raise deadline_s"):
+            EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=1)
+    finally:
+        context_module.Links = before
+    begins = time.monotonic()
+    while any(thread.name == "ep_moe ledger" for thread in threading.enumerate()):
+        assert time.monotonic() < begins + 5
+        time.sleep(0.01)
+
+
+@distributed(2)
+def test_a_context_that_an_error_left_is_not_named_dropped(world_size):
+    with pytest.raises(KeyError), made(dp=2) as context:
+        raise KeyError
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch = context._dropped
+        assert not watch.alive
 
 
 @distributed(2, deadline_s=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from unittest import mock
 
@@ -39,6 +40,21 @@ class Twin(ReferenceExperts):
     name = "twin"
 
 
+class Sizeless(AllGatherDispatcher):
+    name = "sizeless"
+
+    @classmethod
+    def buffer_bytes(cls, geometry):
+        raise ValueError("no idea")
+
+
+class Unmade(AllGatherDispatcher):
+    name = "unmade"
+
+    def __init__(self, geometry, link):
+        raise OSError("no licence left")
+
+
 def bucket(tokens: int, all2all: str, experts: str = "reference", pipeline: int | None = None) -> Measured:
     return Measured(tokens=tokens, experts=experts, all2all=all2all, us=1.0, pipeline=pipeline)
 
@@ -71,6 +87,20 @@ def recorded(layer: MoELayer) -> Iterator[list[str]]:
 
     with mock.patch.object(Dispatcher, "_begin_dispatch", dispatch), mock.patch.object(Experts, "__call__", compute):
         yield seen
+
+
+@distributed(2)
+def test_a_transport_that_raises_is_left_out_of_tuning(world_size):
+    lines: list[str] = []
+    own = {"sizeless": f"{__name__}:Sizeless", "unmade": f"{__name__}:Unmade"}
+    with (
+        mock.patch.dict(registry._BUILT_IN["dispatchers"], own),
+        EPContext.from_groups(device=rank_device(), max_tokens=4) as context,
+    ):
+        found = tuning.tune(context, CONFIG, [4], dtype=torch.float32, say=lines.append)
+    assert {line.all2all for line in found.measured} >= {"allgather", "torch_a2a"}
+    for reason in ("4 tokens, sizeless with reference: left out, .*no idea", "unmade.*: left out, .*no licence left"):
+        assert any(re.search(reason, line) for line in lines), lines
 
 
 @distributed(4)

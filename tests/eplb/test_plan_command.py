@@ -63,6 +63,24 @@ def test_nodes_that_do_not_divide_the_ranks_are_named(file):
     assert "nodes=4 for 2 ranks" in ask(file, "--ranks", "2", "--nodes", "4", code=1)  # nothing can be
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "sentence"),
+    [
+        *[("--ranks", wrong, "ranks must be an integer of at least 1") for wrong in ("0", "-1")],
+        ("--redundant", "-1", "redundant must be an integer of at least 0"),
+        *[(f"--{name}", "0", f"{name} must be an integer of at least 1") for name in ("groups", "nodes")],
+        ("--steps-to-pay", "-1", "within_steps must be an integer of at least 1"),
+        *[("--tolerance", wrong, "tolerance must be a number of at least 0") for wrong in ("-1", "nan", "inf")],
+        *[("--enough", wrong, "enough must be a number above 0 and at most 1") for wrong in ("0", "nan", "inf")],
+        *[("--bytes-per-weight", wrong, "bytes_per_weight must be a positive") for wrong in ("0", "nan", "-inf")],
+    ],
+)
+def test_numbers_that_no_row_could_have_are_one_sentence(file, flag, value, sentence):
+    output = ask(file, "--ranks", "4", flag, value, code=2)
+    assert len(output.splitlines()) == 1
+    assert output.startswith(f"error: {sentence}")
+
+
 def test_bad_files_and_models_are_one_sentence(file, tmp_path):
     assert "nowhere.npz does not exist" in ask("nowhere.npz", "--ranks", "2", code=2)
     assert "deepseek-v3 has 256 experts, the trace 8" in ask(file, "--ranks", "2", "--model", "deepseek-v3", code=2)
