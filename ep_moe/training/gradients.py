@@ -170,7 +170,9 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         names = [name for name, parameter in named.items() if (id(parameter) in experts) is own]
         if link.size == 1 or not names:
             continue
-        rows = link.exchange(torch.stack([checksum(named[name], context.device) for name in names]))
+        sums = torch.stack([checksum(named[name], context.device) for name in names])
+        with link.ledger.step("compare parameters", counted=False):
+            rows = link.exchange(sums)
         for name, column in zip(names, zip(*rows, strict=True), strict=True):
             odd = [rank for rank, found in zip(link.ranks, column, strict=True) if found != column[0]]
             if odd:
