@@ -19,6 +19,7 @@ from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.devices import gpu_index, on_device, on_device_of, with_index
 from ep_moe.errors import ConfigError, EPMoEError, OutOfMemory, PeerTimeout
+from ep_moe.field_checks import as_whole, check_kind, shown
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.failed import is_out_of_memory
@@ -134,6 +135,8 @@ class EPContext:
         max_tokens: the most tokens (rows of x) that any rank will pass to a layer; opens the transports whose buffers
             are made once, which CUDA graphs need
         """
+        if device is not None:
+            check_kind("EPContext.from_torchrun: device", device, torch.device)
         device = with_index(device or local_device())
         init_from_torchrun(device, deadline_s=deadline_s)
         return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
@@ -154,8 +157,14 @@ class EPContext:
         """
         _check_initialized()
         ranks = range(dist.get_world_size())
+        problem = None
+        if not isinstance(parallel, ParallelConfig | None):
+            problem = ConfigError(
+                f"parallel must be a ParallelConfig, got {shown(parallel)}; give ParallelConfig(dp=...)"
+            )
+            parallel = None
         parallel = parallel or ParallelConfig(dp=len(ranks))
-        return cls._connect(parallel, ranks, groups, with_index(device), deadline_s, max_tokens)
+        return cls._connect(parallel, ranks, groups, with_index(device), deadline_s, max_tokens, problem)
 
     @classmethod
     def from_mesh(
@@ -222,6 +231,7 @@ class EPContext:
         name = numbered("context", ranks)
         store = PrefixStore(name, default_store())
         layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, problem)
+        deadline_s, max_tokens = float(deadline_s), None if max_tokens is None else int(max_tokens)  # of NumPy perhaps
         with on_device(device):
             return cls._linked(layout, name, store, groups, device, max_tokens, deadline_s, problem)
 
@@ -258,6 +268,8 @@ class EPContext:
     @classmethod
     def local(cls, device: torch.device | None = None) -> EPContext:
         """One process, no torch.distributed."""
+        if device is not None:
+            check_kind("EPContext.local: device", device, torch.device)
         layout = RankLayout(world=1, rank=0)
         ledger = Ledger()
         device = with_index(device or local_device())
@@ -300,12 +312,12 @@ class EPContext:
         problem = None
         if self.max_tokens is None:
             problem = ConfigError("at_most is for a context with max_tokens: EPContext.from_torchrun(max_tokens=...)")
-        elif type(max_tokens) is not int or not 1 <= max_tokens <= self.max_tokens:
+        elif not 1 <= (as_whole(max_tokens) or 0) <= self.max_tokens:
             problem = ConfigError(
                 f"at_most: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got {max_tokens!r}"
             )
-        self.agreement.same("EPContext.at_most", {"max_tokens": max_tokens}, problem)
-        before, self.step_tokens = self.step_tokens, self.layout.wire_tokens(max_tokens)
+        self.agreement.same("EPContext.at_most", {"max_tokens": as_whole(max_tokens)}, problem)
+        before, self.step_tokens = self.step_tokens, self.layout.wire_tokens(int(max_tokens))
         try:
             yield
         finally:

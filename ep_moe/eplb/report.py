@@ -15,7 +15,7 @@ from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import H200, LayerTime, Machine, Price, verdict
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_positive
+from ep_moe.field_checks import check_kind, check_positive, set_counts
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.targets import check_picture
 
@@ -33,7 +33,9 @@ class Question:
     machine: Machine = H200
 
     def __post_init__(self) -> None:
+        set_counts(self, nodes=1, groups=1, within_steps=1)
         check_positive("bytes_per_weight", self.bytes_per_weight)
+        check_kind("Question.machine", self.machine, Machine)
 
 
 @dataclass(frozen=True, eq=False)

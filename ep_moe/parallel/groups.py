@@ -21,12 +21,14 @@ from ep_moe._version import __version__
 from ep_moe.config import ParallelConfig
 from ep_moe.devices import on_device
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import INT32, as_number, as_whole, shown
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.parallel.link import Link
 
 DEADLINE_S = 300.0
+MOST_DEADLINE_S = 1e7  # stores and process groups count milliseconds
 LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage")
 
 
@@ -68,9 +70,15 @@ def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
         TorchrunEnv.read()  # says what is missing
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=deadline_s),
+            timeout=timedelta(seconds=seconds_or_default(deadline_s)),
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def seconds_or_default(deadline_s: object) -> float:
+    """For the exchange in which all ranks hear of a deadline that is none."""
+    seconds = as_number(deadline_s)
+    return seconds if seconds is not None and 0 < seconds <= MOST_DEADLINE_S else DEADLINE_S
 
 
 def default_store() -> Store:
@@ -105,17 +113,22 @@ def agreed_layout(
         "torch version": torch.__version__,
         "python version": platform.python_version(),
         "device type": device.type,
-        "deadline_s": deadline_s,
-        "max_tokens": max_tokens,
+        "deadline_s": as_number(deadline_s),
+        "max_tokens": as_whole(max_tokens),
         **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
         "ParallelConfig.tokens": parallel.tokens.value,
         "ranks": list(ranks),
     }
-    if not deadline_s > 0:
+    seconds = as_number(deadline_s)
+    if seconds is None or seconds > MOST_DEADLINE_S:
+        problem = ConfigError(
+            f"deadline_s must be a number of seconds of at most {MOST_DEADLINE_S:.0f}, got {shown(deadline_s)}"
+        )
+    elif seconds <= 0:
         problem = ConfigError(f"deadline_s must be positive, got {deadline_s}")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        problem = ConfigError(f"max_tokens must be an integer of at least 1 or None, got {max_tokens!r}")
-    patience = deadline_s if deadline_s > 0 else DEADLINE_S
+    if max_tokens is not None and not 1 <= (as_whole(max_tokens) or 0) <= INT32:
+        problem = ConfigError(f"max_tokens must be an integer in [1, {INT32}] or None, got {shown(max_tokens)}")
+    patience = seconds_or_default(deadline_s)
     rank = dist.get_rank()
     Agreement(PrefixStore("create", store), sorted(ranks), rank, patience).same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none
