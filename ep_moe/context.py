@@ -263,6 +263,7 @@ class EPContext:
             ledger.prepare_mark(device)
         made.append(Links(layout, ledger, device, groups, name))
         agreement.healthy("EPContext", None)  # all have their groups before any uses one
+        ledger.attach()
         return cls(layout, device, store, made[0], ledger, max_tokens)
 
     @classmethod
