@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ep_moe import select
-from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
+from ep_moe.config import ONE_SCALE, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.experts.base import ExpertsOptions
@@ -37,7 +37,7 @@ from ep_moe.tuned import Tuned
 from ep_moe.types import Activation
 from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, largest_input_scale, load_layers, read_experts
 from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
+from ep_moe.weights.formats import NUMBERS, find_format
 from ep_moe.weights.schemes import PLAIN
 
 
@@ -197,7 +197,7 @@ def expert_parallel(
             source = ModuleSource(block, name)
             found = find_format(source, name, names.experts)
             assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
-            wrong = wrong_tensors(source, name, found.shapes(moe_config), found.codes)
+            wrong = found.wrong(source, name, moe_config)
             if wrong is not None:
                 raise ConfigError(f"{wrong}; a model that is quantised is loaded with load_pretrained")
             read_experts(moe, source, name, found)
@@ -264,9 +264,7 @@ def load_pretrained(
     )
     model.to_empty(device=context.device)
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-    layers = {
-        int(next(part for part in name.split(".") if part.isdigit())): block.moe for name, block in blocks.items()
-    }
+    layers = {_number(name): block.moe for name, block in blocks.items()}
     source = load_layers(layers, path, config.model_type, progress=progress)
     _load_rest(model, source, tuple(f"{name}." for name in blocks), context)
     if (Path(path) / "generation_config.json").is_file():
@@ -303,15 +301,28 @@ def read_moe_config(path: str | Path, context: EPContext) -> MoEConfig:
 
 
 def calibrated_wire(path: str | Path, context: EPContext, dispatch: str = "fp8_tensor", combine: str = "plain") -> Wire:
-    """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of its experts, all layers'.
-    Raises CheckpointError on all ranks together."""
-    family, scale, problem = _agreed_config(path, context).model_type, 1.0, None
+    """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of the model's experts.
+
+    A checkpoint may have layers that the model has not, such as those that predict more tokens (MTP). Their scales do
+    not count. Raises CheckpointError on all ranks together.
+    """
+    config, scale, problem = _agreed_config(path, context), 1.0, None
     try:
-        scale = largest_input_scale(path, family)
-    except CheckpointError as error:
+        scale = _largest_input_scale(path, config, ONE_SCALE.get(dispatch))
+    except EPMoEError as error:
         problem = error
     context.agreement.healthy("checkpoint", problem)
     return Wire(dispatch=dispatch, combine=combine, input_scale=scale)
+
+
+def _largest_input_scale(path: str | Path, config: Any, top: float | None) -> float:
+    """Of the MoE layers that a model of this configuration has."""
+    family = FAMILIES[config.model_type]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = {_number(name) for name, _ in _blocks(model, family)}
+    experts = family.config(config).num_experts
+    return largest_input_scale(path, config.model_type, layers=layers, num_experts=experts, top=top)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -346,6 +357,11 @@ def _blocks(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     if not found:
         raise ConfigError(f"the model has no block of class {family.block}; was it replaced already?")
     return found
+
+
+def _number(block: str) -> int:
+    """A layer's, by the name of its block."""
+    return int(next(part for part in block.split(".") if part.isdigit()))
 
 
 @torch.no_grad()
