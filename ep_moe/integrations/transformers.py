@@ -36,6 +36,7 @@ from ep_moe.training.wrappers import exclude_experts
 from ep_moe.tuned import Tuned
 from ep_moe.types import Activation
 from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, largest_input_scale, load_layers, read_experts
+from ep_moe.weights.declared import refusal
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format
 from ep_moe.weights.schemes import PLAIN
@@ -381,6 +382,8 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
         for name, tensor in model.state_dict().items():
             if not name.startswith(blocks) and name not in tied:
                 if not source.has(name) or source.shape(name) != tuple(tensor.shape):
+                    if others := source.foreign(name.rpartition(".")[0]):
+                        raise CheckpointError(refusal(name, *next(iter(others.items()))))
                     found = list(source.shape(name)) if source.has(name) else "nothing"
                     raise CheckpointError(
                         f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}"
@@ -388,7 +391,7 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
                     raise CheckpointError(
                         f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
-                        f"and fp8 with {name}_scale_inv or {name}_scale can be read"
+                        f"and fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"
                     )
                 tensor.copy_(source.read(name))
     except CheckpointError as error:
