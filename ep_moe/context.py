@@ -259,7 +259,7 @@ class EPContext:
             for links in made:
                 links.abort()
 
-        peers = layout.group("lockstep")  # others have nothing to do with what is told here
+        peers = layout.group("lockstep")  # only these share a layer's collectives
         scope = PrefixStore(f"ledger/block{peers[0]}", store)
         frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
         ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device)
@@ -454,7 +454,7 @@ class EPContext:
             torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
         try:
             if not self.links.ended:  # else the connections are closed already
-                # nobody closes connections while a peer still opens or uses them
+                # a rank closes connections once no peer opens or uses them any more
                 self.agreement.healthy("EPContext.destroy", None)
         except RuntimeError:  # PeerTimeout, or torch's where the store is gone, and with it the job
             pass  # a lost peer has been reported where it was lost; what is here is given back all the same

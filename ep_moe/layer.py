@@ -154,17 +154,18 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0. Under
         `torch.autocast` x has any of its dtypes, and the result autocast's."""
-        return self._forward(x, None) if torch.compiler.is_compiling() else self._call(x, None)
+        return self._traced(x, None) if torch.compiler.is_compiling() else self._call(x, None)
 
     def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
         """As `forward`, for a model that routes itself. routing: logical ids and weights [T, K] for x's rows."""
-        return self._forward(x, routing) if torch.compiler.is_compiling() else self._call(x, routing)
+        return self._traced(x, routing) if torch.compiler.is_compiling() else self._call(x, routing)
 
-    def _forward(self, x: Tensor, routing: Routing | None) -> Tensor:
-        if torch.compiler.is_compiling() and not (_compiled().traced(self) and self._connect()):
-            out: Tensor = _compiled().between_graphs(self, x, routing)
-            return out
-        return self._call(x, routing)
+    def _traced(self, x: Tensor, routing: Routing | None) -> Tensor:
+        """A call within a graph that is compiled: part of it, or a step between two graphs."""
+        if _compiled().traced(self) and self._connect():
+            return self._call(x, routing)
+        out: Tensor = _compiled().between_graphs(self, x, routing)
+        return out
 
     def _call(self, x: Tensor, routing: Routing | None) -> Tensor:
         """A call on the layer's device and in its dtype, replayed where one like it was recorded."""

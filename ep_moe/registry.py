@@ -1,7 +1,7 @@
 """Names of backends and where their classes are. Nobody imports a backend file; its import string stands here.
 
 A third party registers an entry point in the group `ep_moe.dispatchers`, `ep_moe.experts` or `ep_moe.fused`, of the
-same form. Such a plug-in never takes other backends down: what is wrong with it is the reason why it cannot run.
+same form. A fault of such a plug-in is the reason why it cannot run. Other backends stay usable.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def _plugins(kind: Kind) -> dict[str, str]:
     try:
         points = list(entry_points(group=f"ep_moe.{kind}"))
     except Exception as error:  # the metadata of any package may be broken
-        warnings.warn(f"entry points of group ep_moe.{kind} cannot be read: {told(error)}", UserWarning, stacklevel=2)
+        warnings.warn(
+            f"entry points of group ep_moe.{kind} cannot be read: {in_one_line(error)}", UserWarning, stacklevel=2
+        )
         points = []
     for point in points:
         first = (taken | found).get(point.name)
@@ -112,7 +114,7 @@ def load(kind: Kind, name: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a library that is half there raises what it likes, SystemExit too
-        raise BackendUnavailable(f"{target} does not import: {told(error)}") from error
+        raise BackendUnavailable(f"{target} does not import: {in_one_line(error)}") from error
     if problem is not None:
         raise BackendUnavailable(f"{target} {problem}")
     return backend
@@ -144,7 +146,7 @@ def _class_problem(backend: Any, base: Any) -> str | None:
     return None
 
 
-def told(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """What an exception says, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -169,7 +171,7 @@ def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
     except BaseException as error:  # SystemExit too
         if not is_plugin(kind, name):
             raise  # a bug of our own
-        kind_of, _, text = told(error).partition(": ")
+        kind_of, _, text = in_one_line(error).partition(": ")
         return f"it raised {kind_of} when it was asked whether it can run: {text}"
     if reason is None or (isinstance(reason, str) and reason):
         return reason

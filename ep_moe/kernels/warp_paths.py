@@ -14,7 +14,7 @@ The analysis keeps, for each register, the bits that may differ between warps. S
 All warps get equal values from one address of shared memory, if barriers part the read from every write, and from a
 barrier's own reduction. A branch on a condition that may differ is refused if a barrier lies between the branch and the
 place where its ways meet again. Indirect branches, calls and endless loops are refused. Threads within a warp are not
-told apart: Triton gives each warp one condition.
+distinguished: Triton gives each warp one condition.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Wait for all ranks of a group, default all of the job's. NCCL would guess this rank's GPU: it is told."""
+    """Wait for all ranks of a group, default all of the job's. NCCL would guess this rank's GPU, so name it."""
     ids = [device.index] if dist.get_backend(group) == "nccl" else None
     dist.barrier(group, device_ids=ids)
 
@@ -100,8 +100,8 @@ class Link:
         if not odd:
             return
         pair = (self.ranks[0], self.ranks[odd[0]])
-        told = [self.ledger.share(self.ledger.carried, owner=rank, group=self.ranks).split(", ") for rank in pair]
-        first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (told, told[::-1]))
+        facts = [self.ledger.share(self.ledger.carried, owner=rank, group=self.ranks).split(", ") for rank in pair]
+        first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
         raise InputError(
             f"{self.ledger.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build the layer "
             f"alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"

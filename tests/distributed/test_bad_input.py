@@ -167,7 +167,7 @@ def test_different_tokens_where_they_are_replicated(layout, world_size):
 
 @distributed(2)
 def test_tp_ranks_that_differ_by_rounding_go_on(world_size):
-    """As two kernels for the same attention do. They are told once."""
+    """As two kernels for the same attention do. One warning says so."""
     for dtype, step in ((torch.float32, 2**-20), (torch.bfloat16, 2**-7)):
         with made(ParallelConfig(tp=2)) as context, torch.no_grad():
             layer = fill(MoELayer(CONFIG, context, dtype=dtype))
