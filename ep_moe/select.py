@@ -63,7 +63,9 @@ def explain(
 
     Raises ConfigError for an unknown name.
     """
-    options, wire, device = options or ExpertsOptions(), wire or PLAIN_WIRE, as_device(device)
+    options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
+    if not isinstance(device, torch.device):  # one of a kind that is not here is explained too
+        device = as_device(device)
     _check_names(all2all, experts)
     ours, others = _ranked(config, layout)
     kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
