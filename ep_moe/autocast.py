@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ep_moe.layer_checks import CAST
-from ep_moe.types import Routing
+from ep_moe.types import Routing, TokenMask
 
 
-def call_cast(layer: Any, x: Tensor, routing: Routing | None) -> Tensor:
+def call_cast(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
     """The layer's call where autocast is on. Gradients arrive in the dtypes that were given."""
     kind = layer.context.device.type
     with torch.autocast(kind, enabled=False):
@@ -23,5 +23,5 @@ def call_cast(layer: Any, x: Tensor, routing: Routing | None) -> Tensor:
             x = x.to(layer.dtype)
         if isinstance(routing, Routing) and isinstance(routing.weights, Tensor) and routing.weights.dtype in CAST:
             routing = Routing(routing.ids, routing.weights.float())
-        out: Tensor = layer._call(x, routing)
+        out: Tensor = layer._call(x, routing, mask)
     return out.to(torch.get_autocast_dtype(kind))

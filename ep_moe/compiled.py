@@ -15,7 +15,7 @@ from torch import Tensor
 from ep_moe.layer import MoELayer
 
 if TYPE_CHECKING:
-    from ep_moe.types import Routing
+    from ep_moe.types import Routing, TokenMask
 
 UNTRACED = (
     "an expert-parallel ep_moe.MoELayer waits for the numbers of rows that ranks send, which no graph can hold; "
@@ -30,9 +30,9 @@ def traced(layer: MoELayer) -> bool:
 
 
 @torch.compiler.disable(recursive=True, reason=UNTRACED)  # type: ignore[untyped-decorator]
-def between_graphs(layer: MoELayer, x: Tensor, routing: Routing | None) -> Tensor:
+def between_graphs(layer: MoELayer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
     """The layer's own call."""
-    return layer._call(x, routing)
+    return layer._call(x, routing, mask)
 
 
 torch.compiler.assume_constant_result(MoELayer._connect)  # run, not traced: a pool is looked into, and modules loaded

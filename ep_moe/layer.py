@@ -28,7 +28,7 @@ from ep_moe.graphs.repeated import RepeatedCalls
 from ep_moe.initial_seed import fresh_numbers
 from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
 from ep_moe.kernels.launches import aligned
-from ep_moe.layer_checks import choice_problem, id_problem, logits_problem, rows_problem
+from ep_moe.layer_checks import choice_problem, id_problem, logits_problem, mask_problem, rows_problem
 from ep_moe.layer_choice import Asked, agree
 from ep_moe.observe import stage
 from ep_moe.parallel.link import NO_GRADIENTS
@@ -40,7 +40,7 @@ from ep_moe.placement.stats import LayerStats, layer_stats
 from ep_moe.rank_checks import RankChecks
 from ep_moe.router import Router
 from ep_moe.tuned import Tuned
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, dtype_name, recomputing
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, TokenMask, dtype_name, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.schemes import PLAIN, scheme_of
 
@@ -151,56 +151,73 @@ class MoELayer(nn.Module):
 
     # --- the story ---------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0. Under
-        `torch.autocast` x has any of its dtypes, and the result autocast's."""
-        return self._traced(x, None) if torch.compiler.is_compiling() else self._call(x, None)
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, send_masked: bool = False) -> Tensor:
+        """Compute the layer for the rows of x.
+
+        Args:
+            x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0. Under
+                `torch.autocast` x has any of its dtypes, and the result autocast's.
+            mask: bool [...], x's leading sizes, True for a token and False for padding. A row of padding goes to no
+                expert, is not counted as load, and gets what the shared experts give it, or 0. Ranks may differ in
+                whether they pass a mask; tp ranks that pass the same tokens pass the same mask.
+            send_masked: Compute padding as tokens are, and leave it out of the load alone.
+
+        Returns:
+            [..., H].
+
+        Raises:
+            InputError: on all ranks, where any of them passes a wrong x or mask.
+        """
+        call = self._traced if torch.compiler.is_compiling() else self._call
+        return call(x, None, None if mask is None else TokenMask(mask, send_masked))
 
     def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
-        """As `forward`, for a model that routes itself. routing: logical ids and weights [T, K] for x's rows."""
-        return self._traced(x, routing) if torch.compiler.is_compiling() else self._call(x, routing)
+        """As `forward`, for a model that routes itself. routing: logical ids and weights [T, K] for x's rows; ids of -1
+        for padding."""
+        return (self._traced if torch.compiler.is_compiling() else self._call)(x, routing, None)
 
-    def _traced(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
         if _compiled().traced(self) and self._connect():
-            return self._call(x, routing)
-        out: Tensor = _compiled().between_graphs(self, x, routing)
+            return self._call(x, routing, mask)
+        out: Tensor = _compiled().between_graphs(self, x, routing, mask)
         return out
 
-    def _call(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call on the layer's device and in its dtype, replayed where one like it was recorded."""
         if elsewhere(self.context.gpu):
             with on_device(self.context.device):
-                return self._call(x, routing)
+                return self._call(x, routing, mask)
         if torch.is_autocast_enabled(self.context.device.type):
-            return call_cast(self, x, routing)
-        if not self.logit_taps:  # what is replayed has no logits
-            if (replayed := self.captured.replay(x, routing)) is not None:
+            return call_cast(self, x, routing, mask)
+        # what is replayed has no logits, and looks at no mask
+        if not self.logit_taps and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
+            if (replayed := self.captured.replay(x, routing, mask)) is not None:
                 return replayed
-            if (repeated := self.repeated.run(self, x, routing)) is not None:
+            if (repeated := self.repeated.run(self, x, routing, mask)) is not None:
                 return repeated
         self.checks.first_call(self)
-        problem = self._problem(x, routing)
+        problem = self._problem(x, routing, mask)
         if problem is not None:
             self._refuse(problem)
-        out = self.run(x, routing)
+        out = self.run(x, routing, mask)
         self.repeated.note(self, routing)
         return out
 
-    def run(self, x: Tensor, routing: Routing | None) -> Tensor:
+    def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
         """A call with arguments that were checked."""
         flow, shape = self.context.tokens, x.shape
         with self.context.entered(self.name, self.carried):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
-            call = flow.enter(len(rows), None, rows.device, _passed(rows, routing), gradients=gradients)
+            call = flow.enter(len(rows), None, rows.device, _passed(rows, routing, mask), gradients=gradients)
             mine, own = flow.union(rows, call), flow.own(rows, call)
             with self._stage("route"):
                 routed = self._route(mine, own, call, routing)
                 mine, routed = self._weigh_input(mine, routed)
             with self._stage("place"):
-                placed = self.placement(routed) if isinstance(routed, Routing) else routed
+                placed = self.placement(routed, flow.mask(mask, rows, call)) if isinstance(routed, Routing) else routed
             work = None if self.shared_experts is None else partial(self._replicated, self.shared_experts, own)
             out, shared = self._travel(mine, placed).run(work)
             with self._stage("leave"):
@@ -468,7 +485,7 @@ class MoELayer(nn.Module):
 
     # --- checks ------------------------------------------------------------------------------------------------
 
-    def _problem(self, x: Tensor, routing: Routing | None) -> str | None:
+    def _problem(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> str | None:
         """What is wrong with the arguments of this rank, without raising: all ranks must raise together."""
         problem = self.checks.wrapper_problem(self) or self._dtype_problem()
         problem = problem or rows_problem(x, self.config.hidden_size, self.dtype, self.device, self.context.device)
@@ -481,6 +498,10 @@ class MoELayer(nn.Module):
             )
         if self._routes_inside and (routing is not None or self.placement.expert_map != self._asked["expert_map"]):
             return f"experts={self.choice.experts} routes inside: call forward, under the map of construction"
+        if mask is not None and (problem := mask_problem(mask, x)) is not None:
+            return problem
+        if mask is not None and self._routes_inside:
+            return f"experts={self.choice.experts} routes inside and takes no mask; choose other experts"
         if routing is None:
             return None
         rows = x if x.dim() == 2 else x.reshape(-1, self.config.hidden_size)
@@ -520,6 +541,11 @@ class MoELayer(nn.Module):
     def _routes_inside(self) -> bool:
         return isinstance(self.experts, FusedExperts) and self.experts.capabilities.routes
 
+    @property
+    def takes_mask(self) -> bool:
+        """Whether `forward` takes a mask; a kernel that routes inside takes none."""
+        return not self._routes_inside
+
     def _not_differentiable(self) -> str:
         for kernel in self.kernels:
             if not kernel.capabilities.differentiable:
@@ -556,11 +582,13 @@ class MoELayer(nn.Module):
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
 
 
-def _passed(rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
+def _passed(rows: Tensor, routing: Routing | None, mask: TokenMask | None) -> dict[str, Tensor]:
     """What tp ranks must pass alike."""
-    if routing is None:
+    if routing is not None:
+        return {"x": rows, "routing.ids": routing.ids, "routing.weights": routing.weights}
+    if mask is None:
         return {"x": rows}
-    return {"x": rows, "routing.ids": routing.ids, "routing.weights": routing.weights}
+    return {"x": rows, "mask with send_masked" if mask.sent else "mask": mask.tokens.reshape(-1)}
 
 
 def _compiled() -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.checks import routing_problem
-from ep_moe.types import Routing, dtype_name
+from ep_moe.types import Routing, TokenMask, dtype_name
 
 CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
 
@@ -30,6 +30,19 @@ def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, 
         return f"x must be {dtype_name(dtype)} as the layer is, got {dtype_name(x.dtype)}{remedy}"
     if x.device != device:
         return f"x must be on {device} as the layer is, got {x.device}"
+    return None
+
+
+def mask_problem(mask: TokenMask, x: Tensor) -> str | None:
+    tokens, sizes = mask.tokens, list(x.shape[:-1])
+    if not isinstance(tokens, Tensor):
+        return f"mask must be a Tensor, got {type(tokens).__name__}"
+    if tokens.dtype != torch.bool:
+        return f"mask must be bool, True for a token, got {dtype_name(tokens.dtype)}; pass mask != 0"
+    if list(tokens.shape) != sizes:
+        return f"mask must be {sizes}, as x without its last size, got {list(tokens.shape)}"
+    if tokens.device != x.device:
+        return f"mask must be on {x.device} as x is, got {tokens.device}"
     return None
 
 

@@ -17,7 +17,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NewType, TypeVar
+from typing import Any, Generic, NamedTuple, NewType, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,23 @@ class Routing:
     ids: LogicalIds
     weights: Tensor
     logits: Tensor | None = None
+
+
+class TokenMask(NamedTuple):
+    """Which rows of a call are tokens, and which are padding.
+
+    tokens: bool [...], as x without its last size
+    sent: whether padding travels as tokens do, and is not counted alone; or bool [T], which rows travel
+    """
+
+    tokens: Tensor
+    sent: Tensor | bool = False
+
+
+def without_rows(routing: Routing, kept: Tensor) -> Routing:
+    """No picks for the other rows. routing: ids [T, K]; kept: bool [...] of T rows."""
+    ids = routing.ids.masked_fill(~kept.reshape(-1, 1), -1)
+    return Routing(cast("LogicalIds", ids), routing.weights)  # a cast, which torch.compile traces
 
 
 @dataclass(frozen=True)

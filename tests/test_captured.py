@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ep_moe import InputError, MoELayer
 from ep_moe.all2all.lanes import Lane
 from ep_moe.observe import StageTimes
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import LogicalIds, Routing, TokenMask
 from ep_moe.workspace import Workspaces
 from tests.captured_emulation import CONFIG, COUNTED, CPU, layer, replayed, rows, served  # noqa: F401 (a fixture)
 from tests.graph_emulation import GRAPHS, Again
@@ -56,6 +56,28 @@ def test_fewer_tokens_than_were_captured(routed, layer):
         assert layer.placement.expert_load.tolist() == counted.tolist(), (tokens, "rows that are no tokens")
         assert replayed(layer, x, routing), tokens
         assert replayed(layer, x.unsqueeze(0), routing)
+
+
+def test_padding_in_a_replay(layer):
+    """A mask's rows are neither computed nor counted, by one call alone; calls that no graph can serve run."""
+    layer.capture([6])
+    x, masks = rows(5), (torch.tensor([True, False, True, True, False]), torch.zeros(5, dtype=torch.bool), None)
+    with torch.no_grad():
+        chosen = layer.router(x).ids
+        for mask in (*masks, masks[0], None):
+            layer.placement.reset_load()
+            before, y = Again.replays, layer(x, mask)
+            assert Again.replays == before + 1
+            tokens = torch.ones(5, dtype=torch.bool) if mask is None else mask
+            counted = torch.bincount(chosen[tokens].flatten(), minlength=CONFIG.num_experts)
+            assert layer.placement.expert_load.tolist() == counted.tolist()
+            torch.testing.assert_close(y, layer.run(x, None, None if mask is None else TokenMask(mask)))
+        assert replayed(layer, rows(6)), "all rows are tokens again"
+        before = Again.replays
+        layer(x, masks[0], send_masked=True)
+        with pytest.raises(InputError, match="mask must be"):
+            layer(x, masks[0][:4])
+        assert Again.replays == before
 
 
 def test_a_later_capture_serves_what_lies_below_it(layer):

@@ -26,7 +26,7 @@ from ep_moe.graphs.recorder import Recorder
 from ep_moe.parallel.ledger import Step
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.types import Routing, capturing, dtype_name
+from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import Expert
 
@@ -133,7 +133,7 @@ class CapturedCalls:
         """From now on every call runs the layer."""
         self._calls.clear()
 
-    def replay(self, x: Tensor, routing: Routing | None) -> Tensor | None:
+    def replay(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor | None:
         """The result of a call that a captured one serves, shaped as x; None for any other, wrong ones too.
 
         Each line of it is host time of an eager call."""
@@ -147,13 +147,15 @@ class CapturedCalls:
         call = calls.serving(tokens)
         if call is None or not call.inputs.form.fits(x, routing, tokens) or not self._may_replay(call, x):
             return None
+        if mask is not None and not call.inputs.takes(mask):
+            return None
         ledger, stream = context.ledger, call.recorder.stream
         ledger.check()
         for lane in call.lanes:
             if lane.stream is not stream:
                 lane.follow(x.device)
                 lane.stream = stream
-        call.inputs.bring(x, routing, tokens)
+        call.inputs.bring(x, routing, tokens, mask)
         number = ledger.number
         call.replay()
         # as the call itself leaves it: peers that run theirs must find this rank neither behind nor elsewhere

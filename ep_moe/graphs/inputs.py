@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import LogicalIds, Routing, TokenMask
 
 _COPIES = 64  # numbers of tokens whose copies are kept ready
+_NO_TOKEN = 2**31 - 1  # the number of a row that is behind all tokens
 
 
 class InputMemory:
@@ -21,6 +22,7 @@ class InputMemory:
     def __init__(self) -> None:
         self._held: dict[Any, Tensor] = {}
         self._inputs: dict[Any, Inputs] = {}
+        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}  # rows' numbers that a mask has changed, and the right ones
 
     def inputs(self, *form: Any, **rest: Any) -> Inputs:
         """`Inputs` of this form, the same for all layers."""
@@ -82,13 +84,14 @@ class Inputs:
 
     x: [N, H] of the layer's dtype; routing: ids int64 and weights float32 [N, K], or None
     tokens: int32 [1], how many of the rows are tokens, where no routing says so; None if all are
+    numbers: int32 [N], of the rows, where there is `tokens`; a row that a mask leaves out has one behind all tokens
     """
 
     def __init__(
         self, memory: InputMemory, hidden: int, top_k: int, dtype: torch.dtype, device: torch.device,
         *, least: int, most: int, routed: bool,
     ) -> None:  # fmt: skip
-        self.least, self.most = least, most
+        self.least, self.most, self._memory = least, most, memory
         self.form = Form(hidden, top_k, dtype, device)
         self._copies: dict[int, _Copies] = {}
         self.x = memory.take(
@@ -109,6 +112,7 @@ class Inputs:
             self._constant = memory.take(
                 "numbers", most + 1, lambda rows: torch.arange(rows, dtype=torch.int32, device=device)
             )
+            self.numbers = memory.take("row", most, lambda rows: torch.arange(rows, dtype=torch.int32, device=device))
 
     def clear(self) -> None:
         """No tokens, whatever a call has left here."""
@@ -121,11 +125,28 @@ class Inputs:
     def masked(self, routing: Routing) -> Routing:
         """A router's picks for x, without those for rows that are no tokens."""
         assert self.tokens is not None
-        row = torch.arange(self.most, device=self.x.device).unsqueeze(1)
-        return Routing(LogicalIds(routing.ids.masked_fill(row >= self.tokens, -1)), routing.weights)
+        none = self.numbers.unsqueeze(1) >= self.tokens
+        return Routing(LogicalIds(routing.ids.masked_fill(none, -1)), routing.weights)
 
-    def bring(self, x: Tensor, routing: Routing | None, tokens: int) -> None:
+    def takes(self, mask: TokenMask) -> bool:
+        """Whether a replay can leave out the rows of a mask."""
+        return self.tokens is not None and not mask.sent
+
+    def _hide(self, mask: TokenMask | None, tokens: int) -> None:
+        """The numbers of rows, for a call with this mask. Few calls have one, and the next one restores them."""
+        hidden, place = self._memory.hidden, self.numbers.data_ptr()
+        if place in hidden:
+            changed, right = hidden.pop(place)
+            changed.copy_(right)
+        if mask is not None:
+            changed, right = self.numbers[:tokens], self._constant[:tokens]
+            hidden[place] = changed, right
+            changed.copy_(right.masked_fill(~mask.tokens.reshape(-1), _NO_TOKEN))
+
+    def bring(self, x: Tensor, routing: Routing | None, tokens: int, mask: TokenMask | None = None) -> None:
         """What was given to where a replay reads it; one launch for all, if each is in one piece."""
+        if mask is not None or (self._memory.hidden and self.tokens is not None):
+            self._hide(mask, tokens)
         if x.dim() != 2:
             x = x.reshape(tokens, self.x.shape[1])
         copies = self._copies.get(tokens) or self._ready(tokens)

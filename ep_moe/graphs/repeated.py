@@ -32,7 +32,7 @@ from ep_moe.parallel.ledger import Step
 from ep_moe.placement.late import LateRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.types import LogicalIds, PhysicalRouting, Routing, capturing
+from ep_moe.types import LogicalIds, PhysicalRouting, Routing, TokenMask, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _STEPS = 2  # of the ledger: dispatch and combine
@@ -90,7 +90,7 @@ class RepeatedCalls:
         """From now on calls run the layer, until they are noted again."""
         self._calls.clear()
 
-    def run(self, layer: Layer, x: Tensor, routing: Routing | None) -> Tensor | None:
+    def run(self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor | None:
         """The result of a call like one that was noted; None for any other, wrong ones too.
 
         Each line of it is host time of an eager call."""
@@ -122,7 +122,7 @@ class RepeatedCalls:
             if type(layer.router) is not Router:
                 return None
             routing = layer.router(x.view(tokens, form.hidden))
-        first = _first(x, layer.placement(routing), tokens, call.placing)
+        first = _first(x, layer.placement(routing, mask), tokens, call.placing)
         if first is None:
             return None
         ledger = context.ledger

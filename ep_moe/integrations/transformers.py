@@ -30,11 +30,12 @@ from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.router_logits import RouterLogits
+from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.training.wrappers import exclude_experts
 from ep_moe.tuned import Tuned
-from ep_moe.types import Activation
+from ep_moe.types import Activation, TokenMask
 from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, largest_input_scale, load_layers, read_experts
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
@@ -139,15 +140,24 @@ _ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 class ExpertParallelBlock(nn.Module):
-    """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits."""
+    """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
 
-    def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any]) -> None:
+    masks: of the model; mask: of the call that comes, [B, S], from `masks`
+    """
+
+    def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks) -> None:
         super().__init__()
         self.moe = moe
         self._returns = returns
+        self.masks = masks
+        self.mask: TokenMask | None = None
 
     def forward(self, hidden_states: Tensor) -> Any:
-        return self._returns(self.moe(hidden_states), hidden_states)
+        mask, self.mask = self.mask, None
+        if mask is None or not self.moe.takes_mask:
+            return self._returns(self.moe(hidden_states), hidden_states)
+        tokens, sent = mask.tokens.reshape(hidden_states.shape[:-1]), bool(mask.sent or self.moe.logit_taps)
+        return self._returns(self.moe(hidden_states, tokens, send_masked=sent), hidden_states)
 
 
 def expert_parallel(
@@ -172,6 +182,7 @@ def expert_parallel(
     config, family = _family_of(model.config)
     moe_config = family.config(config)
     names = names_of(config.model_type)
+    masks, made = TokenMasks(), {}
     for name, block in _blocks(model, family):
         parameters = list(block.parameters())
         first = next((one for one in parameters if one.dtype in NUMBERS), parameters[0])
@@ -205,12 +216,14 @@ def expert_parallel(
         if not any(one.requires_grad for one in parameters):
             moe.requires_grad_(False)
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, ExpertParallelBlock(moe, family.returns))
+        made[name] = ExpertParallelBlock(moe, family.returns, masks)
+        setattr(model.get_submodule(parent), attribute, made[name])
     exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
     # the innermost model is the one whose `_can_record_outputs` transformers heeds
     inner = [one for one in model.modules() if isinstance(one, PreTrainedModel) and _has_blocks(one)][-1]
     RouterLogits().attach(inner)
+    masks.attach(model, inner, made, next(iter(made.values())).moe)
     return model
 
 

@@ -18,7 +18,7 @@ from ep_moe.config import Tokens
 from ep_moe.parallel.link import Link, all_gather_single
 from ep_moe.weights.checksum import checksum
 
-NAMES = ("x", "routing.ids", "routing.weights", "mask")  # what a call may pass
+NAMES = ("x", "routing.ids", "routing.weights", "mask", "mask with send_masked")  # what a call may pass
 _SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
 # of a row's norm: what rounding may come to through many layers, and far below what other tokens differ by
 _ROUNDING = {torch.bfloat16: 2**-4, torch.float16: 2**-4, torch.float32: 2**-9, torch.float64: 2**-9}
@@ -31,12 +31,26 @@ _REMEDY = (
 Passed = Mapping[str, Tensor]  # by a name of NAMES
 
 
-def facts(passed: Passed | None, device: torch.device) -> list[int | Tensor]:
-    """Numbers that are equal where ranks pass the same: which arguments, and a checksum of them."""
+def facts(passed: Passed | None, device: torch.device, *, compared: bool) -> list[int | Tensor]:
+    """Numbers that are equal where ranks pass the same: which arguments, and a checksum of them if they are compared
+    with other ranks'."""
     if not passed:
         return [0, 0]
+    names = argument_bits(passed)
+    if not compared:
+        return [names, 0]
     sums = [checksum(tensor if tensor.is_floating_point() else tensor.long(), device) for tensor in passed.values()]
-    return [sum(1 << NAMES.index(name) for name in passed), checksum(torch.stack(sums), device)]
+    return [names, checksum(torch.stack(sums), device)]
+
+
+def argument_bits(passed: Passed) -> int:
+    """Which of NAMES there are."""
+    return sum(1 << NAMES.index(name) for name in passed)
+
+
+def has_mask(names: int) -> bool:
+    """names: as `argument_bits` gives them."""
+    return names >> NAMES.index("mask") > 0
 
 
 def counts_problem(found: Mapping[int, int]) -> str:

@@ -19,17 +19,27 @@ from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.link import NO_GRADIENTS, Gradients, Link
-from ep_moe.parallel.replicated import Passed, RowComparison, arguments_problem, counts_problem, facts
-from ep_moe.types import LogicalIds, capturing
+from ep_moe.parallel.replicated import (
+    Passed,
+    RowComparison,
+    argument_bits,
+    arguments_problem,
+    counts_problem,
+    facts,
+    has_mask,
+)
+from ep_moe.types import LogicalIds, TokenMask, capturing
 
 
 @dataclass(frozen=True)
 class Share:
-    """One call's split. own: [start, stop) of x. etp_counts, tp_counts: own rows of each peer."""
+    """One call's split. own: [start, stop) of x. etp_counts, tp_counts: own rows of each peer. masked: whether a rank
+    of the etp group passes a mask."""
 
     own: tuple[int, int]
     etp_counts: list[int]
     tp_counts: list[int]
+    masked: bool = False
 
 
 class TokenFlow:
@@ -69,21 +79,25 @@ class TokenFlow:
         gradients: what the call is differentiated by, on all ranks or on none
         """
         layout = self._layout
+        masked = passed is not None and has_mask(argument_bits(passed))
         if self.whole:
-            return Share((0, total), [total], [total])
+            return Share((0, total), [total], [total], masked)
         totals = {layout.rank: total}
         if capturing(device):  # no exchange can be captured: a batch size is captured on all ranks alike
-            totals = dict.fromkeys(self._lockstep.ranks, total)
+            totals, masked = dict.fromkeys(self._lockstep.ranks, total), masked and self.union_is_local
         elif self.checks_input:
             with self._lockstep.ledger.step("enter"):
-                same = facts(passed, device) if self._replicated else []
+                same = facts(passed, device, compared=self._replicated)
                 rows = self._lockstep.agree([total, *same], problem, device, gradients=gradients)
-            totals = {rank: row[0] for rank, row in zip(self._lockstep.ranks, rows, strict=True)}
+            found = dict(zip(self._lockstep.ranks, rows, strict=True))
+            totals = {rank: row[0] for rank, row in found.items()}
+            masked = any(has_mask(found[rank][1]) for rank in self._etp.ranks)
             self._check_replicated(rows, passed or {}, device)
         return Share(
             own=share(total, layout.split, self._split_rank[layout.rank]),
             etp_counts=[self._own_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
             tp_counts=[self._own_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
+            masked=masked,
         )
 
     def agree(self, problem: str | None, device: torch.device) -> None:
@@ -147,6 +161,20 @@ class TokenFlow:
             both = gather_rows(torch.cat([ids.float(), weights], dim=1), call.etp_counts, self._etp).wait()
         found, gathered = both.chunk(2, dim=1)
         return LogicalIds(found.detach().long()), gathered
+
+    def mask(self, mask: TokenMask | None, rows: Tensor, call: Share) -> TokenMask | None:
+        """That of the union's rows. mask: of x, None where all are tokens; rows: x. Collective over etp where `union`
+        is, on ranks without a mask too."""
+        if not call.masked:
+            return None
+        tokens, sent = (True, False) if mask is None else (mask.tokens.reshape(-1), mask.sent)
+        if self.union_is_local:
+            assert isinstance(tokens, Tensor)
+            return TokenMask(self.union(tokens, call), sent)
+        codes = torch.full((len(rows),), 2 * bool(sent), dtype=torch.uint8, device=rows.device)
+        with torch.no_grad():
+            codes = self.union(codes.masked_fill(torch.as_tensor(tokens, device=rows.device), 1), call)
+        return TokenMask(codes == 1, codes > 0)
 
     def whole_input(self, y: Tensor, call: Share) -> Tensor:
         """What a router gave, for all rows of x [T, ...]. y: of the rows it saw: `union` if that is local, else `own`.

@@ -15,7 +15,7 @@ from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.late import RANK_FACTOR, LateRouting, Tables
-from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, recomputing
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing, without_rows
 
 
 class Replicas(enum.Enum):
@@ -71,19 +71,31 @@ class Placement(nn.Module):
         self._write(expert_map)
         self.counting.fill_(1)
 
-    def forward(self, routing: Routing) -> PhysicalRouting:
+    def forward(self, routing: Routing, mask: TokenMask | None = None) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
         that the dispatcher refuses it on all ranks together. On a GPU they leave as a `LateRouting`.
 
-        Within a backward pass nothing is counted: activation checkpointing runs there what was counted before."""
+        Within a backward pass nothing is counted: activation checkpointing runs there what was counted before.
+        mask: of these rows; the others are not counted, and are placed where the mask says that they are sent"""
         tables = self.tables
+        if not torch.compiler.is_compiling() and recomputing():  # the operator of graphs asks when it runs
+            tables = tables.counting_nothing()
+        if mask is not None:
+            tokens, sent = without_rows(routing, mask.tokens), mask.sent
+            if sent is False:
+                return self._placed(tokens, tables)
+            _ = self._placed(tokens, tables).ids  # counts
+            tables = tables.counting_nothing()
+            routing = routing if sent is True else without_rows(routing, sent)
+        return self._placed(routing, tables)
+
+    @staticmethod
+    def _placed(routing: Routing, tables: Tables) -> PhysicalRouting:
         if torch.compiler.is_compiling():
             from ep_moe.placement.place_op import place
 
             placed = place(routing.ids, *tables[:5], tables.seed)
             return PhysicalRouting(cast("PhysicalIds", placed), routing.weights)
-        if recomputing():
-            tables = tables.counting_nothing()
         if routing.ids.is_cuda:
             return LateRouting(routing.ids, routing.weights, tables)
         return PhysicalRouting(PhysicalIds(tables.place(routing.ids)), routing.weights)

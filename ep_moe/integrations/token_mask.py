@@ -1,0 +1,135 @@
+"""Which rows of a Hugging Face model's hidden states are tokens, for its expert-parallel blocks.
+
+A model hands its attention mask to its attention, and to no MoE block. The mask of a call goes along with the arguments
+that the model passes on to its attention. Activation checkpointing passes them again when it repeats a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ep_moe.devices import on_device
+from ep_moe.types import TokenMask
+
+if TYPE_CHECKING:
+    from ep_moe.layer import MoELayer
+
+_NAME = "ep_moe_token_mask"  # of the argument
+_EMPTY = (
+    "input_ids or inputs_embeds of shape {} has no token, for which transformers' models have no forward; call "
+    "ep_moe.integrations.transformers.idle_step(model) on a rank without a batch"
+)
+
+
+class TokenMasks:
+    """Of one model: finds each call's mask, and gives it to the blocks.
+
+    Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
+    gradients, labels, or router logits, padding is computed as in the untouched model.
+
+    blocks: by decoder layer, whose `mask` is set before the layer's block is called
+    """
+
+    def __init__(self) -> None:
+        self.layer: MoELayer | None = None  # the first, which refuses calls
+        self._labels = self._idle = False
+
+    def attach(self, model: PreTrainedModel, inner: PreTrainedModel, blocks: dict[str, Any], layer: MoELayer) -> None:
+        """inner: the model whose decoder layers hold the blocks; blocks: by name in `model`."""
+        self.layer = layer
+        model.register_forward_pre_hook(self._look_for_labels, with_kwargs=True)
+        inner.register_forward_pre_hook(self._add, with_kwargs=True)
+        parents = {id(model.get_submodule(name.rpartition(".")[0])): block for name, block in blocks.items()}
+        for layer_ in inner.layers:
+            layer_.self_attn.register_forward_pre_hook(_Take(parents.get(id(layer_))), with_kwargs=True)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within, no row of a call is a token."""
+        before, self._idle = self._idle, True
+        try:
+            yield
+        finally:
+            self._idle = before
+
+    def _look_for_labels(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._labels = kwargs.get("labels") is not None
+
+    def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if torch.compiler.is_compiling():
+            return None
+        labels, self._labels = self._labels, False
+        given = kwargs.get("inputs_embeds")
+        given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
+        if not isinstance(given, Tensor):
+            return None  # the model says what is wrong
+        rows = given.shape[:2]
+        if rows.numel() == 0:
+            self._refuse(_EMPTY.format(list(given.shape)))
+        if self._idle:
+            return args, kwargs | {_NAME: TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device))}
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
+        if tokens is None:
+            return None
+        return args, kwargs | {_NAME: TokenMask(tokens, sent=labels or torch.is_grad_enabled())}
+
+    def _refuse(self, problem: str) -> None:
+        """On all ranks, which are on their way to the first layer."""
+        assert self.layer is not None
+        with on_device(self.layer.context.device):
+            self.layer._refuse(problem)
+
+
+class _Take:
+    """Before a decoder layer's attention: the mask leaves the arguments, for that layer's block."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if self._block is not None:
+            self._block.mask = kwargs.get(_NAME)
+        if _NAME not in kwargs:
+            return None
+        return args, {name: value for name, value in kwargs.items() if name != _NAME}
+
+
+def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
+    """Read which rows of a call are tokens off its attention mask, without a wait for the device.
+
+    Args:
+        mask: What transformers takes: [B, L], 0 for padding, where the rows are at the places behind those of the
+            cache; or [B or 1, heads or 1, S, L], bool or added to the scores. A row of the latter that attends to
+            nothing is padding. A dict of such masks by layer type.
+        rows: [B, S] of the call.
+        cache: The call's cache, or None.
+
+    Returns:
+        bool [B, S]. None where the mask does not say it: packed sequences without padding, masks of other forms.
+    """
+    if isinstance(mask, dict):
+        mask = next(iter(mask.values()), None)
+    if not isinstance(mask, Tensor):
+        return None
+    batch, length = rows
+    if mask.dim() == 4 and mask.shape[2] == length and mask.shape[0] in (1, batch):
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            return None
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return seen.any(-1).any(1).expand(batch, length)
+    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
+        return None
+    past = 0 if cache is None else cache.get_seq_length()
+    if isinstance(past, Tensor):  # of a static cache, on the device
+        places = torch.arange(length, device=mask.device) + past.to(mask.device)
+        return mask.index_select(1, places.clamp(max=mask.shape[1] - 1)) != 0
+    if past + length > mask.shape[1]:
+        return None
+    return mask[:, past : past + length] != 0

@@ -1,0 +1,205 @@
+"""Padding: not counted as load, not sent, and tokens computed as without it. Layers by a mask, models by their own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext, InputError, MoEConfig, MoELayer, ParallelConfig
+from ep_moe.integrations.token_mask import tokens_of
+from ep_moe.integrations.transformers import expert_parallel, moe_layers
+from ep_moe.testing import distributed, rank_device
+from ep_moe.types import LogicalIds, Routing
+from tests.checkpoint_files import FAMILIES, quiet, tiny_model
+from tests.distributed.cases import batch_of, everywhere, same_error
+from tests.helpers import assert_same, fill, integer_rows
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, shared_intermediate_size=16)
+LAYOUTS = {
+    2: [{"dp": 2}, {"tp": 2}, {"dp": 2, "ep": 1, "etp": 2}, {"tp": 2, "ep": 1, "etp": 2}],
+    4: [{"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {"dp": 4, "ep": 2, "etp": 2}],
+}
+BOUND = 1e-5  # as in test_transformers
+
+
+def load(layer):
+    """Routes per expert of all ranks, and begin anew."""
+    found = torch.tensor(layer.stats().expert_load)
+    layer.placement.reset_load()
+    return found
+
+
+def batch_and_mask(context):
+    """Of a batch: 6 rows, and which are tokens. Odd batches have no padding, and pass no mask."""
+    batch = batch_of(context.layout, dist.get_rank())
+    x = (integer_rows(6, 16, batch) + 1).to(context.device)
+    mask = torch.tensor([False, True, True, False, True, True], device=context.device).roll(batch // 2)
+    return x, None if batch % 2 else mask
+
+
+@distributed(1, 2, 4)
+def test_a_masked_layer_on_every_layout(world_size):
+    for sizes in LAYOUTS.get(world_size, [{}]):
+        for all2all in ("allgather", "torch_a2a"):
+            with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context, torch.no_grad():
+                if world_size == 1:
+                    all2all = "auto"
+                layer = fill(MoELayer(CONFIG, context, all2all=all2all))
+                x, mask = batch_and_mask(context)
+                tokens = torch.ones(6, dtype=torch.bool, device=x.device) if mask is None else mask
+                whole, _ = layer(x), load(layer)
+                chosen = layer.router(x)
+                counted = torch.bincount(chosen.ids[tokens].flatten(), minlength=8)
+                batches = dict(everywhere((batch_of(context.layout, dist.get_rank()), counted.cpu())))
+                groups = context.layout.replicas if context.layout.ep == 1 else 1  # stats are of an EP group
+                expected = sum(batches.values()) if groups == 1 else counted.cpu()
+                for send in (False, True):
+                    found = layer(x.view(2, 3, 16), None if mask is None else mask.view(2, 3), send_masked=send)
+                    where = f"{sizes} {all2all} send_masked={send}"
+                    assert_same(load(layer), expected, where)
+                    found = found.view(6, 16)
+                    torch.testing.assert_close(found[tokens], whole[tokens], rtol=BOUND, atol=BOUND)
+                    shared = whole if send else layer.shared_experts(x)
+                    torch.testing.assert_close(found[~tokens], shared[~tokens], rtol=BOUND, atol=BOUND, msg=where)
+
+
+@distributed(2)
+def test_a_wrong_mask_is_one_sentence(world_size):
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context, torch.no_grad():
+        layer = fill(MoELayer(CONFIG, context))
+        x, device = integer_rows(4, 16, 0).to(context.device), context.device
+        good = torch.ones(4, dtype=torch.bool, device=device)
+        for bad, sentence in (
+            (good.long(), "mask must be bool, True for a token, got int64; pass mask != 0"),
+            (good[:3], "mask must be [4], as x without its last size, got [3]"),
+            (good.tolist(), "mask must be a Tensor, got list"),
+        ):
+            mask = bad if dist.get_rank() else good
+            assert same_error(InputError, lambda mask=mask: layer(x, mask)) == f"rank 1: {sentence}"
+        layer(x, good)
+
+
+@distributed(2)
+def test_tp_ranks_with_different_masks_are_refused(world_size):
+    with EPContext.from_groups(ParallelConfig(tp=2), device=rank_device(), deadline_s=20) as context, torch.no_grad():
+        layer = fill(MoELayer(CONFIG, context))
+        x, rank = integer_rows(4, 16, 0).to(context.device), dist.get_rank()
+        mask = torch.ones(4, dtype=torch.bool, device=context.device)
+        other = mask.clone()
+        other[rank] = False
+        assert "mask on rank 0 differs" in same_error(InputError, lambda: layer(x, other))
+        text = same_error(InputError, lambda: layer(x, mask, send_masked=bool(rank)))
+        assert "x, mask on rank 0; x, mask with send_masked on rank 1" in text
+
+
+@distributed(2)
+def test_masked_gradients_are_those_of_the_tokens(world_size):
+    """Against a call without the rows of padding."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        one, other = (fill(MoELayer(CONFIG, context)) for _ in range(2))
+        other.load_state_dict(one.state_dict())
+        x, mask = batch_and_mask(context)
+        tokens = torch.ones(6, dtype=torch.bool, device=x.device) if mask is None else mask
+        given, alone = x.clone().requires_grad_(), x[tokens].clone().requires_grad_()
+        one(given, mask)[tokens].square().sum().backward()
+        other(alone).square().sum().backward()
+        torch.testing.assert_close(given.grad[tokens], alone.grad, rtol=BOUND, atol=BOUND)
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad, q.grad, rtol=BOUND, atol=BOUND * float(q.grad.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def padded(layout):
+    """Token ids of a dp rank and their mask, with padding on the left; none at all on odd ones."""
+    ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(layout.dp_rank)).to(rank_device())
+    mask = torch.ones_like(ids)
+    if layout.dp_rank % 2 == 0:
+        mask[0, :5] = mask[2, :1] = 0
+    return ids, mask
+
+
+def routes(model, layout):
+    """Tokens that each layer counted, of all ranks with tokens of their own."""
+    top_k = model.config.num_experts_per_tok
+    return [int(load(layer).sum()) / top_k for layer in moe_layers(model)]
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_of_a_model(family, world_size):
+    quiet()
+    plain = tiny_model(family).to(rank_device())
+    for sizes in [{"dp": 2}, {"tp": 2}] if world_size == 2 else [{}]:
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context, torch.no_grad():
+            model = expert_parallel(tiny_model(family).to(rank_device()), context)
+            ids, mask = padded(context.layout)
+            tokens = 21 + 27 * (context.layout.dp - 1)
+            expected, found = (m(ids, attention_mask=mask).logits for m in (plain, model))
+            torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=BOUND, atol=BOUND)
+            assert routes(model, context.layout) == [tokens] * 2
+            expected, found = (m(ids, attention_mask=mask, labels=ids).loss for m in (plain, model))
+            torch.testing.assert_close(found, expected, rtol=BOUND, atol=BOUND)
+            assert routes(model, context.layout) == [tokens] * 2, "labels"
+            for cache in ("dynamic", "static"):
+                how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+                expected, found = (m.generate(ids, attention_mask=mask, **how) for m in (plain, model))
+                assert torch.equal(found, expected), cache
+                assert routes(model, context.layout) == [tokens + 9 * context.layout.dp] * 2, cache
+
+
+@distributed(2)
+def test_padding_in_training_is_computed_and_not_counted(world_size):
+    """The whole of transformers' numbers, those of padding too; with activation checkpointing once."""
+    quiet()
+    for family in ("mixtral", "deepseek_v3"):
+        with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+            plain = tiny_model(family).to(rank_device()).train()
+            model = expert_parallel(tiny_model(family).to(rank_device()), context).train()
+            model.gradient_checkpointing_enable()
+            ids, mask = padded(context.layout)
+            outputs = [m(ids, attention_mask=mask, output_router_logits=True, use_cache=False) for m in (plain, model)]
+            for name in ("logits", "router_logits"):
+                torch.testing.assert_close(outputs[1][name], outputs[0][name], rtol=BOUND, atol=BOUND)
+            for out in outputs:
+                out.logits.square().mean().backward()
+            ours, theirs = (m.model.embed_tokens.weight.grad for m in (model, plain))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=BOUND * float(theirs.abs().max()))
+            assert routes(model, context.layout) == [48, 48]
+
+
+def test_what_a_mask_says():
+    two = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    causal = torch.ones(4, 4, dtype=torch.bool).tril() & two.bool()[:, None, None, :]
+    added = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
+    rows = torch.Size([2, 4])
+    for mask in (two, two.bool(), two * 3, causal, added, {"full_attention": causal, "sliding_attention": causal}):
+        assert tokens_of(mask, rows, None).tolist() == two.bool().tolist()
+    blocks = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    blocks[..., 2:, :2] = False  # packed sequences
+    assert tokens_of(blocks, rows, None).tolist() == [[True] * 4] * 2
+    for mask in (None, two[:, :3], two[:1], two[None], causal.long(), {}, "mask"):
+        assert tokens_of(mask, rows, None) is None
+
+    class Cache:
+        def __init__(self, length):
+            self.length = length
+
+        def get_seq_length(self):
+            return self.length
+
+    last = torch.Size([2, 1])
+    for past in (0, torch.tensor(0), 3, torch.tensor(3)):
+        assert tokens_of(two, last, Cache(past)).tolist() == two[:, int(past) : int(past) + 1].bool().tolist()
+    assert tokens_of(two, last, Cache(4)) is None
+
+
+def test_a_mask_of_a_layer_that_was_given_ids():
+    """`forward_routed` has ids of -1 for it."""
+    layer = fill(MoELayer(CONFIG, EPContext.local(torch.device("cpu"))))
+    x = integer_rows(3, 16, 0)
+    with torch.no_grad():
+        routing = layer.router(x)
+        ids = routing.ids.masked_fill(torch.tensor([[True], [False], [False]]), -1)
+        found = layer.forward_routed(x, Routing(LogicalIds(ids), routing.weights))
+        want = layer(x, torch.tensor([False, True, True]))
+    assert_same(found, want)
