@@ -85,6 +85,7 @@ class EPContext:
     workspaces: the kernels' scratch memory, shared by all layers
     compute: the stream that computes parts while others travel
     recorders: of captured calls, one for each stream that they were captured for
+    generation: what keeps ranks in step while models of `integrations` generate
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class EPContext:
         self.workspaces = Workspaces(device)
         self.compute = SideStream(priority=-1)
         self.recorders: list[Any] = []
+        self.generation: Any = None
         self._pool: dict[tuple[str, Geometry], Any] = {}
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0

@@ -29,6 +29,8 @@ from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.in_step import Generation
+from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
@@ -224,6 +226,8 @@ def expert_parallel(
     inner = [one for one in model.modules() if isinstance(one, PreTrainedModel) and _has_blocks(one)][-1]
     RouterLogits().attach(inner)
     masks.attach(model, inner, made, next(iter(made.values())).moe)
+    if model.can_generate():
+        Generation.of(context).attach(model, inner)
     return model
 
 

@@ -30,6 +30,10 @@ from ep_moe.parallel.failed import is_communication_error, is_out_of_memory, tol
 from ep_moe.types import capturing
 
 _PATIENCE_S = 5.0  # before a rank that waits for others says so
+_FEWER_CALLS = (
+    "Did a rank make fewer calls, because its batches or its generate ended earlier? Then keep it in step: "
+    "layer(x[:0]), or for models of transformers idle_step(model) and generate without synced_gpus=False."
+)
 COMPILING_S = 600.0  # beyond the deadline, where a library may compile kernels first
 
 
@@ -375,6 +379,8 @@ def _compare(
             findings.append(f"Rank {peer} is alive but behind: {entry[1]}.")
         elif entry[1].number == mine.number and (entry[1].where, entry[1].phase) != (mine.where, mine.phase):
             findings.append(f"Rank {peer} went another way: {entry[1]}.")
+    if any(entry is not None and entry[1].done and entry[1].number < mine.number for entry in after.values()):
+        findings.append(_FEWER_CALLS)
     return " ".join(findings) or "Every peer is alive and in the same step."
 
 

@@ -25,7 +25,7 @@ from ep_moe import (
 from ep_moe.parallel import ledger as ledger_module
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.device_mark import DeviceMark
-from ep_moe.parallel.ledger import Ledger, Step, _compare
+from ep_moe.parallel.ledger import _FEWER_CALLS, Ledger, Step, _compare
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call
 from tests.helpers import fill
@@ -248,7 +248,11 @@ def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool =
         ((5, step(7)), (9, step(7)), "Every peer is alive and in the same step."),
         ((5, step(7)), (5, step(7)), "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7)."),
         (None, None, "Rank 1 shows no sign of life."),
-        ((5, step(6)), (9, step(6, done=True)), "Rank 1 is alive but behind: finished dispatch of moe3 (step 6)."),
+        (
+            (5, step(6)),
+            (9, step(6, done=True)),
+            f"Rank 1 is alive but behind: finished dispatch of moe3 (step 6). {_FEWER_CALLS}",
+        ),
         ((5, step(7, "combine")), (9, step(7, "combine")), "Rank 1 went another way: in combine of moe3 (step 7)."),
         ((5, step(7, where="")), (9, step(7, where="")), "Rank 1 went another way: in dispatch (step 7)."),
         ((5, step(8, "combine")), (9, step(8, "combine")), "Every peer is alive and in the same step."),

@@ -1,0 +1,207 @@
+"""Ranks of a Hugging Face model that stay in step while they have different things to do.
+
+The blocks of a model are collective, so that each forward of one rank needs one of every other rank. Within `generate`
+each rank says before a forward which model it calls. A rank that has ended, or waits to call another model, takes part
+without tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.integrations.token_mask import TokenMasks
+
+
+def idle_step(model: nn.Module) -> Tensor:
+    """Take part in one forward of the other ranks without tokens, on a rank that has no batch.
+
+    The model runs on one row of padding, which goes to no expert and is not counted as load. In training call
+    `backward` on the result: it takes part in the others' backward, and leaves zeros as the gradients of this rank's
+    tokens.
+
+        loss = model(**batch).loss if batch is not None else idle_step(model)
+        loss.backward()
+
+    Args:
+        model: That of `load_pretrained` or `expert_parallel`, also inside a wrapper such as DistributedDataParallel.
+            Call it in the grad mode of the other ranks. With tp-replicated tokens all ranks of a tp group call it.
+
+    Returns:
+        A loss of 0, a scalar that depends on the model's parameters.
+
+    Raises:
+        ConfigError: The model has no expert-parallel blocks.
+    """
+    found = [getattr(module, "masks", None) for module in model.modules()]
+    masks = {id(one): one for one in found if isinstance(one, TokenMasks)}
+    if not masks:
+        raise ConfigError(
+            f"idle_step needs a model of load_pretrained or expert_parallel, got {type(model).__name__}; call "
+            f"layer(x[:0]) for each MoELayer of another model"
+        )
+    with ExitStack() as idle:
+        for one in masks.values():
+            idle.enter_context(one.idle())
+        device = next(model.parameters()).device
+        row = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        out = model(input_ids=row, use_cache=False, return_dict=True)
+    logits: Tensor = out[0]
+    return (logits * 0.0).sum()
+
+
+class Generation:
+    """Of one context: the models whose `generate` keeps its ranks in step."""
+
+    def __init__(self, context: EPContext) -> None:
+        self._context, self._link = context, context.links["lockstep"]
+        self._models: list[weakref.ref[PreTrainedModel]] = []
+        self._depth = 0  # of calls of generate; an assistant's is inside another
+        self._serving = self._inside = False  # an idle step; a forward of its own
+
+    @classmethod
+    def of(cls, context: EPContext) -> Generation:
+        """The context's own."""
+        if context.generation is None:
+            context.generation = cls(context)
+        found: Generation = context.generation
+        return found
+
+    def attach(self, model: PreTrainedModel, inner: PreTrainedModel) -> None:
+        """Made for all models in one order on all ranks. inner: the model that holds the decoder layers."""
+        number = len(self._models)
+        self._models.append(weakref.ref(model))
+        generate = type(model).generate
+        signature = inspect.signature(generate)
+
+        @functools.wraps(generate)
+        def in_step(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind_partial(model, *args, **kwargs)
+            if self._depth or given.arguments.get("synced_gpus") is False:
+                return generate(*given.args, **given.kwargs)
+            given.arguments["synced_gpus"] = False  # this is what it would be for
+            return self._run(given, lambda: generate(*given.args, **given.kwargs))
+
+        setattr(model, "generate", in_step)  # noqa: B010 (a method, of this model alone)
+        if self._link.size > 1:
+            # first of all hooks: an idle step runs the others
+            inner.register_forward_pre_hook(lambda *_: self._before(number), prepend=True)
+            inner.register_forward_hook(lambda *_: self._after())
+
+    def _run(self, given: inspect.BoundArguments, generate: Callable[[], Any]) -> Any:
+        self._depth += 1
+        self._inside = False
+        try:
+            with self._random_state_of_tp():
+                empty = _empty(given)
+                found = generate() if empty is None else empty
+            self._finish()
+        except EPMoEError:
+            raise  # alike on all ranks
+        except Exception as error:
+            self._tell(error)
+            raise
+        finally:
+            self._depth -= 1
+        return found
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, model: int) -> None:
+        """Before a forward of this model: let peers that are at another one go first."""
+        if not self._depth or self._serving:
+            return
+        while (turn := self._turn(model)) != model:
+            assert turn is not None
+            self._idle(turn)
+        self._inside = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self) -> None:
+        if not self._serving:
+            self._inside = False
+
+    def _finish(self) -> None:
+        """Take part until the last rank has ended."""
+        while (turn := self._turn(None)) is not None:
+            self._idle(turn)
+
+    def _turn(self, model: int | None, problem: str | None = None) -> int | None:
+        """Whose forward comes next, None where no rank has another. model: this rank's wish."""
+        if self._link.size == 1:
+            return model
+        with self._context.entered("generate"), self._link.ledger.step("generate"):
+            rows = self._link.agree([0 if model is None else model + 1], problem, self._context.device)
+        return min((row[0] - 1 for row in rows if row[0]), default=None)
+
+    @torch.no_grad()
+    def _idle(self, number: int) -> None:
+        model = self._models[number]()
+        assert model is not None, "models live on all ranks alike"
+        self._serving = True
+        try:
+            idle_step(model)
+        finally:
+            self._serving = False
+
+    def _tell(self, error: Exception) -> None:
+        """An exception of this rank alone leaves generate: peers raise it too, where they wait for this rank."""
+        if self._link.size == 1 or self._context.ledger.failed:
+            return
+        if self._inside:  # they are in the same forward
+            self._context.broken_by(error)
+            return
+        with suppress(EPMoEError):
+            self._turn(None, f"generate was left by {type(error).__name__}: {error}")
+
+    @contextmanager
+    def _random_state_of_tp(self) -> Iterator[None]:
+        """Within, tp ranks that pass the same tokens draw the same random numbers, those of the first of them."""
+        link = self._context.links["tp"]
+        if self._context.layout.split == 1:
+            yield
+            return
+        device = self._context.device
+        own = _random_state(device)
+        with self._context.entered("generate"), link.ledger.step("random state"):
+            rows = link.exchange(own.to(device))
+        if link.rank:
+            _set_random_state(torch.tensor(rows[0], dtype=torch.int64, device="cpu"), device)
+        try:
+            yield
+        finally:
+            if link.rank:
+                _set_random_state(own, device)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Of the default generators of the host and of a GPU: int64 [n]."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states).view(torch.int64)
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    data, host = state.view(torch.uint8), len(torch.get_rng_state())
+    torch.set_rng_state(data[:host].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(data[host:].clone(), device)
+
+
+def _empty(given: inspect.BoundArguments) -> Tensor | None:
+    """What is returned for a batch of no sequences: itself."""
+    named = given.arguments | given.arguments.get("kwargs", {})
+    for name in ("inputs", "input_ids", "inputs_embeds"):
+        if isinstance(tensor := named.get(name), Tensor) and tensor.dim() and len(tensor) == 0:
+            return tensor
+    return None
