@@ -46,7 +46,7 @@ class RoutingConfig:
     correction_bias: SIGMOID_TOPK adds a learned bias [E] to the scores for the choice, not to the weights
     bias: the router's linear map has a bias [E]
     weight_on_input: multiply the expert's input, not its output, by the weight (needs top_k = 1)
-    float32_logits: compute the linear map in float32 whatever the input's dtype
+    float32_logits: hold and compute the linear map in float32 whatever the layer's dtype
     """
 
     method: RoutingMethod = RoutingMethod.SOFTMAX_TOPK

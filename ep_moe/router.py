@@ -93,8 +93,8 @@ def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Te
 class Router(nn.Module):
     """A linear map [E, H] and a routing method.
 
-    weight: [E, H]; bias: [E] where configured; e_score_correction_bias: float32 [E] buffer where configured, named as
-    in DeepSeek-V3 checkpoints.
+    weight: [E, H]; bias: [E] where configured; both float32 where logits are, in a layer of 16 bits too
+    e_score_correction_bias: float32 [E] buffer where configured, named as in DeepSeek-V3 checkpoints.
     keeps_logits: whether `forward` returns them in `Routing.logits`
     """
 
@@ -107,6 +107,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config.routing
         self.top_k = config.top_k
+        if config.routing.float32_logits:
+            dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype))
         bias = torch.empty(config.num_experts, device=device, dtype=dtype) if config.routing.bias else None
         self.bias = nn.Parameter(bias) if bias is not None else None
@@ -122,13 +124,17 @@ class Router(nn.Module):
                 nn.init.zeros_(tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """`.to(torch.bfloat16)` leaves the correction bias in float32: the scores that it is added to differ by less
-        than bfloat16's steps."""
-        before = self.e_score_correction_bias
-        super()._apply(fn, recurse)
-        after = self.e_score_correction_bias
-        if before is not None and after is not None and after.dtype != torch.float32:
-            self.e_score_correction_bias = before.to(after.device)
+        """`.to(torch.bfloat16)` leaves the correction bias in float32, and with float32 logits weight and bias too: the
+        scores of experts differ by less than bfloat16's steps."""
+        bias = self.e_score_correction_bias
+
+        def applied(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            kept = self.config.float32_logits or tensor is bias
+            rounded = found.dtype != tensor.dtype and found.itemsize < torch.float32.itemsize
+            return tensor.to(found.device) if kept and rounded else found
+
+        super()._apply(applied, recurse)
         return self
 
     def forward(self, x: Tensor) -> Routing:

@@ -241,6 +241,27 @@ def test_float32_logits_are_deepseeks_in_bfloat16():
     assert_same(ours(module, config, torch.bfloat16)(rows(torch.bfloat16)), ids, weights)
 
 
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16().cpu()])
+def test_a_router_with_float32_logits_keeps_float32(cast):
+    """In a layer of 16 bits, and whatever the model is cast to: experts' scores differ by less than its steps."""
+    config = shape(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True, bias=True, float32_logits=True)
+    assert {t.dtype for t in Router(config, dtype=torch.bfloat16).state_dict().values()} == {torch.float32}
+    router = Router(config)
+    for tensor in router.state_dict().values():
+        tensor.normal_()
+    router.weight.grad = torch.randn_like(router.weight)
+    before = {name: tensor.clone() for name, tensor in [*router.state_dict().items(), ("grad", router.weight.grad)]}
+    weight = router.weight
+    cast(router)
+    assert router.weight is weight
+    for name, tensor in [*router.state_dict().items(), ("grad", router.weight.grad)]:
+        assert torch.equal(tensor, before[name]), name
+    assert router.double().weight.dtype == torch.float64
+    plain = Router(shape(), dtype=torch.bfloat16)
+    assert plain.weight.dtype == torch.bfloat16
+    assert cast(Router(shape())).weight.itemsize == 2
+
+
 def test_without_float32_logits_the_map_is_in_the_inputs_dtype():
     module = theirs(qwen3_moe.Qwen3MoeTopKRouter, norm_topk_prob=True).bfloat16()
     x = rows(torch.bfloat16)

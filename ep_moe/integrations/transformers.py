@@ -8,6 +8,7 @@ A family is one `Family` entry here and its names in `ep_moe.weights.families`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,9 @@ def expert_parallel(
     masks, made = TokenMasks(), {}
     for name, block in _blocks(model, family):
         parameters = list(block.parameters())
-        first = next((one for one in parameters if one.dtype in NUMBERS), parameters[0])
+        # a block may keep its router in float32, and not its experts
+        by_experts = [*block.get_submodule("experts").parameters(), *parameters]
+        first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
         on_meta = first.device.type == "meta"
         shared = None if family.shared is None else getattr(block, family.shared)
         moe = MoELayer(
@@ -231,6 +234,17 @@ def expert_parallel(
     return model
 
 
+def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What from_pretrained keeps in float32 though the model is not. model: on the meta device"""
+    names = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+    if dtype == torch.float16:
+        names |= set(model._keep_in_fp32_modules or ())
+    kept = [re.compile(name.replace("*", ".*")) for name in names]  # as from_pretrained matches them
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.dtype == dtype and any(pattern.search(name) for pattern in kept):
+            tensor.data = tensor.data.float()
+
+
 def _has_blocks(model: nn.Module) -> bool:
     return any(isinstance(module, ExpertParallelBlock) for module in model.modules())
 
@@ -265,8 +279,10 @@ def load_pretrained(
     Raises CheckpointError or ConfigError on all ranks.
     """
     config = _agreed_config(path, context)
+    dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _keep_in_float32(model, dtype)
     expert_parallel(
         model,
         context,

@@ -13,6 +13,7 @@ from ep_moe.context import EPContext
 from ep_moe.devices import elsewhere
 from ep_moe.errors import ConfigError
 from ep_moe.placement.placement import Placement
+from ep_moe.router import Router
 from ep_moe.training.gradients import compare_ranks, expert_parameters, expert_weights_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -63,8 +64,8 @@ def fully_shard(
         The same model, an `FSDPModule` now.
 
     Raises:
-        ConfigError: the mesh is none of these, or another device than the context's is current, on which torch's FSDP2
-            would work.
+        ConfigError: the mesh is none of these, routers are float32 and the model is not, or another device than the
+            context's is current, on which torch's FSDP2 would work.
         InputError: ranks hold different numbers in a parameter that they should hold alike; on all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -83,6 +84,12 @@ def fully_shard(
             f"fully_shard: mesh must have the {layout.token_ranks} ranks that have tokens of their own, or all "
             f"{layout.stage} of the stage, got {mesh.size()}"
         )
+    if _routers_apart(model):
+        raise ConfigError(
+            "fully_shard: routers with RoutingConfig.float32_logits=True are float32 and the model is not, and FSDP2 "
+            "cuts parameters of one dtype alone; call model.float(), and compute in 16 bits under torch.autocast, or "
+            "set float32_logits=False"
+        )
     compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
@@ -99,3 +106,12 @@ def fully_shard(
     kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
     shard(model, mesh=mesh, ignored_params=kept, **options)
     return model
+
+
+def _routers_apart(model: nn.Module) -> list[Router]:
+    """Those with float32 logits in a model of 16 bits."""
+    routers = [m for m in model.modules() if isinstance(m, Router) and m.config.float32_logits]
+    of_experts = {id(p) for weights in expert_weights_of(model) for p in weights.parameters()}
+    apart = {id(p) for router in routers for p in router.parameters()}
+    rest = {p.dtype for p in model.parameters() if id(p) not in of_experts | apart}
+    return [router for router in routers if rest and router.weight.dtype not in rest]

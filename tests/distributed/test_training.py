@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, Tokens, training
-from ep_moe.errors import InputError
+from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, RoutingConfig, Tokens, training
+from ep_moe.config import RoutingMethod
+from ep_moe.errors import ConfigError, InputError
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
 from tests.distributed.cases import everywhere
@@ -119,6 +120,23 @@ def test_hybrid_sharding(world_size):
         assert len(held) == len(training.expert_parameters(model)), "experts are cut over the ranks that hold them"
         found = run(model, context, OPTIMIZERS["sgd"](training.parameter_groups(model)), lambda: None, range(STEPS))
         assert furthest(found, one_process("sgd", STEPS, device=rank_device())) <= BOUND
+
+
+@distributed(2, deadline_s=60)
+def test_a_router_in_float32_under_fsdp(world_size):
+    """In a model of 16 bits: torch cuts one dtype alone. The remedy that the refusal names works."""
+    routing = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True, float32_logits=True)
+    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2, routing=routing)
+    with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)
+        layer = MoELayer(config, context, experts="reference", dtype=torch.bfloat16)
+        model = nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16), layer).to(context.device)
+        with pytest.raises(ConfigError, match=r"routers with .*float32_logits=True are float32.*call model.float\(\)"):
+            training.fully_shard(model, context)
+        training.fully_shard(model.float(), context)
+        model(torch.ones(6, 16, device=context.device)).sum().backward()
+        assert layer.router.weight.grad.full_tensor().dtype == torch.float32
 
 
 @distributed(2, deadline_s=60)

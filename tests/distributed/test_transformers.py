@@ -181,6 +181,43 @@ def test_dtype_is_the_checkpoints(tmp_path):
     assert {layer.router.e_score_correction_bias.dtype for layer in moe_layers(model)} == {torch.float32}
 
 
+def kept_in_float32(model):
+    blocks = tuple(name for name, m in model.named_modules() if isinstance(m, ExpertParallelBlock))
+    rest = {name for name, p in model.named_parameters() if p.dtype == torch.float32 and not name.startswith(blocks)}
+    return rest, [layer.router.weight.dtype for layer in moe_layers(model)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_parts_of_a_model_of_16_bits(family, dtype, tmp_path):
+    """What transformers keeps in float32, with its logits, of files with the router in float32 and the rest not."""
+    quiet()
+    written = tiny_model(family)
+    for name, parameter in written.named_parameters():
+        if not name.endswith(("gate.weight", "router.weight", "router.bias")):
+            parameter.data = parameter.data.to(dtype)
+    save(written, tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    loaded = load_pretrained(tmp_path, local(), dtype=dtype, progress=False)
+    replaced = expert_parallel(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval(), local())
+    kept = {name for name, p in plain.named_parameters() if p.dtype == torch.float32}
+    routers = {name for name in kept if name.endswith(("gate.weight", "router.weight", "router.bias"))}
+    assert bool(routers) == (family == "deepseek_v3")
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for model in (loaded, replaced):
+        rest, of_routers = kept_in_float32(model)
+        assert rest == kept - routers
+        assert set(of_routers) == {torch.float32 if routers else dtype}
+        assert {layer.dtype for layer in moe_layers(model)} == {dtype}
+        for layer, number in zip(moe_layers(model), LAYERS[family], strict=True):
+            if routers:
+                gate, stored = (m.model.layers[number].mlp.gate for m in (plain, written))
+                close = {"rtol": 1e-5, "atol": 1e-5}  # of sums in another order; rounded weights are off by 1e-2
+                torch.testing.assert_close(layer.router.logits(x), gate(x)[0], **close)
+                assert torch.equal(layer.router.weight, stored.weight)
+                assert torch.equal(layer.to(dtype).router.weight, stored.weight)
+
+
 def test_meta_model_stays_on_meta():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"))
