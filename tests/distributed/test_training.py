@@ -293,7 +293,7 @@ def test_ranks_that_train_apart_are_warned(world_size):
                 after = partial(training.sync_gradients, model, context) if synced else lambda: None
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    run(model, context, OPTIMIZERS["sgd"](model.parameters()), after, range(9))
+                    run(model, context, OPTIMIZERS["sgd"](training.parameter_groups(model)), after, range(9))
                 texts = [str(warning.message) for warning in caught if "sync_gradients" in str(warning.message)]
                 assert len(texts) == (0 if synced else 2), f"{parallel}: once for each of two layers, got {texts}"
                 assert all("after 2 backward calls" in text for text in texts)
