@@ -100,14 +100,14 @@ class RankChecks:
             sums = [checksum(tensor, device) for tensor in dense.values()]
             total = checksum(torch.stack(sums), device) if sums else 0
             with whole.ledger.step("first call"):
-                rows = whole.agree([total, len(dense), text], self.wrapper_problem(layer), device)
-            if len({(row[0], row[1]) for row in rows}) > 1:
+                rows = whole.agree([len(dense), text, total], self.wrapper_problem(layer), device)
+            if len({(row[0], row[2]) for row in rows}) > 1:
                 raise InputError(
                     f"{layer.name}: all ranks must hold the same router and shared experts, and "
                     f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with "
                     f"one seed on all ranks before the model is made, or load a checkpoint on all"
                 )
-            if len({row[2] for row in rows}) > 1:
+            if len({row[1] for row in rows}) > 1:
                 raise InputError(
                     f"{layer.name}: the ranks have different expert maps in force; load state_dict, and call "
                     f"Placement.update, on all ranks alike"

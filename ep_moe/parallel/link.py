@@ -71,14 +71,18 @@ class Link:
         one sentence everywhere and not in a hang: it rides on the exchange of counts that the call needs anyway.
         """
         where, carried = zlib.crc32(self.ledger.where.encode()), zlib.crc32(self.ledger.carried.encode())
-        facts = [torch.as_tensor(value, dtype=torch.int64, device=device).reshape(-1) for value in values]
-        count = sum(map(len, facts))
+        # integers in one copy to the device, tensors behind them
+        integers = [value for value in values if isinstance(value, int)]
+        tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
+        assert not any(isinstance(value, int) for value in values[len(integers) :]), "integers come first"
+        count = len(integers) + sum(map(len, tensors))
         # one width whatever the call, so that ranks in different layers still understand each other
         filler = [0] * (self.size + 1 - count)
         asked = sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
         asked = asked if torch.is_grad_enabled() else 0
-        header = torch.tensor([problem is not None, where, carried, asked, *filler], dtype=torch.int64, device=device)
-        rows = self.exchange(torch.cat([header, *facts]))
+        header = [problem is not None, where, carried, asked, *filler, *integers]
+        row = torch.tensor(header, dtype=torch.int64, device=device)
+        rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
             text = self.ledger.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)

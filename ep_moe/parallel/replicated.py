@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep_moe.config import Tokens
 from ep_moe.parallel.link import Link, all_gather_single
-from ep_moe.weights.checksum import checksum
+from ep_moe.weights.checksum import WORDS, checksum, factors
 
 NAMES = ("x", "routing.ids", "routing.weights", "mask", "mask with send_masked")  # what a call may pass
 _SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
@@ -29,18 +29,6 @@ _REMEDY = (
 )
 
 Passed = Mapping[str, Tensor]  # by a name of NAMES
-
-
-def facts(passed: Passed | None, device: torch.device, *, compared: bool) -> list[int | Tensor]:
-    """Numbers that are equal where ranks pass the same: which arguments, and a checksum of them if they are compared
-    with other ranks'."""
-    if not passed:
-        return [0, 0]
-    names = argument_bits(passed)
-    if not compared:
-        return [names, 0]
-    sums = [checksum(tensor if tensor.is_floating_point() else tensor.long(), device) for tensor in passed.values()]
-    return [names, checksum(torch.stack(sums), device)]
 
 
 def argument_bits(passed: Passed) -> int:
@@ -74,6 +62,22 @@ class RowComparison:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._warned = False
+        self._factors: Tensor | None = None  # of checksums; each line of `facts` is host time of an eager call
+
+    def facts(self, passed: Passed | None, device: torch.device, *, compared: bool) -> list[int | Tensor]:
+        """Numbers that are equal where ranks pass the same: which arguments, and a checksum of them if they are
+        compared with other ranks'."""
+        if not passed:
+            return [0, 0]
+        if not compared:
+            return [argument_bits(passed), 0]
+        if self._factors is None or self._factors.device != device:
+            self._factors = factors(WORDS, device)
+        sums = [
+            checksum(tensor if tensor.is_floating_point() else tensor.long(), device, self._factors)
+            for tensor in passed.values()
+        ]
+        return [argument_bits(passed), sums[0] if len(sums) == 1 else checksum(torch.stack(sums), device)]
 
     @torch.no_grad()
     def problem(self, passed: Passed) -> str | None:

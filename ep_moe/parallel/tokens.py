@@ -25,7 +25,6 @@ from ep_moe.parallel.replicated import (
     argument_bits,
     arguments_problem,
     counts_problem,
-    facts,
     has_mask,
 )
 from ep_moe.types import LogicalIds, TokenMask, capturing
@@ -87,7 +86,7 @@ class TokenFlow:
             totals, masked = dict.fromkeys(self._lockstep.ranks, total), masked and self.union_is_local
         elif self.checks_input:
             with self._lockstep.ledger.step("enter"):
-                same = facts(passed, device, compared=self._replicated)
+                same = self._comparison.facts(passed, device, compared=self._replicated)
                 rows = self._lockstep.agree([total, *same], problem, device, gradients=gradients)
             found = dict(zip(self._lockstep.ranks, rows, strict=True))
             totals = {rank: row[0] for rank, row in found.items()}
