@@ -32,7 +32,7 @@ def traced(layer: MoELayer) -> bool:
 @torch.compiler.disable(recursive=True, reason=UNTRACED)  # type: ignore[untyped-decorator]
 def between_graphs(layer: MoELayer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
     """The layer's own call."""
-    return layer._call(x, routing, mask)
+    return layer._guarded(x, routing, mask)
 
 
 torch.compiler.assume_constant_result(MoELayer._connect)  # run, not traced: a pool is looked into, and modules loaded

@@ -383,16 +383,20 @@ class EPContext:
         self._inside = name
         return self._forward
 
-    def broken_by(self, error: BaseException) -> None:
+    def broken_by(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
         """An exception leaves a forward. What all ranks raise alike breaks nothing. Any other is this rank's alone: its
-        peers are told, and every further call raises it on all ranks."""
-        alike = isinstance(error, EPMoEError) and not is_out_of_memory(error, self.device)
+        peers are told, and every further call raises it on all ranks.
+
+        where: the layer, if it left before `entered`
+        users: it comes from the user's own code, which may raise any class on one rank alone
+        """
+        alike = isinstance(error, EPMoEError) and not users and not is_out_of_memory(error, self.device)
         # a recomputation ends by an exception of torch's, on all ranks at the same operation
         ends = type(error).__module__ == "torch.utils.checkpoint"
         if self.ledger.alone or alike or ends or capturing(self.device):
             return
         before = self.ledger.failed
-        failure = self.ledger.fail(error)
+        failure = self.ledger.fail(error, where)
         if before or isinstance(failure, OutOfMemory):
             raise failure.with_traceback(None) from error
         error.add_note(f"ep_moe: {failure}")

@@ -18,7 +18,7 @@ from ep_moe.autocast import call_cast
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.devices import as_device, elsewhere, on_device, on_device_of
-from ep_moe.errors import ConfigError
+from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.exchange import Exchange
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.shared import SharedExperts
@@ -138,6 +138,7 @@ class MoELayer(nn.Module):
             for name in self.picks.kernels[1:]
         }
         self.checks = RankChecks(self)
+        self._forwards = 0
         self.logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
         self.captured = CapturedCalls(context, config)
         self.repeated = RepeatedCalls(context, config, self.kernels)
@@ -150,6 +151,19 @@ class MoELayer(nn.Module):
         )
 
     # --- the story ---------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A module's call. Peers are in the same one: an exception that leaves it before `forward`, such as of a
+        pre-hook, is raised on all ranks."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        before = self._forwards
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException as error:
+            if self._forwards == before:
+                self._left_alone(error, users=True)
+            raise
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, send_masked: bool = False) -> Tensor:
         """Compute the layer for the rows of x.
@@ -168,13 +182,13 @@ class MoELayer(nn.Module):
         Raises:
             InputError: on all ranks, where any of them passes a wrong x or mask.
         """
-        call = self._traced if torch.compiler.is_compiling() else self._call
+        call = self._traced if torch.compiler.is_compiling() else self._guarded
         return call(x, None, None if mask is None else TokenMask(mask, send_masked))
 
     def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
         """As `forward`, for a model that routes itself. routing: logical ids and weights [T, K] for x's rows; ids of -1
         for padding."""
-        return (self._traced if torch.compiler.is_compiling() else self._call)(x, routing, None)
+        return (self._traced if torch.compiler.is_compiling() else self._guarded)(x, routing, None)
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
@@ -182,6 +196,20 @@ class MoELayer(nn.Module):
             return self._call(x, routing, mask)
         out: Tensor = _compiled().between_graphs(self, x, routing, mask)
         return out
+
+    def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
+        """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
+        self._forwards += 1
+        try:
+            return self._call(x, routing, mask)
+        except BaseException as error:
+            self._left_alone(error)
+            raise
+
+    def _left_alone(self, error: BaseException, *, users: bool = False) -> None:
+        context = self.context
+        if context.idle and not context.ledger.failed:  # else told already, or another thread's call is under way
+            context.broken_by(error, self.name, users=users)
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call on the layer's device and in its dtype, replayed where one like it was recorded."""
@@ -281,10 +309,16 @@ class MoELayer(nn.Module):
     def _replicated(self, module: Any, x: Tensor) -> Any:
         """Call a module that all tp ranks hold alike on this rank's rows; its gradients are summed over tp."""
         flow = self.context.tokens
-        if flow.whole or not isinstance(module, nn.Module) or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():  # one process
             return module(x)
-        parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
-        return functional_call(module, parameters, (x,))
+        try:
+            if flow.whole or not isinstance(module, nn.Module) or not torch.is_grad_enabled():
+                return module(x)
+            parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
+            return functional_call(module, parameters, (x,))
+        except EPMoEError as error:
+            self.context.broken_by(error, users=True)
+            raise
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(name, self.context.stage_times)

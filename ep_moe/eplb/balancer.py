@@ -163,6 +163,8 @@ class ExpertBalancer:
             raise type(self._end)(str(self._end)) from self._end
         if self._link.closed:
             raise InputError(f"ExpertBalancer.{call}: this balancer is closed; make another one")
+        if self._state is State.IDLE:  # else what is under way comes to its own end
+            self._context.ledger.check()
 
     def _turn(self) -> None:
         self._number += 1

@@ -184,13 +184,16 @@ class Ledger:
         """No peer waits for this rank."""
         return self._store is None or len(self._ranks) == 1
 
-    def fail(self, error: BaseException) -> EPMoEError:
+    def fail(self, error: BaseException, where: str = "") -> EPMoEError:
         """An exception left a call on this rank, whose peers wait for the rest of it: tell them. Returns what every
-        rank raises from now on."""
+        rank raises from now on.
+
+        where: the layer, if its call had not begun for the ledger
+        """
         if self._failure is not None:
             return self._failure
         memory = is_out_of_memory(error, self._device)
-        text = told(error, self._rank, self._step, self.where, self._device, memory=memory)
+        text = told(error, self._rank, self._step, self.where or where, self._device, memory=memory)
         failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
         if self._store is not None and not self.alone:
             with suppress(RuntimeError):  # the store is gone, and with it the job

@@ -51,6 +51,7 @@ class Link:
         """All ranks' `values` (int64 [n]) as host integers [R][n]. Waits for the device."""
         if self.size == 1:
             return [values.tolist()]
+        self.ledger.check()
         gathered = values.new_empty(self.size * len(values))
         all_gather_single(gathered, values, group=self.group)
         rows: list[list[int]] = gathered.view(self.size, -1).tolist()

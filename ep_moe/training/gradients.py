@@ -185,9 +185,11 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
     }
     own = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
     stage, device = context.links["stage"], context.device
-    problem = _difference(stage, {name: p for name, p in named.items() if name not in own}, device)
-    other = _difference(context.links["expert_data"], {name: p for name, p in named.items() if name in own}, device)
-    if (found := _first_text(stage, problem or other, device)) is not None:  # other EP groups may have found nothing
+    with context.ledger.step("compare parameters", counted=False):
+        problem = _difference(stage, {name: p for name, p in named.items() if name not in own}, device)
+        other = _difference(context.links["expert_data"], {name: p for name, p in named.items() if name in own}, device)
+        found = _first_text(stage, problem or other, device)  # other EP groups may have found nothing
+    if found is not None:
         raise InputError(f"{what}: {found}")
     for weights in held:
         weights.gradient_sum.compared = True

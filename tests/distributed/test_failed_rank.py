@@ -1,6 +1,7 @@
 """An exception of one rank's own leaves a layer's call there: every rank raises one sentence that names it, in this
 call and in each further one."""
 
+import dataclasses
 import threading
 import time
 from unittest import mock
@@ -11,13 +12,24 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.utils.checkpoint import checkpoint
 
-from ep_moe import Activation, EPContext, InputError, MoEConfig, MoELayer, OutOfMemory, PeerTimeout
+from ep_moe import (
+    Activation,
+    EPContext,
+    EPLBConfig,
+    ExpertBalancer,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    OutOfMemory,
+    PeerTimeout,
+)
 from ep_moe.errors import EPMoEError, RankFailed
 from ep_moe.parallel import failed
 from ep_moe.parallel import ledger as ledger_module
 from ep_moe.parallel.failed import is_out_of_memory
 from ep_moe.parallel.ledger import Ledger
 from ep_moe.testing import distributed, rank_device
+from ep_moe.training import clip_grad_norm_, sync_gradients
 from tests.distributed.cases import check_call, everywhere, same_error
 from tests.helpers import fill
 
@@ -42,6 +54,10 @@ def raises_once(error):
 def plant(layer, where, error):
     if where == "router":
         layer.router.register_forward_pre_hook(raises_once(error))
+    elif where == "pre-hook":
+        layer.register_forward_pre_hook(raises_once(error))
+    elif where == "placement":
+        layer.placement.register_forward_pre_hook(raises_once(error))
     elif where == "shared experts":
         layer.shared_experts.register_forward_pre_hook(raises_once(error))
     else:
@@ -58,7 +74,7 @@ def said(call):
 
 
 @distributed(2, 4, deadline_s=40)
-@pytest.mark.parametrize("where", ["router", "shared experts", "experts"])
+@pytest.mark.parametrize("where", ["router", "shared experts", "experts", "pre-hook", "placement"])
 def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
     config = MoEConfig(
         hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2,
@@ -138,6 +154,59 @@ def test_a_rank_that_goes_on_does_not_meet_another_call(world_size):
     assert found[1:] == ["RankFailed"] * 2
     assert found[0] == ("ValueError" if dist.get_rank() == ODD else "RankFailed")
     context.ledger.close()
+
+
+@distributed(2, deadline_s=40)
+@pytest.mark.parametrize("where", ["router", "shared experts"])
+def test_an_error_of_ours_from_a_users_module_is_that_ranks_alone(where, world_size):
+    """What ep_moe raises itself, all ranks raise; a user's code may raise the same class on one."""
+    config = dataclasses.replace(CONFIG, shared_intermediate_size=16)
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer = fill(MoELayer(config, context, name="block"))
+    odd = dist.get_rank() == ODD
+    if odd:
+        plant(layer, where, InputError("the user's own"))
+    x = torch.ones(4, 16, device=context.device)
+    found = [said(lambda: layer(x)) for _ in range(3)]
+    assert [kind for kind, _ in found] == ["InputError" if odd else "RankFailed", "RankFailed", "RankFailed"]
+    assert everywhere(found[1:]) == [found[1:]] * world_size
+    context.ledger.close()
+
+
+@distributed(2, deadline_s=40)
+def test_whatever_is_called_after_it_raises_the_same(world_size):
+    context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
+    layer, other = fill(MoELayer(CONFIG, context, name="block")), fill(MoELayer(CONFIG, context, name="other"))
+    for one in (layer, other):
+        one.expert_weights.requires_grad_(False)
+    balancer = ExpertBalancer([layer, other], context, EPLBConfig(interval=100, window=100))
+    x = torch.ones(4, 16, device=context.device)
+    plant(layer, "router", ValueError("no such thing"))  # on both ranks
+    assert said(lambda: layer(x))[0] == "ValueError"
+    calls = {
+        "the layer": lambda: layer(x),
+        "another layer": lambda: other(x),
+        "balancer": balancer.step,
+        "sync_gradients": lambda: sync_gradients(layer, context),
+        "clip_grad_norm_": lambda: clip_grad_norm_(layer, context, 1.0),
+        "stats": layer.stats,
+        "state": lambda: MoELayer(CONFIG, context),
+    }
+    found = {what: said(call) for what, call in calls.items()}
+    assert {kind for kind, _ in found.values()} == {"RankFailed"}, found
+    assert len({text for own in everywhere([text for _, text in found.values()]) for text in own}) == 1
+    context.destroy()
+
+
+@distributed(2)
+def test_a_hook_behind_the_call_leaves_the_ranks_in_step(world_size):
+    with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
+        layer = fill(MoELayer(CONFIG, context))
+        if dist.get_rank() == ODD:
+            layer.register_forward_hook(raises_once(ValueError("no such thing")))
+        kind, _ = said(lambda: layer(torch.ones(4, 16, device=context.device)))
+        assert kind == ("ValueError" if dist.get_rank() == ODD else "nothing")
+        check_call(layer, context)
 
 
 @distributed(2)
