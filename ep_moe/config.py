@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_count, check_kind, check_positive, is_number
+from ep_moe.field_checks import (
+    INT32,
+    MOST_EXPERTS,
+    check_kind,
+    check_path,
+    check_positive,
+    set_counts,
+    set_flags,
+    set_positive,
+    shown,
+)
 from ep_moe.types import Activation
 
 Config = TypeVar("Config")
@@ -61,9 +71,9 @@ class RoutingConfig:
 
     def __post_init__(self) -> None:
         check_kind("RoutingConfig.method", self.method, RoutingMethod)
-        check_positive("RoutingConfig.scaling_factor", self.scaling_factor)
-        for name in ("num_groups", "top_groups"):
-            check_count(f"RoutingConfig.{name}", getattr(self, name), at_least=1)
+        set_positive(self, "scaling_factor")
+        set_counts(self, num_groups=1, top_groups=1)
+        set_flags(self, "renormalize", "correction_bias", "bias", "weight_on_input", "float32_logits")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(
                 f"RoutingConfig.top_groups must be between 1 and num_groups, got top_groups="
@@ -108,11 +118,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_kind("MoEConfig.activation", self.activation, Activation)
         check_kind("MoEConfig.routing", self.routing, RoutingConfig)
-        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            check_count(f"MoEConfig.{name}", getattr(self, name), at_least=1)
-        check_count("MoEConfig.shared_intermediate_size", self.shared_intermediate_size, at_least=0)
-        for name in ("activation_alpha", "activation_limit"):
-            check_positive(f"MoEConfig.{name}", getattr(self, name))
+        set_counts(self, at_most=INT32, hidden_size=1, intermediate_size=1, shared_intermediate_size=0)
+        set_counts(self, at_most=MOST_EXPERTS, num_experts=1, top_k=1)
+        set_positive(self, "activation_alpha", "activation_limit")
+        set_flags(self, "expert_bias", "shared_gate")
         if self.top_k > self.num_experts:
             raise ConfigError(
                 f"MoEConfig.top_k must not exceed num_experts, got top_k={self.top_k}, num_experts={self.num_experts}"
@@ -178,8 +187,8 @@ class Wire:
     def __post_init__(self) -> None:
         formats = ("plain", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4")
         for name, known in (("dispatch", formats), ("combine", ("plain", "fp8"))):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+            if not isinstance(value := getattr(self, name), str) or value not in known:
+                raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {shown(value)}")
         largest = ONE_SCALE.get(self.dispatch)
         if largest is None:
             if self.input_scale is not None:
@@ -187,11 +196,14 @@ class Wire:
                     f"Wire.input_scale is for {' and '.join(ONE_SCALE)} rows only, got {self.input_scale!r} with "
                     f"{self.dispatch}"
                 )
-        elif not is_number(self.input_scale) or not 0 < self.input_scale < float("inf"):
+            return
+        try:
+            object.__setattr__(self, "input_scale", check_positive("Wire.input_scale", self.input_scale))
+        except ConfigError:
             raise ConfigError(
                 f"Wire(dispatch={self.dispatch!r}) needs input_scale, a positive number (largest magnitude / "
-                f"{largest}, as a checkpoint's input_scale), got {self.input_scale!r}"
-            )
+                f"{largest}, as a checkpoint's input_scale), got {shown(self.input_scale)}"
+            ) from None
 
 
 PLAIN_WIRE = Wire()
@@ -223,9 +235,9 @@ class ParallelConfig:
     tokens: Tokens = Tokens.REPLICATED
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "ep", "etp"):
-            if not (name == "ep" and self.ep is None):
-                check_count(f"ParallelConfig.{name}", getattr(self, name), at_least=1)
+        set_counts(self, at_most=INT32, pp=1, dp=1, tp=1, etp=1)
+        if self.ep is not None:
+            set_counts(self, at_most=INT32, ep=1)
         check_kind("ParallelConfig.tokens", self.tokens, Tokens)
 
     @classmethod
@@ -259,8 +271,9 @@ class ModelConfig:
     moe: MoEConfig
 
     def __post_init__(self) -> None:
-        check_count("ModelConfig.num_layers", self.num_layers, at_least=1)
-        check_count("ModelConfig.dense_layers", self.dense_layers, at_least=0)
+        for name, kind in (("name", str), ("family", str), ("moe", MoEConfig)):
+            check_kind(f"ModelConfig.{name}", getattr(self, name), kind)
+        set_counts(self, at_most=INT32, num_layers=1, dense_layers=0)
         if self.dense_layers >= self.num_layers:
             raise ConfigError(
                 f"ModelConfig.dense_layers must be less than num_layers, got dense_layers={self.dense_layers}, "
@@ -286,6 +299,7 @@ def model_configs() -> list[str]:
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
     """A bundled configuration by its name, or any TOML file by its path."""
+    check_path("load_model_config: name_or_path", name_or_path)
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():

@@ -20,6 +20,7 @@ from ep_moe.all2all.side_stream import SideStream
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.devices import as_device, gpu_index, on_device, on_device_of
 from ep_moe.errors import ConfigError, ContextClosed, EPMoEError, OutOfMemory, PeerTimeout
+from ep_moe.field_checks import as_whole, shown
 from ep_moe.observe import StageTimes
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.failed import is_out_of_memory
@@ -159,8 +160,13 @@ class EPContext:
         """
         _check_initialized()
         ranks = range(dist.get_world_size())
-        parallel = parallel or ParallelConfig(dp=len(ranks))
         problem = None
+        if not isinstance(parallel, ParallelConfig | None):
+            problem = ConfigError(
+                f"parallel must be a ParallelConfig, got {shown(parallel)}; give ParallelConfig(dp=...)"
+            )
+            parallel = None
+        parallel = parallel or ParallelConfig(dp=len(ranks))
         try:
             device = as_device(device)
         except ConfigError as error:  # all ranks raise it, once they have met
@@ -233,6 +239,7 @@ class EPContext:
         name = numbered("context", ranks)
         store = PrefixStore(name, default_store())
         layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, problem)
+        deadline_s, max_tokens = float(deadline_s), None if max_tokens is None else int(max_tokens)  # of NumPy perhaps
         with on_device(device):
             return cls._linked(layout, name, store, groups, device, max_tokens, deadline_s, problem)
 
@@ -321,12 +328,12 @@ class EPContext:
         problem = None
         if self.max_tokens is None:
             problem = ConfigError("at_most is for a context with max_tokens: EPContext.from_torchrun(max_tokens=...)")
-        elif type(max_tokens) is not int or not 1 <= max_tokens <= self.max_tokens:
+        elif not 1 <= (as_whole(max_tokens) or 0) <= self.max_tokens:
             problem = ConfigError(
                 f"at_most: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got {max_tokens!r}"
             )
-        self.agreement.same("EPContext.at_most", {"max_tokens": max_tokens}, problem)
-        before, self.step_tokens = self.step_tokens, self.layout.wire_tokens(max_tokens)
+        self.agreement.same("EPContext.at_most", {"max_tokens": as_whole(max_tokens)}, problem)
+        before, self.step_tokens = self.step_tokens, self.layout.wire_tokens(int(max_tokens))
         try:
             yield
         finally:

@@ -1,42 +1,89 @@
-"""Checks of what configurations hold: a ConfigError says the field, what it must be, and what it is."""
+"""Checks of what a user gives: a ConfigError says the field, what it must be, and what it is.
+
+Integers and numbers of NumPy are taken for Python's; True and False are neither. A check returns the value as Python's
+own type, since ranks compare configurations as text.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import functools
+import numbers
+from operator import index
+from os import PathLike
 from types import NoneType, UnionType
-from typing import Any, TypeGuard, get_args, get_origin, get_type_hints
+from typing import Any, SupportsIndex, get_args, get_origin, get_type_hints
+
+import torch
 
 from ep_moe.errors import ConfigError
 
 SHORTEST_DEADLINE_S = 0.001  # torch counts in milliseconds, and has no word for never
 LONGEST_DEADLINE_S = 7 * 24 * 3600.0  # three of them in milliseconds are still an int32, which poll() takes
+LARGEST = 2**63 - 1  # what a tensor can hold
+INT32 = 2**31 - 1  # kernels count rows and columns in it
+MOST_EXPERTS = 2**20  # and ranks of a map: far more than any model has, and a table of them still fits
+_SHOWN = 120  # characters of a value
 
 
-def check_count(name: str, value: object, *, at_least: int) -> None:
+def check_count(name: str, value: object, *, at_least: int, at_most: int = LARGEST) -> int:
     """name: as the user wrote it, such as `MoEConfig.top_k`"""
-    if type(value) is not int or value < at_least:  # True is no count
-        raise ConfigError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+    found = as_whole(value)
+    if found is None or not at_least <= found <= at_most:
+        within = f"at most {at_most}" if found is not None and found > at_most else f"at least {at_least}"
+        raise ConfigError(f"{name} must be an integer of {within}, got {shown(value)}")
+    return found
 
 
-def check_positive(name: str, value: object) -> None:
-    if not is_number(value) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be a positive number, got {value!r}")
+def check_positive(name: str, value: object) -> float:
+    found = as_number(value)
+    if found is None or not found > 0:
+        raise ConfigError(f"{name} must be a positive number, got {shown(value)}")
+    return found
+
+
+def check_not_negative(name: str, value: object) -> float:
+    found = as_number(value)
+    if found is None or found < 0:
+        raise ConfigError(f"{name} must be a number of at least 0, got {shown(value)}")
+    return found
+
+
+def check_share(name: str, value: object) -> float:
+    """A part of a whole, which is not nothing."""
+    found = as_number(value)
+    if found is None or not 0 < found <= 1:
+        raise ConfigError(f"{name} must be a number above 0 and at most 1, got {shown(value)}")
+    return found
+
+
+def check_flag(name: str, value: object) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def check_divides(name: str, value: object, whole: int, what: str) -> int:
+    found = as_whole(value)
+    if found is None or found < 1 or whole % found:
+        raise ConfigError(f"{name} must divide the {whole} {what}, got {shown(value)}")
+    return found
 
 
 def deadline_problem(name: str, value: object) -> str | None:
     """None, or why a number of seconds is no deadline."""
-    if is_number(value) and SHORTEST_DEADLINE_S <= value <= LONGEST_DEADLINE_S:
+    found = as_number(value)
+    if found is not None and SHORTEST_DEADLINE_S <= found <= LONGEST_DEADLINE_S:
         return None
     bounds = f"at least {SHORTEST_DEADLINE_S:g} and at most {LONGEST_DEADLINE_S:g}"
-    return f"{name} must be a number of seconds, {bounds}, got {value!r}"
+    return f"{name} must be a number of seconds, {bounds}, got {shown(value)}"
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         known = f"one of {', '.join(map(str, kind))}" if issubclass(kind, enum.Enum) else f"a {kind.__name__}"
-        raise ConfigError(f"{name} must be {known}, got {value!r}")
+        raise ConfigError(f"{name} must be {known}, got {shown(value)}")
 
 
 def check_fields(capabilities: Any, kind: type) -> None:
@@ -48,7 +95,7 @@ def check_fields(capabilities: Any, kind: type) -> None:
     for field in dataclasses.fields(kind):
         value = getattr(capabilities, field.name)
         if int not in (hints[field.name], *get_args(hints[field.name])) and not _fits(value, hints[field.name]):
-            raise ConfigError(f"{kind.__name__}.{field.name} must be a {field.type}, got {value!r}")
+            raise ConfigError(f"{kind.__name__}.{field.name} must be a {field.type}, got {shown(value)}")
 
 
 @functools.cache
@@ -67,5 +114,66 @@ def _fits(value: object, hint: Any) -> bool:
     return type(value) is hint if hint in (int, bool, NoneType) else isinstance(value, hint)
 
 
-def is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def check_path(name: str, value: object) -> None:
+    if not isinstance(value, str | PathLike):
+        raise ConfigError(f"{name} must be a path, got {shown(value)}")
+
+
+def set_counts(config: Any, *, at_most: int = LARGEST, **least: int) -> None:
+    """Check integer fields of a frozen dataclass: name=the least that it may be."""
+    for name, at_least in least.items():
+        found = check_count(f"{_name(config)}.{name}", getattr(config, name), at_least=at_least, at_most=at_most)
+        object.__setattr__(config, name, found)
+
+
+def set_flags(config: Any, *names: str) -> None:
+    for name in names:
+        check_flag(f"{_name(config)}.{name}", getattr(config, name))
+
+
+def set_positive(config: Any, *names: str) -> None:
+    for name in names:
+        object.__setattr__(config, name, check_positive(f"{_name(config)}.{name}", getattr(config, name)))
+
+
+def as_whole(value: object) -> int | None:
+    """An integer as Python's, None for what is none."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+
+
+def as_id(value: object) -> int | None:
+    """As `as_whole`, and an integer tensor of one element too."""
+    if isinstance(value, numbers.Integral | bool):
+        return as_whole(value)
+    if getattr(value, "dtype", None) is torch.bool or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return index(value)
+    except TypeError:  # a tensor of floats, or of several
+        return None
+
+
+def as_number(value: object) -> float | None:
+    """A finite number as Python's, None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    if not abs(found) < float("inf"):  # NaN is not less either
+        return None
+    return int(value) if isinstance(value, numbers.Integral) else found
+
+
+def shown(value: object) -> str:
+    """A value in a sentence."""
+    try:
+        text = repr(value)
+    except Exception:  # a user's own __repr__
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({type(value).__name__})"
+
+
+def _name(config: Any) -> str:
+    return type(config).__name__

@@ -28,8 +28,8 @@ from ep_moe.graphs.repeated import RepeatedCalls
 from ep_moe.initial_seed import fresh_numbers
 from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
 from ep_moe.kernels.launches import aligned
-from ep_moe.layer_checks import choice_problem, id_problem, logits_problem, mask_problem, rows_problem
-from ep_moe.layer_choice import Asked, agree
+from ep_moe.layer_checks import NO_ROUTING, choice_problem, id_problem, logits_problem, mask_problem, rows_problem
+from ep_moe.layer_choice import Asked, agree, home_of
 from ep_moe.observe import stage
 from ep_moe.parallel.link import NO_GRADIENTS
 from ep_moe.parallel.tokens import Share
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
     dp rank's tokens, as any replicated module does (average or sum them over dp as usual).
     """
 
-    @on_device_of(lambda self, config, context, **_: context.device)
+    @on_device_of(lambda self, config, context, **_: home_of(context))
     def __init__(
         self,
         config: MoEConfig,
@@ -96,7 +96,9 @@ class MoELayer(nn.Module):
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = ExpertsOptions() if options is None else options
-        asked = Asked(all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned)
+        asked = Asked(
+            all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
+        )
         self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
         self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
         self.fixed = self.picks.fixed
@@ -188,7 +190,8 @@ class MoELayer(nn.Module):
     def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
         """As `forward`, for a model that routes itself. routing: logical ids and weights [T, K] for x's rows; ids of -1
         for padding."""
-        return (self._traced if torch.compiler.is_compiling() else self._guarded)(x, routing, None)
+        call = self._traced if torch.compiler.is_compiling() else self._guarded
+        return call(x, NO_ROUTING if routing is None else routing, None)
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""

@@ -11,6 +11,7 @@ from ep_moe.all2all.checks import routing_problem
 from ep_moe.types import Routing, TokenMask, dtype_name
 
 CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
+NO_ROUTING: Any = object()  # what `forward_routed` makes of None, which stands for the layer's own router further on
 
 
 def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, home: torch.device) -> str | None:
@@ -48,6 +49,8 @@ def mask_problem(mask: TokenMask, x: Tensor) -> str | None:
 
 def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
     """Of a routing for rows [T, H]."""
+    if routing is NO_ROUTING:
+        return "routing must be a Routing of logical ids, got None; call the layer itself for its own router"
     if not isinstance(routing, Routing):
         return f"routing must be a Routing of logical ids, got {type(routing).__name__}"
     return routing_problem(routing.ids, routing.weights, rows, top_k)

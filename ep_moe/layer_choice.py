@@ -11,9 +11,11 @@ import torch
 from ep_moe import registry, select
 from ep_moe.config import MoEConfig, Wire, flat_facts
 from ep_moe.context import EPContext
+from ep_moe.devices import as_device
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.exchange import check_pipeline
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.field_checks import check_kind, shown
 from ep_moe.fused.base import INSIDE, FusedExperts
 from ep_moe.picks import Pick, Picks, tuned_picks
 from ep_moe.placement.expert_map import ExpertMap
@@ -36,6 +38,14 @@ class Asked:
     dtype: torch.dtype
     router: Any
     tuned: Tuned | None = None
+    shared: Any = None
+    device: Any = None
+
+
+def home_of(context: EPContext) -> torch.device:
+    """A context's device."""
+    check_kind("MoELayer: context", context, EPContext)
+    return context.device
 
 
 def agree(
@@ -47,9 +57,9 @@ def agree(
     """
     nothing = select.Choice("", "", "refused", "")
     picks, problem, keywords = Picks([Pick(None, nothing, None, None)]), None, dict[str, Any]()
-    if (wrong := _wrong_kind(config, asked, expert_map)) is not None:
+    if (wrong := _wrong_kind(config, asked, expert_map, name)) is not None:
         # told of by itself: what is not of its kind has no fields to compare
-        context.agreement.same(f"MoELayer {name}", {"layer": name}, wrong)
+        context.agreement.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
         raise AssertionError("a problem is raised")
     try:
         if expert_map is None:
@@ -97,7 +107,7 @@ def agree(
     return picks, expert_map, keywords
 
 
-def _wrong_kind(config: MoEConfig, asked: Asked, expert_map: ExpertMap | None) -> ConfigError | None:
+def _wrong_kind(config: MoEConfig, asked: Asked, expert_map: ExpertMap | None, name: str) -> ConfigError | None:
     for field, value, kinds, remedy in (
         ("config", config, (MoEConfig,), "MoEConfig(hidden_size=..., ...)"),
         ("wire", asked.wire, (Wire,), "Wire(dispatch=...)"),
@@ -105,9 +115,23 @@ def _wrong_kind(config: MoEConfig, asked: Asked, expert_map: ExpertMap | None) -
         ("dtype", asked.dtype, (torch.dtype,), "torch.bfloat16 or its like"),
         ("tuned", asked.tuned, (Tuned, type(None)), "Tuned.load(path)"),
         ("expert_map", expert_map, (ExpertMap, type(None)), "ExpertMap.load(path) or another of its constructors"),
+        ("all2all", asked.all2all, (str,), "the name of a transport, or 'auto'"),
+        ("experts", asked.experts, (str,), "the name of a kernel, or 'auto'"),
+        ("quantization", asked.quantization, (str,), "the name of a scheme, such as 'none' or 'fp8_block'"),
+        ("name", name, (str,), "a name for errors, or None"),
     ):
         if not isinstance(value, kinds):
-            return ConfigError(f"{field} must be a {kinds[0].__name__}, got {value!r}; give {remedy}")
+            return ConfigError(f"{field} must be a {kinds[0].__name__}, got {shown(value)}; give {remedy}")
+    if not asked.dtype.is_floating_point or asked.dtype.itemsize == 1:
+        return ConfigError(f"dtype must be that of activations, got {dtype_name(asked.dtype)}; give torch.bfloat16")
+    if asked.device is not None:
+        try:
+            as_device(asked.device)
+        except ConfigError as error:
+            return error
+    for field, given in (("router", asked.router), ("shared_experts", asked.shared)):
+        if given is not None and not callable(given):
+            return ConfigError(f"{field} must be a module, or None for the layer's own, got {shown(given)}")
     return None
 
 

@@ -21,6 +21,7 @@ import torch
 from ep_moe._version import __version__
 from ep_moe.config import MoEConfig, Wire, flat_facts, from_table
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_path
 from ep_moe.types import dtype_name
 
 FORMAT = 1
@@ -90,6 +91,7 @@ class Tuned:
     @classmethod
     def load(cls, path: str | Path) -> Tuned:
         """Raises ConfigError, naming the file and what is wrong with it."""
+        check_path("Tuned.load: path", path)
         try:
             table = json.loads(Path(path).read_text())
         except FileNotFoundError:

@@ -29,6 +29,8 @@ def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str 
     for name, tensor in (("ids", ids), ("weights", weights)):
         if not isinstance(tensor, Tensor):
             return f"routing.{name} must be a Tensor, got {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"routing.{name} must be dense, got {tensor.layout}; pass .to_dense()"
         if list(tensor.shape) != expected:
             return f"routing.{name} must be [T, K] = {expected}, got {list(tensor.shape)}"
         if tensor.device != x.device:

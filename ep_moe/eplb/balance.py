@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +10,38 @@ import numpy as np
 
 from ep_moe.eplb.packing import Bools, Floats, Ints, holders, rank_loads
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import as_whole, check_count, check_divides, shown
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
+
+MOST_LOAD = 1e100  # of one expert: sums over experts and their squares are then far from infinite
 
 
 def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
     """float64 [layers, R]: load of each rank, each copy of an expert carrying an equal share. load: [layers, E]."""
-    loads = np.asarray(load, np.float64)
+    if not isinstance(maps, Sequence) or not all(isinstance(held, ExpertMap) for held in maps):
+        raise ConfigError(f"maps must be a sequence of ExpertMaps, one per layer, got {shown(maps)}")
+    loads = checked_loads("load", load)
     if not len(maps) or loads.shape != (len(maps), maps[0].num_experts):
         raise ConfigError(f"load must be [layers, E] for {len(maps)} maps, got shape {list(loads.shape)}")
     for layer, held in enumerate(maps):
         if (held.num_experts, held.num_ranks) != (maps[0].num_experts, maps[0].num_ranks):
             raise ConfigError(f"maps must be alike in E and R, got {maps[0]} and, in layer {layer}, {held}")
     return np.stack([rank_loads(one[None], table_of(held)[None])[0] for one, held in zip(loads, maps, strict=True)])
+
+
+def checked_loads(name: str, load: Any) -> Floats:
+    """float64 of any shape: numbers of at least 0 whose sums and squares are finite too."""
+    try:
+        given = np.asarray(load)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{name} must be an array of numbers, got {type(load).__name__}: {error}") from None
+    if given.dtype.kind not in "iuf":
+        raise ConfigError(f"{name} must be an array of numbers, got dtype {given.dtype}: {shown(load)}")
+    loads = given.astype(np.float64)
+    if loads.size and not (np.isfinite(loads).all() and (loads >= 0).all() and (loads <= MOST_LOAD).all()):
+        limit = f" and at most {MOST_LOAD:g}" if loads.max() > MOST_LOAD else ""
+        raise ConfigError(f"{name} must be finite loads of at least 0{limit}, got {loads.min()} to {loads.max()}")
+    return loads
 
 
 def balancedness(ranks: Any, *, dead_ranks: Collection[int] = ()) -> Floats:
@@ -37,7 +57,9 @@ def critical_path(ranks: Any, *, dead_ranks: Collection[int] = ()) -> float:
 
 
 def _mean_and_fullest(ranks: Any, dead_ranks: Collection[int]) -> tuple[Floats, Floats]:
-    loads = np.asarray(ranks, np.float64)
+    loads = checked_loads("ranks", ranks)
+    if loads.ndim != 2:
+        raise ConfigError(f"ranks must be loads [layers, R], got shape {list(loads.shape)}")
     alive = np.delete(loads, dead_of(loads.shape[1], dead_ranks), axis=1)
     if not alive.shape[1]:
         raise ConfigError(f"dead_ranks must leave a rank alive, got all {loads.shape[1]}")
@@ -46,10 +68,13 @@ def _mean_and_fullest(ranks: Any, dead_ranks: Collection[int]) -> tuple[Floats, 
 
 def dead_of(ranks: int, dead_ranks: Collection[int]) -> list[int]:
     """Once each, in order."""
-    for rank in dead_ranks:
-        if not isinstance(rank, int | np.integer) or not 0 <= rank < ranks:
-            raise ConfigError(f"dead_ranks must be ranks in [0, {ranks}), got {rank!r}")
-    return sorted({int(rank) for rank in dead_ranks})
+    if not isinstance(dead_ranks, Iterable) or isinstance(dead_ranks, str):
+        raise ConfigError(f"dead_ranks must be a collection of ranks in [0, {ranks}), got {shown(dead_ranks)}")
+    found = [as_whole(rank) for rank in dead_ranks]
+    for rank, given in zip(found, dead_ranks, strict=True):
+        if rank is None or not 0 <= rank < ranks:
+            raise ConfigError(f"dead_ranks must be ranks in [0, {ranks}), got {shown(given)}")
+    return sorted({rank for rank in found if rank is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +132,8 @@ def traffic(
         raise ConfigError(f"traffic needs as many old maps as new ones, at least one, got {len(old)} and {len(new)}")
     ranks = old[0].num_ranks
     per_node = ranks if ranks_per_node is None else ranks_per_node
-    if per_node < 1 or ranks % per_node:
-        raise ConfigError(f"ranks_per_node must divide the {ranks} ranks of the maps, got {ranks_per_node}")
+    check_divides("ranks_per_node", per_node, ranks, "ranks of the maps")
+    check_count("expert_bytes", expert_bytes, at_least=0)
     found = np.stack([_received(a, b, per_node, dead_ranks) for a, b in zip(old, new, strict=True)], axis=1)
     local, same_node, other_node, lost = found
     return Traffic(local, same_node, other_node, lost, expert_bytes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ep_moe.eplb.price import Machine
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_count, check_kind, check_positive, is_number
+from ep_moe.field_checks import check_kind, check_not_negative, check_share, set_counts, set_positive
 from ep_moe.placement.placement import Replicas
 
 
@@ -44,26 +44,15 @@ class EPLBConfig:
     replicas: Replicas = Replicas.SPREAD
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("interval", 0),
-            ("window", 1),
-            ("bytes_per_step", 1),
-            ("bytes_per_commit", 1),
-            ("sync_every", 1),
-            ("nodes", 1),
-            ("groups", 1),
-        ):
-            check_count(f"EPLBConfig.{name}", getattr(self, name), at_least=least)
+        set_counts(self, interval=0, window=1, bytes_per_step=1, bytes_per_commit=1, sync_every=1, nodes=1, groups=1)
         if self.interval and self.window > self.interval:
             raise ConfigError(
                 f"EPLBConfig.window must not exceed interval, got window={self.window}, interval={self.interval}"
             )
         if self.deadline_s is not None:
-            check_positive("EPLBConfig.deadline_s", self.deadline_s)
-        if not is_number(self.tolerance) or not 0 <= self.tolerance < float("inf"):
-            raise ConfigError(f"EPLBConfig.tolerance must be a number of at least 0, got {self.tolerance!r}")
-        if not is_number(self.enough) or not 0 < self.enough <= 1:
-            raise ConfigError(f"EPLBConfig.enough must be a number above 0 and at most 1, got {self.enough!r}")
+            set_positive(self, "deadline_s")
+        object.__setattr__(self, "tolerance", check_not_negative("EPLBConfig.tolerance", self.tolerance))
+        object.__setattr__(self, "enough", check_share("EPLBConfig.enough", self.enough))
         if self.machine is not None:
             check_kind("EPLBConfig.machine", self.machine, Machine)
         check_kind("EPLBConfig.replicas", self.replicas, Replicas)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ep_moe.eplb.balance import dead_of
+from ep_moe.eplb.balance import checked_loads, dead_of
 from ep_moe.eplb.candidates import (
     SLACK,
     Fresh,
@@ -33,6 +33,7 @@ from ep_moe.eplb.candidates import (
 from ep_moe.eplb.keep import keep_slots
 from ep_moe.eplb.packing import ABSENT, Bools, Floats, Ints
 from ep_moe.errors import ConfigError, NoRoom
+from ep_moe.field_checks import as_number, as_whole, shown
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
 _PASSES = 4  # over layers that end above the goal
@@ -73,18 +74,19 @@ def plan(
 
     Raises ConfigError for a bad argument, NoRoom where the ranks alive have too few slots for all experts.
     """
+    current = _checked_maps(current)
     loads = _checked_load(load, current)
     room = _checked_room(current, slots, dead_ranks)
     for name, count, what, whole in (
         ("groups", groups, "experts", loads.shape[1]),
         ("nodes", nodes, "ranks", current[0].num_ranks),
     ):
-        if count < 1 or whole % count:
-            raise ConfigError(f"plan needs {name} that divide the {what}, got {name}={count} for {whole} {what}")
-    if not 0 <= tolerance < np.inf:
-        raise ConfigError(f"plan needs a tolerance of at least 0, got {tolerance}")
-    if not 0 < enough <= 1:
-        raise ConfigError(f"plan needs enough above 0 and at most 1, got {enough}")
+        if as_whole(count) is None or count < 1 or whole % count:
+            raise ConfigError(f"plan needs {name} that divide the {what}, got {name}={shown(count)} for {whole} {what}")
+    if (as_number(tolerance) or 0) < 0 or as_number(tolerance) is None:
+        raise ConfigError(f"plan needs a tolerance of at least 0, got {shown(tolerance)}")
+    if not 0 < (as_number(enough) or 0) <= 1:
+        raise ConfigError(f"plan needs enough above 0 and at most 1, got {shown(enough)}")
     now = _tables(current, int(room.max()))
     now[(now == EMPTY) & (np.arange(now.shape[2]) >= room[:, :, None])] = ABSENT
     if groups % nodes or not _fits(room, loads.shape[1], nodes):
@@ -166,15 +168,19 @@ def _map(table: Ints, held: ExpertMap, room: int) -> ExpertMap:
     return held if flat == held.physical_to_logical else ExpertMap(held.num_experts, held.num_ranks, flat)
 
 
+def _checked_maps(current: object) -> list[ExpertMap]:
+    if not isinstance(current, Sequence) or not all(isinstance(held, ExpertMap) for held in current):
+        raise ConfigError(f"plan: current must be a sequence of ExpertMaps, one per layer, got {shown(current)}")
+    return list(current)
+
+
 def _checked_load(load: Any, current: Sequence[ExpertMap]) -> Floats:
-    loads = np.asarray(load, np.float64)
+    loads = checked_loads("plan: load", load)
     if not len(current) or loads.shape != (len(current), current[0].num_experts):
         raise ConfigError(
             f"plan needs load [layers, E] for the maps given, got shape {list(loads.shape)} and {len(current)} maps"
             + (f" of {current[0].num_experts} experts" if len(current) else "")
         )
-    if not (np.isfinite(loads).all() and (loads >= 0).all()):
-        raise ConfigError(f"plan needs finite loads of at least 0, got {loads.min()} to {loads.max()}")
     for layer, held in enumerate(current):
         if (held.num_experts, held.num_ranks) != (current[0].num_experts, current[0].num_ranks):
             raise ConfigError(f"plan needs maps alike in E and R, got {current[0]} and, in layer {layer}, {held}")
@@ -188,7 +194,10 @@ def _checked_room(current: Sequence[ExpertMap], slots: Any, dead_ranks: Collecti
         taken = _tables(current, 1) != EMPTY
         room = np.where(taken.any(2), taken.shape[2] - taken[:, :, ::-1].argmax(2), 0)
     else:
-        given = np.asarray(slots)
+        try:
+            given = np.asarray(slots)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"plan: slots must be an array of integers, got {type(slots).__name__}") from error
         if given.shape not in ((ranks,), (len(current), ranks)) or given.dtype.kind not in "iu" or (given < 0).any():
             raise ConfigError(f"plan needs slots as integers of at least 0, [{ranks}] or [{len(current)}, {ranks}]")
         room = np.broadcast_to(given, (len(current), ranks)).astype(np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 from ep_moe.config import MoEConfig
 from ep_moe.eplb.balance import Traffic, loads_by_rank, table_of
 from ep_moe.eplb.packing import Floats, copy_loads, count_copies
-from ep_moe.field_checks import check_count, check_positive
+from ep_moe.field_checks import check_count, set_positive
 from ep_moe.placement.expert_map import ExpertMap
 
 
@@ -31,8 +31,7 @@ class Machine:
     node_link_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for name in ("hbm_bytes_per_s", "flops", "link_bytes_per_s", "node_link_bytes_per_s"):
-            check_positive(f"Machine.{name}", getattr(self, name))
+        set_positive(self, "hbm_bytes_per_s", "flops", "link_bytes_per_s", "node_link_bytes_per_s")
 
 
 H200 = Machine(hbm_bytes_per_s=4.24e12, flops=798e12, link_bytes_per_s=366e9, node_link_bytes_per_s=50e9)

@@ -15,7 +15,7 @@ from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import H200, LayerTime, Machine, Price, verdict
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_count, check_positive, is_number
+from ep_moe.field_checks import check_count, check_kind, check_not_negative, check_positive, check_share, set_counts
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.targets import check_picture
 
@@ -33,13 +33,11 @@ class Question:
     machine: Machine = H200
 
     def __post_init__(self) -> None:
+        set_counts(self, nodes=1, groups=1, within_steps=1)
         check_positive("bytes_per_weight", self.bytes_per_weight)
-        for name in ("nodes", "groups", "within_steps"):
-            check_count(name, getattr(self, name), at_least=1)
-        if not is_number(self.tolerance) or not 0 <= self.tolerance < float("inf"):
-            raise ConfigError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
-        if not is_number(self.enough) or not 0 < self.enough <= 1:
-            raise ConfigError(f"enough must be a number above 0 and at most 1, got {self.enough!r}")
+        check_not_negative("tolerance", self.tolerance)
+        check_share("enough", self.enough)
+        check_kind("Question.machine", self.machine, Machine)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
-from ep_moe.field_checks import check_count, check_fields
+from ep_moe.field_checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.prepare import Preparation
@@ -119,8 +119,8 @@ class ExpertsOptions:
     spare_sms: int = 0
 
     def __post_init__(self) -> None:
-        check_count("ExpertsOptions.spare_sms", self.spare_sms, at_least=0)
-        check_count("ExpertsOptions.chunk_rows", self.chunk_rows, at_least=1)
+        set_counts(self, spare_sms=0, chunk_rows=1)
+        set_flags(self, "deterministic")
 
 
 class Experts(ABC):

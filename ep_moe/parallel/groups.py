@@ -21,7 +21,7 @@ from ep_moe._version import __version__
 from ep_moe.config import ParallelConfig
 from ep_moe.devices import on_device
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import deadline_problem
+from ep_moe.field_checks import INT32, as_number, as_whole, deadline_problem, shown
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.ledger import Ledger
@@ -68,13 +68,17 @@ def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
     """Create the default process group from torchrun's environment, unless there is one already."""
     if not dist.is_initialized():
         TorchrunEnv.read()  # says what is missing
-        if deadline_problem("deadline_s", deadline_s) is not None:
-            deadline_s = DEADLINE_S  # of this call; the context's says what is wrong, on all ranks
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=deadline_s),
+            timeout=timedelta(seconds=seconds_or_default(deadline_s)),
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def seconds_or_default(deadline_s: object) -> float:
+    """For the exchange in which all ranks hear of a deadline that is none."""
+    seconds = as_number(deadline_s)
+    return DEADLINE_S if seconds is None or deadline_problem("", seconds) else seconds
 
 
 def default_store() -> Store:
@@ -108,8 +112,8 @@ def agreed_layout(
         "Triton version": installed("triton"),
         "python version": platform.python_version(),
         "device type": device.type,
-        "deadline_s": deadline_s,
-        "max_tokens": max_tokens,
+        "deadline_s": as_number(deadline_s),
+        "max_tokens": as_whole(max_tokens),
         **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
         "ParallelConfig.tokens": parallel.tokens.value,
         "ranks": list(ranks),
@@ -117,9 +121,9 @@ def agreed_layout(
     wrong = deadline_problem("deadline_s", deadline_s)
     if wrong is not None:
         problem = ConfigError(wrong)
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        problem = ConfigError(f"max_tokens must be an integer of at least 1 or None, got {max_tokens!r}")
-    patience = DEADLINE_S if wrong is not None else deadline_s
+    if max_tokens is not None and not 1 <= (as_whole(max_tokens) or 0) <= INT32:
+        problem = ConfigError(f"max_tokens must be an integer in [1, {INT32}] or None, got {shown(max_tokens)}")
+    patience = seconds_or_default(deadline_s)
     rank = dist.get_rank()
     Agreement(PrefixStore("create", store), sorted(ranks), rank, patience).same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none

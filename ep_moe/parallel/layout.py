@@ -20,6 +20,7 @@ from functools import cached_property
 
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import INT32, as_whole, check_kind, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,15 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         for name in ("world", "pp", "dp", "tp", "ep", "etp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"RankLayout.{name} must be at least 1, got {getattr(self, name)}")
+            found = as_whole(getattr(self, name))
+            if found is None or not 1 <= found <= INT32:
+                raise ConfigError(f"RankLayout.{name} must be at least 1, got {shown(getattr(self, name))}")
+            object.__setattr__(self, name, found)
+        check_kind("RankLayout.tokens", self.tokens, Tokens)
         if not self.ranks:
             object.__setattr__(self, "ranks", tuple(range(self.world)))
         assert len(self.ranks) == self.world, f"{len(self.ranks)} ranks for {self.world} places"
-        if self.rank not in self.ranks:
+        if as_whole(self.rank) is None or self.rank not in self.ranks:
             raise ConfigError(f"RankLayout.rank must be in [0, world), got rank={self.rank}, world={self.world}")
         if self.pp * self.dp * self.tp != self.world:
             raise ConfigError(

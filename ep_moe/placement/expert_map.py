@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from pathlib import Path
 from typing import Any
 
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_count
+from ep_moe.field_checks import MOST_EXPERTS, as_id, check_count, check_path, set_counts, set_flags, shown
 from ep_moe.parallel.layout import share
 
 EMPTY = -1
@@ -38,10 +37,13 @@ class ExpertMap:
     allow_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        check_count("ExpertMap.num_experts", self.num_experts, at_least=1)
-        check_count("ExpertMap.num_ranks", self.num_ranks, at_least=1)
+        set_counts(self, at_most=MOST_EXPERTS, num_experts=1, num_ranks=1)
+        set_flags(self, "allow_duplicates")
         if type(self.physical_to_logical) is not tuple:  # a list has no hash
             object.__setattr__(self, "physical_to_logical", _whole("physical_to_logical", self.physical_to_logical))
+        check_count(
+            "ExpertMap.physical_to_logical slots", len(self.physical_to_logical), at_least=0, at_most=MOST_EXPERTS
+        )
         if not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
                 f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
@@ -86,15 +88,19 @@ class ExpertMap:
     @classmethod
     def round_robin(cls, num_experts: int, num_ranks: int) -> ExpertMap:
         """Expert e on rank e % R."""
-        check_count("ExpertMap.num_experts", num_experts, at_least=1)
-        check_count("ExpertMap.num_ranks", num_ranks, at_least=1)
+        num_experts = check_count("ExpertMap.num_experts", num_experts, at_least=1, at_most=MOST_EXPERTS)
+        num_ranks = check_count("ExpertMap.num_ranks", num_ranks, at_least=1, at_most=MOST_EXPERTS)
         return cls.from_ranks([list(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)], num_experts)
 
     @classmethod
     def uneven(cls, counts: Sequence[int]) -> ExpertMap:
         """Experts in order, counts[r] of them on rank r; a rank may hold none."""
-        for rank, count in enumerate(counts):
-            check_count(f"counts[{rank}]", count, at_least=0)
+        if isinstance(counts, str) or not isinstance(counts, Iterable):
+            raise ConfigError(f"ExpertMap.uneven: counts must be a sequence of integers, got {shown(counts)}")
+        counts = [
+            check_count(f"counts[{rank}]", count, at_least=0, at_most=MOST_EXPERTS) for rank, count in enumerate(counts)
+        ]
+        check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, at_most=MOST_EXPERTS)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         ranks = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
         return cls.from_ranks(ranks, sum(counts))
@@ -102,12 +108,14 @@ class ExpertMap:
     @classmethod
     def redundant(cls, num_experts: int, num_ranks: int, num_redundant: int) -> ExpertMap:
         """E + num_redundant slots in order: the experts once, then again from expert 0."""
-        for name, value, least in (
-            ("num_experts", num_experts, 1),
-            ("num_ranks", num_ranks, 1),
-            ("num_redundant", num_redundant, 0),
-        ):
-            check_count(f"ExpertMap.{name}", value, at_least=least)
+        num_experts, num_ranks, num_redundant = (
+            check_count(f"ExpertMap.{name}", value, at_least=least, at_most=MOST_EXPERTS)
+            for name, value, least in (
+                ("num_experts", num_experts, 1),
+                ("num_ranks", num_ranks, 1),
+                ("num_redundant", num_redundant, 0),
+            )
+        )
         slots = num_experts + num_redundant
         most = -(-slots // num_ranks)
         if most > num_experts:
@@ -123,6 +131,8 @@ class ExpertMap:
         cls, ranks: Sequence[Sequence[int]], num_experts: int, *, allow_duplicates: bool = False
     ) -> ExpertMap:
         """The user's own: for each rank the logical experts of its slots in order (-1 for an empty slot)."""
+        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+            raise ConfigError(f"ExpertMap.from_ranks: ranks must be a sequence for each rank, got {shown(ranks)}")
         ranks = [_whole(f"from_ranks: ranks[{rank}]", slots) for rank, slots in enumerate(ranks)]
         cap = max([len(slots) for slots in ranks] + [1])
         table = [[*slots, *[EMPTY] * (cap - len(slots))] for slots in ranks]
@@ -199,10 +209,10 @@ class ExpertMap:
             table = json.loads(text)
             if table["format"] != _FORMAT:
                 raise ConfigError(f"ExpertMap file has format {table['format']!r}, this version reads {_FORMAT}")
-            return cls.from_ranks(
-                table["ranks"], table["num_experts"], allow_duplicates=bool(table["allow_duplicates"])
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            if not isinstance(table["ranks"], list):
+                raise TypeError(f"ranks are {shown(table['ranks'])}")
+            return cls.from_ranks(table["ranks"], table["num_experts"], allow_duplicates=table["allow_duplicates"])
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"not an ExpertMap file: {error!r}; write one with ExpertMap.save") from error
 
     def save(self, path: str | Path) -> None:
@@ -210,6 +220,7 @@ class ExpertMap:
 
     @classmethod
     def load(cls, path: str | Path) -> ExpertMap:
+        check_path("ExpertMap.load: path", path)
         if not Path(path).is_file():
             raise ConfigError(f"ExpertMap file {path} does not exist")
         try:
@@ -229,7 +240,5 @@ def _whole(name: str, values: object) -> tuple[Any, ...]:
 
 
 def _integer(value: Any) -> Any:
-    try:
-        return index(value)
-    except TypeError:
-        return value
+    found = as_id(value)
+    return value if found is None else found

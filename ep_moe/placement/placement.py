@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_divides, check_kind
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.late import RANK_FACTOR, LateRouting, Tables
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing, without_rows
@@ -125,14 +126,15 @@ class Placement(nn.Module):
         """
         ranks = self.expert_map.num_ranks
         per_node = ranks if ranks_per_node is None else ranks_per_node
-        if per_node < 1 or ranks % per_node:
-            raise ConfigError(f"ranks_per_node must divide the {ranks} ranks of the EP group, got {ranks_per_node}")
+        check_kind("replicas", replicas, Replicas)
+        per_node = check_divides("ranks_per_node", per_node, ranks, "ranks of the EP group")
         self._replicas, self._ranks_per_node = replicas, per_node
         self._write(self.expert_map)
 
     def check(self, expert_map: ExpertMap) -> None:
         """Raise ConfigError unless `update` can take this map: E, R and cap must stay, and no rank may get more slots
         than it has memory for."""
+        check_kind("Placement.update: expert_map", expert_map, ExpertMap)
         old = self.expert_map
         for name in ("num_experts", "num_ranks", "cap"):
             if getattr(expert_map, name) != getattr(old, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import as_number, check_kind, shown
 from ep_moe.fused.base import FusedExperts
 from ep_moe.layer import MoELayer
 
@@ -42,9 +42,12 @@ class BiasUpdate:
     """
 
     def __init__(self, model: nn.Module, context: EPContext, speed: float = 1e-3) -> None:
-        if isinstance(speed, bool) or not isinstance(speed, int | float) or not 0 <= speed < math.inf:
-            raise ConfigError(f"BiasUpdate: speed must be a finite number of at least 0, got {speed!r}")
-        self.speed = speed
+        check_kind("BiasUpdate: model", model, nn.Module)
+        check_kind("BiasUpdate: context", context, EPContext)
+        found = as_number(speed)
+        if found is None or found < 0:
+            raise ConfigError(f"BiasUpdate: speed must be a finite number of at least 0, got {shown(speed)}")
+        self.speed = found
         self._context = context
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         if not self._layers and context.layout.pp == 1:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.context import EPContext
-from ep_moe.errors import ConfigError, InputError
+from ep_moe.errors import InputError
+from ep_moe.field_checks import check_kind, check_not_negative, check_positive
 from ep_moe.parallel.link import Link
 from ep_moe.weights.checksum import checksum
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -29,6 +30,7 @@ _BUCKET = 1 << 24  # numbers of one all-reduce
 
 def expert_weights_of(model: nn.Module) -> list[ExpertWeights]:
     """The `ExpertWeights` of a model, in order."""
+    check_kind("model", model, nn.Module)
     return [module for module in model.modules() if isinstance(module, ExpertWeights)]
 
 
@@ -90,6 +92,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         InputError: at the first call, where ranks hold different numbers in a parameter that they should hold alike; on
             all ranks. No gradient is changed then.
     """
+    check_kind("sync_gradients: context", context, EPContext)
     layout = context.layout
     wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
     if not wrapped:
@@ -137,11 +140,14 @@ def clip_grad_norm_(
         The norm before clipping, float32 [] on the context's device.
 
     Raises:
-        ConfigError: norm_type is not positive.
+        ConfigError: norm_type is not a positive number, or max_norm not one of at least 0.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on all ranks alike.
     """
-    if not norm_type > 0:
-        raise ConfigError(f"clip_grad_norm_: norm_type must be positive, got {norm_type!r}")
+    check_kind("clip_grad_norm_: context", context, EPContext)
+    if max_norm != math.inf:
+        max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
+    if norm_type != math.inf:
+        norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
     link, p = context.links["stage"], norm_type
     experts, dense = _power(_experts_once(model), p, context.device), _power(_dense(model), p, context.device)
     cut = _power(_cut(model, context.layout.stage), p, context.device)

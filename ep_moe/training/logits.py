@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe.errors import ConfigError
+from ep_moe.field_checks import check_kind
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router
 
@@ -44,6 +45,7 @@ def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
         ConfigError: the model holds no `MoELayer`; or a layer in train mode is called without gradients inside a
             context that was entered with gradients.
     """
+    check_kind("router_logits: model", model, nn.Module)
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if not layers:
         raise ConfigError(f"router_logits needs a model with MoELayers, got {type(model).__name__} without any")

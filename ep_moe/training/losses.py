@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
+from ep_moe.field_checks import as_whole, check_kind, shown
 
 
 def load_balancing_loss(
@@ -43,6 +44,8 @@ def load_balancing_loss(
     Raises:
         InputError: no layers, shapes that do not fit each other, or top_k not in [1, E].
     """
+    if context is not None:
+        check_kind("load_balancing_loss: context", context, EPContext)
     layers = _layers(logits)
     experts = _experts(layers, top_k)
     routes = torch.zeros(experts + 1, dtype=torch.int64, device=layers[0].device)  # the last: tokens
@@ -92,6 +95,7 @@ def sequence_balancing_loss(
     Raises:
         InputError: logits of another shape, an unknown scoring, or top_k not in [1, E].
     """
+    _check_logits(logits)
     if logits.dim() != 3:
         raise InputError(f"logits must be [B, S, E], got {list(logits.shape)}; give them as logits.view(B, S, -1)")
     experts = _experts([logits.flatten(0, 1)], top_k)
@@ -132,19 +136,28 @@ def router_z_loss(logits: Tensor | Sequence[Tensor], *, attention_mask: Tensor |
 
 def _layers(logits: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """[T, E] of each layer, on the first one's device."""
+    if not isinstance(logits, Tensor | Sequence) or isinstance(logits, str):
+        raise InputError(f"logits must be a Tensor or a sequence of Tensors, got {type(logits).__name__}")
     given = [logits] if isinstance(logits, Tensor) else list(logits)
     if not given:
         raise InputError("logits must hold at least one layer's, got none; call the model inside router_logits first")
     for one in given:
+        _check_logits(one)
         if one.dim() < 2 or one.shape[-1] != given[0].shape[-1]:
             raise InputError(f"logits must be [T, E] of the same E, got {[list(layer.shape) for layer in given]}")
     return [one.flatten(0, -2).to(given[0].device) for one in given]
 
 
+def _check_logits(logits: object) -> None:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(f"logits must be Tensors of floating-point numbers, got {got}")
+
+
 def _experts(layers: list[Tensor], top_k: int) -> int:
     experts = layers[0].shape[-1]
-    if type(top_k) is not int or not 1 <= top_k <= experts:
-        raise InputError(f"top_k must be an integer in [1, {experts}], the number of experts, got {top_k!r}")
+    if not 1 <= (as_whole(top_k) or 0) <= experts:
+        raise InputError(f"top_k must be an integer in [1, {experts}], the number of experts, got {shown(top_k)}")
     return experts
 
 
@@ -156,6 +169,8 @@ def _kept(attention_mask: Tensor | None, layer: Tensor) -> Tensor:
     """bool [T, 1]: whether a token counts."""
     if attention_mask is None:
         return layer.new_ones(len(layer), 1, dtype=torch.bool)
+    if not isinstance(attention_mask, Tensor):
+        raise InputError(f"attention_mask must be a Tensor, got {type(attention_mask).__name__}")
     if attention_mask.numel() != len(layer):
         raise InputError(
             f"attention_mask must have one entry for each of the {len(layer)} rows of logits, got "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
+from ep_moe.field_checks import as_id, shown
 from ep_moe.types import dtype_name
 from ep_moe.weights.cutting import cut, join
 from ep_moe.weights.initial import initial_expert
@@ -120,8 +121,12 @@ class ExpertWeights(ExpertSlots):
             raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
         if self.named and not self._slots:
             raise InputError("expert parameters are shared out by fully_shard; load them with load_state_dict")
-        if not isinstance(logical_id, SupportsIndex) or not 0 <= logical_id < self.config.num_experts:
-            raise InputError(f"logical_id must be an integer in [0, {self.config.num_experts}), got {logical_id!r}")
+        expert = as_id(logical_id)
+        if expert is None or not 0 <= expert < self.config.num_experts:
+            raise InputError(
+                f"logical_id must be an integer in [0, {self.config.num_experts}), got {shown(logical_id)}"
+            )
+        logical_id = expert
         self._check_expert(logical_id, tensors)
         self.updates += 1
         slots = self.held.get(int(logical_id), [])
@@ -150,6 +155,9 @@ class ExpertWeights(ExpertSlots):
                 raise InputError(f"expert {logical_id} has no tensor {name!r}; it has {', '.join(specs)}")
             if not isinstance(tensor, Tensor):
                 raise InputError(f"expert {logical_id}: {name} must be a Tensor, got {type(tensor).__name__}")
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                what = "on the meta device" if tensor.is_meta else str(tensor.layout)
+                raise InputError(f"expert {logical_id}: {name} must be a dense tensor with numbers, got one {what}")
             shape, dtype = specs[name].shape, specs[name].dtype
             if tuple(tensor.shape) != shape:
                 raise InputError(f"expert {logical_id}: {name} must be {list(shape)}, got {list(tensor.shape)}")
