@@ -278,6 +278,7 @@ class EPContext:
             with ledger.step("connect", "process groups", counted=False, more_s=COMPILING_S):
                 made.append(Links(layout, ledger, device, groups, name))
             agreement.healthy("EPContext", None)  # all have their groups before any uses one
+            ledger.attach()
         except BaseException:
             ledger.close(wait=False)  # no context will
             raise

@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Store
@@ -27,6 +28,7 @@ from torch.distributed import Store
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.device_mark import DeviceMark
 from ep_moe.parallel.failed import is_communication_error, is_out_of_memory, told
+from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.types import capturing
 
 _PATIENCE_S = 5.0  # before a rank that waits for others says so
@@ -68,6 +70,7 @@ class _Inside:
 
 
 _UNSEEN = nullcontext()
+_NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class Ledger:
@@ -104,14 +107,30 @@ class Ledger:
         self._thread: threading.Thread | None = None
         self._period = min(5.0, max(0.05, deadline_s / 8))
         self._beats = 0
+        self._board: StepBoard | None = None  # of this rank, and those of its peers on this host
+        self._boards: dict[int, PeerBoard] = {}
+        self._heard: dict[int, float] = {}  # when a rank's newest heartbeat was, by its clock
         self._mark: DeviceMark | None = None
         self._marked = 0.0
         self._shared: dict[object, int] = {}  # calls of `share` and `meet`, by what names them
         self._store = store
         if store is not None and len(self._ranks) > 1:
+            self._board = StepBoard.made()
+            store.set(f"board/{rank}", "" if self._board is None else self._board.address)
             own = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a waiting call holds its lock
             self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True, name="ep_moe ledger")
             self._thread.start()
+
+    def attach(self) -> None:
+        """Map what peers of this host write of their steps, once all of them have made their ledgers: from then on the
+        last step of a process that is killed is known."""
+        if self._board is None or self._store is None:
+            return
+        for peer in self._ranks:
+            address = "" if peer == self._rank else self._store.get(f"board/{peer}").decode()
+            board = PeerBoard.at(address) if address else None
+            if board is not None:
+                self._boards[peer] = board
 
     @property
     def number(self) -> int:
@@ -125,6 +144,8 @@ class Ledger:
     def leave_at(self, step: Step) -> None:
         """Take it for the newest: replays and recordings of a call end where the peers' own calls do."""
         self._step = step
+        if self._board is not None:
+            self._board.put(step.number, step[1:4], step.done)
 
     @property
     def failed(self) -> bool:
@@ -150,7 +171,7 @@ class Ledger:
             return _UNSEEN
         self.check()
         self._keeps, self._more_s = keep, more_s
-        self._step = Step(self._step.number + counted, self.where, phase, detail, False)
+        self.leave_at(Step(self._step.number + counted, self.where, phase, detail, False))
         self._started = time.monotonic()
         return self._inside
 
@@ -161,7 +182,7 @@ class Ledger:
                 self._explain(error)
         finally:
             step = self._step
-            self._step = Step(step.number, step.where, step.phase, step.detail, True)
+            self.leave_at(Step(step.number, step.where, step.phase, step.detail, True))
         if error is None:
             self.check()
 
@@ -278,6 +299,11 @@ class Ledger:
         if wait and self._thread is not None:
             self._thread.join(timeout=5)
             self._thread = None
+        board, self._board = self._board, None
+        boards, self._boards = self._boards, {}
+        for one in (board, *boards.values()):
+            if one is not None:
+                one.close()
 
     # --- the watch ---------------------------------------------------------------------------------------------
 
@@ -328,7 +354,7 @@ class Ledger:
 
     def _beat(self, store: Store) -> None:
         self._beats += 1
-        store.set(f"beat/{self._rank}", json.dumps({"beat": self._beats, **self._step._asdict()}))
+        store.set(f"beat/{self._rank}", json.dumps({"beat": self._beats, "at": time.time(), **self._step._asdict()}))
 
     def _read(self, store: Store) -> dict[int, tuple[int, Step] | None]:
         found: dict[int, tuple[int, Step] | None] = {}
@@ -338,8 +364,14 @@ class Ledger:
                 found[rank] = None
                 continue
             entry = json.loads(store.get(key))
+            self._heard[rank] = entry.pop("at")
             found[rank] = (entry.pop("beat"), Step(**entry))
         return found
+
+    def _exact(self) -> dict[int, Step]:
+        """The newest steps of peers on this host, whether they live or not."""
+        found = {rank: board.read() for rank, board in list(self._boards.items())}
+        return {rank: Step(one[0], *one[1], one[2]) for rank, one in found.items() if one is not None}
 
     def _diagnose(self, cause: str, store: Store | None = None) -> EPMoEError:
         """What a rank that failed says of itself; else compare two readings of all heartbeats. The first rank to reach
@@ -360,7 +392,7 @@ class Ledger:
             after = self._read(store)
             if (failed := self._failed_elsewhere(store)) is not None:
                 return failed
-            verdict = _compare(step, self._rank, before, after)
+            verdict = _compare(step, self._rank, before, after, self._exact(), self._heard)
             behind = min([step.number, *(entry[1].number for entry in after.values() if entry is not None)])
             verdict = store.compare_set(f"verdict/{behind}", "", verdict).decode() or verdict
         except RuntimeError:
@@ -369,22 +401,38 @@ class Ledger:
 
 
 def _compare(
-    mine: Step, rank: int, before: dict[int, tuple[int, Step] | None], after: dict[int, tuple[int, Step] | None]
+    mine: Step,
+    rank: int,
+    before: dict[int, tuple[int, Step] | None],
+    after: dict[int, tuple[int, Step] | None],
+    exact: Mapping[int, Step] = _NONE,
+    heard: Mapping[int, float] = _NONE,
 ) -> str:
+    """exact: steps that are known as they are, of ranks on this host; heard: when a rank's heartbeat was"""
     findings = []
     for peer, entry in after.items():
         if peer == rank:
             continue
         if entry is None or entry == before[peer]:
-            last = f", last seen {entry[1]}" if entry else ""
+            last = f", last seen {exact[peer]}" if peer in exact else _by_heartbeat(entry, heard.get(peer))
             findings.append(f"Rank {peer} shows no sign of life{last}.")
-        elif entry[1].number < mine.number:
-            findings.append(f"Rank {peer} is alive but behind: {entry[1]}.")
-        elif entry[1].number == mine.number and (entry[1].where, entry[1].phase) != (mine.where, mine.phase):
-            findings.append(f"Rank {peer} went another way: {entry[1]}.")
+            continue
+        step = exact.get(peer, entry[1])
+        if step.number < mine.number:
+            findings.append(f"Rank {peer} is alive but behind: {step}.")
+        elif step.number == mine.number and (step.where, step.phase) != (mine.where, mine.phase):
+            findings.append(f"Rank {peer} went another way: {step}.")
     if any(entry is not None and entry[1].done and entry[1].number < mine.number for entry in after.values()):
         findings.append(_FEWER_CALLS)
     return " ".join(findings) or "Every peer is alive and in the same step."
+
+
+def _by_heartbeat(entry: tuple[int, Step] | None, at: float | None) -> str:
+    """What a heartbeat says of a process that is gone: where it was then. It may have come further."""
+    if entry is None:
+        return ""
+    ago = "" if at is None else f" {max(time.time() - at, 0):.0f} s ago, from where it may have come further"
+    return f", last seen {entry[1]}{ago}"
 
 
 def _failure(entry: bytes) -> EPMoEError | None:

@@ -1,5 +1,6 @@
 """A peer that dies, hangs or goes another way: the others get a PeerTimeout that names it and the phase, in time."""
 
+import json
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from ep_moe.parallel import ledger as ledger_module
 from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.device_mark import DeviceMark
 from ep_moe.parallel.ledger import _FEWER_CALLS, Ledger, Step, _compare
+from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call
 from tests.helpers import fill
@@ -95,6 +97,24 @@ def test_a_rank_dies(layout, all2all, stage, world_size):
     lose(LAYOUTS[layout], all2all, stage, die)
 
 
+@distributed(2, deadline_s=40, expect_dead=[LOST])
+def test_the_last_step_of_a_rank_that_dies_is_named(world_size):
+    """Heartbeats come once a second here, and all calls are made within one."""
+    context = EPContext.from_groups(device=rank_device(), deadline_s=8)
+    layer = fill(MoELayer(CONFIG, context, all2all="torch_a2a", name="block"))
+    x = torch.ones(4, 16, device=context.device)
+    for _ in range(3):
+        layer(x)
+    if dist.get_rank() == LOST:
+        compute = layer.experts.compute
+        layer.experts.compute = lambda *args: (die(), compute(*args))
+    last = context.ledger.newest.number + 2  # dispatch and its wait are left, experts run
+    with pytest.raises(PeerTimeout) as caught:
+        layer(x)
+    text = str(caught.value)
+    assert f"Rank {LOST} shows no sign of life, last seen finished dispatch wait of block (step {last})." in text, text
+
+
 @distributed(4, deadline_s=20, expect_dead=[LOST])
 @pytest.mark.parametrize(("layout", "stage"), [("dp=4", "call"), ("dp=2 tp=2 etp=2", "experts")])
 def test_a_rank_hangs(layout, stage, world_size):
@@ -133,6 +153,57 @@ def test_a_slow_rank_is_waited_for(world_size):
         if dist.get_rank() == LOST:
             time.sleep(1)
         check_call(layer, context)
+
+
+# --- boards, without ranks -----------------------------------------------------------------------------------------
+
+
+def test_a_board_tells_the_newest_step_after_its_process_is_gone():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        board = StepBoard()
+        board.put(1, ("block", "dispatch", "torch_a2a"), False)
+        os.write(writer, board.address.encode())
+        time.sleep(0.5)  # until it is mapped
+        board.put(7, ("block", "combine", "torch_a2a"), True)
+        os._exit(0)
+    board = PeerBoard.at(os.read(reader, 1000).decode())
+    assert board is not None
+    assert board.read() == (1, ("block", "dispatch", "torch_a2a"), False)
+    os.waitpid(child, 0)
+    assert board.read() == (7, ("block", "combine", "torch_a2a"), True)
+
+
+def test_a_board_without_room_for_a_name_says_nothing():
+    board = StepBoard()
+    peer = PeerBoard.at(board.address)
+    assert peer is not None
+    assert peer.read() is None
+    for number in range(2000):
+        board.put(number, ("block", f"phase {number}", ""), False)
+    assert peer.read() is None
+    board.put(5, ("block", "phase 3", ""), True)
+    assert peer.read() == (5, ("block", "phase 3", ""), True)
+    board.close()
+
+
+@pytest.mark.parametrize("change", [{"host": "another"}, {"path": "/proc/self/fd/9999"}, {"token": 1}])
+def test_a_board_that_is_not_here_is_not_read(change):
+    board = StepBoard()
+    assert PeerBoard.at(json.dumps(json.loads(board.address) | change)) is None
+    board.close()
+
+
+def test_what_a_heartbeat_does_not_know_is_said():
+    dead, mine = (5, step(7)), (9, step(9))
+    text = _compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {}, {1: time.time() - 3})
+    assert text == (
+        "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7) 3 s ago, from where it may have come "
+        "further."
+    )
+    text = _compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {1: step(8)}, {1: 0.0})
+    assert text == "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 8)."
 
 
 # --- agreement, without ranks ----------------------------------------------------------------------------------

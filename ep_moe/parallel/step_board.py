@@ -1,0 +1,118 @@
+"""The newest step of each rank of a host, in memory that its peers can read after its process is gone.
+
+A heartbeat is up to seconds old when a process is killed. Here a rank writes one word for each step, and the ranks of
+its host have mapped that word beforehand. The memory has no name in a file system, so a killed process leaves nothing
+behind. Linux only; elsewhere, and between hosts and containers, heartbeats are all there is.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_BYTES = 1 << 14
+_TOKEN, _STEP, _LENGTH, _TEXT = 0, 1, 2, 24  # words, and where the text begins
+_CODES = 1 << 15  # names of steps that fit beside a number and `done` into one word
+
+Place = tuple[str, str, str]  # where, phase, detail
+
+
+class StepBoard:
+    """This rank's own. `address` tells peers where it is."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("ep_moe steps")
+        os.ftruncate(self._file, _BYTES)
+        self._memory = mmap.mmap(self._file, _BYTES)
+        self._words = memoryview(self._memory).cast("q")
+        self._words[_TOKEN] = token = secrets.randbits(62)
+        self._codes: dict[Place, int] = {}
+        self._text = b""
+        self.address = json.dumps({"host": _host(), "path": f"/proc/{os.getpid()}/fd/{self._file}", "token": token})
+
+    @classmethod
+    def made(cls) -> StepBoard | None:
+        try:
+            return cls()
+        except (AttributeError, OSError):  # no such call, or none allowed
+            return None
+
+    def put(self, number: int, place: Place, done: bool) -> None:
+        """One aligned word, so that a reader never sees half of a step."""
+        code = self._codes.get(place)
+        if code is None:
+            code = self._named(place)
+        self._words[_STEP] = (number << 16) | (code << 1) | done
+
+    def _named(self, place: Place) -> int:
+        """The place's number, which begins at 1; 0 where there is no room left for its name."""
+        line = json.dumps(place).encode() + b"\n"
+        end = _TEXT + len(self._text) + len(line)
+        if end > _BYTES or len(self._codes) + 1 >= _CODES:
+            return 0
+        self._memory[end - len(line) : end] = line
+        self._text += line
+        self._words[_LENGTH] = len(self._text)
+        self._codes[place] = len(self._codes) + 1
+        return self._codes[place]
+
+    def close(self) -> None:
+        with suppress(BufferError, OSError, ValueError):
+            self._words.release()
+            self._memory.close()
+            os.close(self._file)
+
+
+class PeerBoard:
+    """A peer's, for reading."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @classmethod
+    def at(cls, address: str) -> PeerBoard | None:
+        """None where it cannot be reached from here."""
+        found: dict[str, Any] = json.loads(address)
+        if found["host"] != _host():
+            return None
+        try:
+            file = os.open(found["path"], os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                memory = mmap.mmap(file, _BYTES, prot=mmap.PROT_READ)
+            finally:
+                os.close(file)
+        except (OSError, ValueError):
+            return None
+        board = cls(memory)
+        return board if board._word(_TOKEN) == found["token"] else None
+
+    def read(self) -> tuple[int, Place, bool] | None:
+        """Number, place and done of its newest step; None before the first one, or where its name found no room."""
+        word = self._word(_STEP)
+        code = word >> 1 & _CODES - 1
+        lines = self._memory[_TEXT : _TEXT + self._word(_LENGTH)].splitlines()
+        if not 0 < code <= len(lines):
+            return None
+        where, phase, detail = json.loads(lines[code - 1])
+        return word >> 16, (where, phase, detail), bool(word & 1)
+
+    def _word(self, at: int) -> int:
+        return int.from_bytes(self._memory[8 * at : 8 * at + 8], "little", signed=True)
+
+    def close(self) -> None:
+        with suppress(BufferError, ValueError):
+            self._memory.close()
+
+
+def _host() -> str:
+    """Processes of one value see each other under /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(8)
