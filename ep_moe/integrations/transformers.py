@@ -15,27 +15,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ep_moe import select
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
-from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
+from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.config_file import read_config, read_generation_config
 from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.training.wrappers import exclude_experts
 from ep_moe.tuned import Tuned
 from ep_moe.types import Activation
-from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, largest_input_scale, load_layers, read_experts
+from ep_moe.weights.checkpoint import (
+    CheckpointSource,
+    ModuleSource,
+    largest_input_scale,
+    load_layers,
+    loading,
+    read_experts,
+)
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
 from ep_moe.weights.schemes import PLAIN
@@ -133,9 +134,6 @@ FAMILIES: dict[str, Family] = {
         block="Llama4TextMoe", config=_llama4, shared="shared_expert", returns=lambda out, x: (out.flatten(0, -2), None)
     ),
 }
-
-# published with code of its own, which says what transformers' own class says
-_ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 class ExpertParallelBlock(nn.Module):
@@ -242,75 +240,83 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
-    Each rank reads its own experts and the whole of everything else. dtype: default that of config.json, float32 where
-    it has none.
-    quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
-    Raises CheckpointError or ConfigError on all ranks.
+    Each rank reads its own experts and the whole of everything else. Code of the checkpoint's repository is not run.
+
+    Args:
+        path: the folder of a checkpoint.
+        context: of the ranks; all of them call this.
+        dtype: default that of config.json, float32 where it has none.
+        quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
+        progress: show a bar on rank 0.
+
+    The other arguments are `MoELayer`'s.
+
+    Raises:
+        CheckpointError, ConfigError: on all ranks, when any of them cannot load.
     """
-    config = _agreed_config(path, context)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-    expert_parallel(
-        model,
-        context,
-        expert_map=expert_map,
-        all2all=all2all,
-        experts=experts,
-        quantization=quantization,
-        wire=wire,
-        pipeline=pipeline,
-        options=options,
-        tuned=tuned,
-    )
-    model.to_empty(device=context.device)
-    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-    layers = {
-        int(next(part for part in name.split(".") if part.isdigit())): block.moe for name, block in blocks.items()
-    }
-    source = load_layers(layers, path, config.model_type, progress=progress)
-    _load_rest(model, source, tuple(f"{name}." for name in blocks), context)
-    if (Path(path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    folder = Path(path)
+    with loading(folder, context.agreement):
+        config = _checked_config(folder)[0]
+        model = _on_meta(folder, config, dtype)
+        expert_parallel(
+            model,
+            context,
+            expert_map=expert_map,
+            all2all=all2all,
+            experts=experts,
+            quantization=quantization,
+            wire=wire,
+            pipeline=pipeline,
+            options=options,
+            tuned=tuned,
+        )
+        model.to_empty(device=context.device)
+        blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+        layers = {
+            int(next(part for part in name.split(".") if part.isdigit())): block.moe for name, block in blocks.items()
+        }
+        source = load_layers(layers, folder, config.model_type, progress=progress)
+        _load_rest(model, source, tuple(f"{name}." for name in blocks))
+        model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
 
 
-def read_config(path: str | Path) -> Any:
-    """The configuration of the (text) model in a checkpoint folder."""
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{path} holds no config.json; give the folder of a Hugging Face checkpoint")
+def _on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+    if dtype is not None and dtype not in NUMBERS:
+        raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
     try:
-        whole = _read_whole_config(path)
-        text = whole.get_text_config()
-        text.dtype = text.dtype or whole.dtype
-        return text
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=False
+            )
     except Exception as error:
-        raise CheckpointError(f"{path}/config.json is nothing that transformers can read: {error}") from error
-
-
-def _read_whole_config(path: str | Path) -> Any:
-    read, _ = PretrainedConfig.get_config_dict(path)
-    kind = _ALIASES.get(read.get("model_type", ""))
-    if kind is None:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
-    read.pop("auto_map", None)
-    return CONFIG_MAPPING[kind].from_dict(read | {"model_type": kind})
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers cannot build the model that it describes: "
+            f"{type(error).__name__}: {error}; mend the file"
+        ) from error
 
 
 def read_moe_config(path: str | Path, context: EPContext) -> MoEConfig:
-    """Our configuration of the MoE blocks in a checkpoint folder. Raises on all ranks together."""
-    config = _agreed_config(path, context)
-    return _family_of(config)[1].config(config)
+    """Our configuration of the MoE blocks of a checkpoint, by its folder.
+
+    Raises CheckpointError or ConfigError on all ranks together.
+    """
+    folder = Path(path)
+    with loading(folder, context.agreement):
+        return _checked_config(folder)[1]
 
 
-def calibrated_wire(path: str | Path, context: EPContext, dispatch: str = "fp8_tensor", combine: str = "plain") -> Wire:
+def calibrated_wire(
+    path: str | Path,
+    context: EPContext,
+    dispatch: str = "fp8_tensor",
+    combine: str = "plain",
+) -> Wire:
     """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of its experts, all layers'.
     Raises CheckpointError on all ranks together."""
-    family, scale, problem = _agreed_config(path, context).model_type, 1.0, None
-    try:
-        scale = largest_input_scale(path, family)
-    except CheckpointError as error:
-        problem = error
-    context.agreement.healthy("checkpoint", problem)
+    folder = Path(path)
+    with loading(folder, context.agreement):
+        scale = largest_input_scale(folder, _checked_config(folder)[0].model_type)
     return Wire(dispatch=dispatch, combine=combine, input_scale=scale)
 
 
@@ -319,15 +325,13 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
-def _agreed_config(path: str | Path, context: EPContext) -> Any:
-    """`read_config`, refused by all ranks together."""
-    config, problem = None, None
+def _checked_config(folder: Path) -> tuple[Any, MoEConfig]:
+    """`read_config`, and ours of its blocks."""
+    config, family = _family_of(read_config(folder))
     try:
-        config, _ = _family_of(read_config(path))
-    except EPMoEError as error:
-        problem = error
-    context.agreement.healthy("checkpoint", problem)
-    return config
+        return config, family.config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
@@ -356,28 +360,22 @@ def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) ->
 
 
 @torch.no_grad()
-def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...], context: EPContext) -> None:
+def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...]) -> None:
     """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has."""
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    problem: Exception | None = None
-    try:
-        for name, tensor in model.state_dict().items():
-            if not name.startswith(blocks) and name not in tied:
-                if not source.has(name) or source.shape(name) != tuple(tensor.shape):
-                    found = list(source.shape(name)) if source.has(name) else "nothing"
-                    raise CheckpointError(
-                        f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}"
-                    )
-                if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
-                    raise CheckpointError(
-                        f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
-                        f"and fp8 with {name}_scale_inv or {name}_scale can be read"
-                    )
-                tensor.copy_(source.read(name))
-    except CheckpointError as error:
-        problem = error
-    context.agreement.healthy("checkpoint", problem)
+    for name, tensor in model.state_dict().items():
+        if name.startswith(blocks) or name in tied:
+            continue
+        if not source.has(name) or source.shape(name) != tuple(tensor.shape):
+            found = list(source.shape(name)) if source.has(name) else "nothing"
+            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}")
+        if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
+            raise CheckpointError(
+                f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
+                f"and fp8 with {name}_scale_inv or {name}_scale can be read"
+            )
+        tensor.copy_(source.read(name))
     for name, module in model.named_modules():
         if module._non_persistent_buffers_set and not name.startswith(blocks):
             model._init_weights(module)  # rotary tables and the like are computed, not stored

@@ -59,6 +59,9 @@ FAMILIES: dict[str, CheckpointNames] = {
     ),
 }
 
+# published with code of its own, which says what transformers' own class says
+ALIASES = {"kimi_k2": "deepseek_v3"}
+
 
 def names_of(family: str) -> CheckpointNames:
     if family not in FAMILIES:
