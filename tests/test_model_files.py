@@ -1,4 +1,4 @@
-"""A model's folder: files that are broken, names that leave it, code in it."""
+"""A model's folder: tied weights as transformers ties them, files that are broken, names that leave it, code in it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext
 from ep_moe.integrations.transformers import load_pretrained, read_config, read_moe_config
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX, SINGLE, CheckpointSource
-from tests.checkpoint_files import written
+from tests.checkpoint_files import quiet, save, tiny_model, written
 
 transformers = pytest.importorskip("transformers")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +35,60 @@ def local():
 
 def load(folder, **options):
     return load_pretrained(folder, local(), progress=False, **options)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=torch.arange(24).reshape(2, 12)).logits
+
+
+# --- tied weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied")
+    save(tiny_model("qwen3_moe"), folder)
+    return folder
+
+
+def with_tensors(source, folder, change):
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    return folder
+
+
+TIES = {
+    "no head": (lambda t: t.pop(HEAD, None), True),
+    "an equal head": (lambda t: t.update({HEAD: t[EMBEDDING].clone()}), True),
+    "another head": (lambda t: t.update({HEAD: t[EMBEDDING] + 1.0}), False),
+    "one number apart": (lambda t: (t.update({HEAD: t[EMBEDDING].clone()}), t[HEAD][3, 3].add_(1.0)), False),
+    "no embedding": (lambda t: t.update({HEAD: t.pop(EMBEDDING)}), True),
+}
+
+
+@pytest.mark.parametrize("what", TIES)
+def test_tied_weights_are_those_of_transformers(what, tied, tmp_path):
+    quiet()
+    change, stays = TIES[what]
+    folder = with_tensors(tied, tmp_path / "model", change)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load(folder, dtype=torch.float32)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == stays
+    assert (wanted.lm_head.weight is wanted.model.embed_tokens.weight) == stays
+    torch.testing.assert_close(logits(model), logits(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_must_be_there(tied, tmp_path):
+    neither = with_tensors(tied, tmp_path / "neither", lambda t: [t.pop(name, None) for name in (HEAD, EMBEDDING)])
+    with pytest.raises(CheckpointError, match=rf"{HEAD} and {EMBEDDING} are missing"):
+        load(neither)
+    apart = with_tensors(tied, tmp_path / "apart", lambda t: t.pop(HEAD, None))
+    change(tie_word_embeddings=False)(apart)
+    with pytest.raises(CheckpointError, match=rf"{HEAD} must have shape \[64, 32\], got nothing"):
+        load(apart)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4_text"])

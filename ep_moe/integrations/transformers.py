@@ -362,10 +362,13 @@ def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) ->
 @torch.no_grad()
 def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...]) -> None:
     """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has."""
-    model.tie_weights()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    missing: set[str] = set()
     for name, tensor in model.state_dict().items():
-        if name.startswith(blocks) or name in tied:
+        if name.startswith(blocks):
+            continue
+        if not source.has(name) and name in tied.keys() | tied.values():
+            missing.add(name)
             continue
         if not source.has(name) or source.shape(name) != tuple(tensor.shape):
             found = list(source.shape(name)) if source.has(name) else "nothing"
@@ -376,6 +379,10 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 f"and fp8 with {name}_scale_inv or {name}_scale can be read"
             )
         tensor.copy_(source.read(name))
+    # ties to what the file has; two that differ stay apart, with transformers' own warning
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    if missing:
+        raise CheckpointError(f"{' and '.join(sorted(missing))} are missing in {source.folder}; fetch it again")
     for name, module in model.named_modules():
         if module._non_persistent_buffers_set and not name.startswith(blocks):
             model._init_weights(module)  # rotary tables and the like are computed, not stored
