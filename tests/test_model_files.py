@@ -91,6 +91,23 @@ def test_weights_that_must_be_there(tied, tmp_path):
         load(apart)
 
 
+def test_weights_that_the_model_has_no_place_for_are_one_warning(tied, tmp_path):
+    more = {
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(32),
+        "model.layers.7.input_layernorm.weight": torch.ones(32),
+        "model.layers.8.input_layernorm.weight": torch.ones(32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "vision_model.norm.weight": torch.ones(32),
+    }
+    folder = with_tensors(tied, tmp_path / "model", lambda t: t.update(more))
+    with pytest.warns(UserWarning, match="is not loaded") as found:
+        load(folder)
+    (said,) = [str(one.message) for one in found if "is not loaded" in str(one.message)]
+    assert "model.layers.0.self_attn.q_proj.bias, model.layers.{n}.input_layernorm.weight (2 tensors)" in said
+    assert "inv_freq" not in said
+    assert "vision" not in said
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4_text"])
 def test_a_whole_model_is_loaded_without_a_word(family, checkpoints):
     with warnings.catch_warnings():

@@ -8,6 +8,7 @@ A family is one `Family` entry here and its names in `ep_moe.weights.families`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from ep_moe.weights.checkpoint import (
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
 from ep_moe.weights.schemes import PLAIN
+from ep_moe.weights.unread import refusal, unexpected, unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,9 @@ def expert_parallel(
             wrong = wrong_tensors(source, name, found.shapes(moe_config), found.codes)
             if wrong is not None:
                 raise ConfigError(f"{wrong}; a model that is quantised is loaded with load_pretrained")
+            missed, _ = unread(source, name, names, found, moe)
+            if missed:
+                raise ConfigError(refusal(missed, config.model_type))
             read_experts(moe, source, name, found)
             _copy_router(moe, source, name, names.router)
         if not any(one.requires_grad for one in parameters):
@@ -277,6 +282,9 @@ def load_pretrained(
         }
         source = load_layers(layers, folder, config.model_type, progress=progress)
         _load_rest(model, source, tuple(f"{name}." for name in blocks))
+        in_file = [names_of(config.model_type).block.format(layer=number) for number in layers]
+        if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
+            warnings.warn(f"{folder}: {found}", stacklevel=2)
         model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.folder import file_inside, weight_map
 from ep_moe.weights.formats import ExpertFormat, PerExpert, Source, input_scale, scalar
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
+from ep_moe.weights.unread import left_out, other_family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -92,6 +94,18 @@ class CheckpointSource:
 
     def names(self) -> list[str]:
         return list(self._where)
+
+    def under(self, block: str) -> list[str]:
+        return [name for name in self._where if name.startswith(f"{block}.")]
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        if not self.has(name):
+            return ()
+        if self._is_nvfp4(name):
+            return f"{name}_scale", f"{name}_scale_2"
+        if self._slice(name).get_dtype() != "F8_E4M3":
+            return ()
+        return (_scale_of(name) if self.has(_scale_of(name)) else f"{name}_scale",)
 
     def _slice(self, name: str) -> Any:
         if name not in self._slices:
@@ -226,6 +240,12 @@ class ModuleSource:
     def raw(self, name: str, *index: int | slice) -> Tensor:
         return self.read(name, *index)
 
+    def under(self, block: str) -> list[str]:
+        return [name for name in self._tensors if name.startswith(f"{block}.")]
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        return ()
+
     def fp8_scales(self, name: str) -> str:
         return ""  # `expert_parallel` takes numbers alone
 
@@ -243,19 +263,20 @@ def _span(axis: int | slice, size: int) -> tuple[int, int]:
 def load_layers(
     layers: Mapping[int, MoELayer],
     path: str | Path,
-    family: str,
+    family: str | CheckpointNames,
     *,
     progress: bool = True,
 ) -> CheckpointSource:
     """Fill layers from a checkpoint: experts, router, shared expert.
 
     Every rank checks names, shapes and dtypes of all experts first (headers only), all ranks agree, then each reads its
-    own experts.
+    own experts. Under the block of a layer every tensor is read, known to be harmless, or a reason to refuse. What the
+    caller loads is named in one warning: shared experts of a layer without, the linear map of a router of the caller's.
 
     Args:
         layers: number in the checkpoint -> layer.
         path: the folder of a checkpoint.
-        family: a name in `ep_moe.weights.families.FAMILIES`.
+        family: a name in `ep_moe.weights.families.FAMILIES`, or names of the caller's.
         progress: show a bar on rank 0.
 
     Returns:
@@ -270,16 +291,22 @@ def load_layers(
         raise InputError("layers must have at least one layer, got none")
     agreement = next(iter(layers.values())).context.agreement
     folder = Path(path)
+    called = family if isinstance(family, str) else "of the caller's"
     with loading(folder, agreement):
         source = CheckpointSource(folder)
-        plan = [(layer, *checked(source, names, number, layer)) for number, layer in layers.items()]
+        plan = [(layer, *checked(source, names, number, layer, called)) for number, layer in layers.items()]
+        leaves = [leaf for *_, found in plan for leaf in found.items()]
+        said = [left_out(leaves)] if leaves else []
+        said += other_family(folder, family) if isinstance(family, str) else []
+        if said:
+            warnings.warn(f"{folder}: {'; '.join(said)}", stacklevel=2)
     first = plan[0][0].context.layout.place == 0
     total = sum(_slots(layer) for layer, *_ in plan)
     with (
         loading(folder, agreement),
         tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar,
     ):
-        for layer, block, form in plan:
+        for layer, block, form, _ in plan:
             read_experts(layer, source, block, form, bar)
             _read_rest(layer, source, block, names)
     return source
