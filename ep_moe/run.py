@@ -29,6 +29,7 @@ from ep_moe.run_eplb import Rebalanced, rebalance
 from ep_moe.select import AUTO
 from ep_moe.tuned import Tuned
 from ep_moe.weights.checkpoint import loading
+from ep_moe.weights.hub import model_folder
 from ep_moe.weights.schemes import PLAIN, SCHEMES
 
 LAPTOP_RANKS = 4
@@ -44,7 +45,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class RunOptions:
     """What `ep-moe run` was asked for. None: chosen by `settle`.
 
-    model: folder of a Hugging Face checkpoint
+    model: folder of a Hugging Face checkpoint, or a model's name on the Hub; revision: its branch, tag or commit
     text: a file, read as UTF-8
     window: tokens per sequence; batch: sequences per dp rank and forward; text_tokens: of the text to read
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
@@ -54,6 +55,7 @@ class RunOptions:
     """
 
     model: str | None = None
+    revision: str | None = None
     text: str | None = None
     dp: int | None = None
     tp: int | None = None
@@ -126,7 +128,7 @@ def run(options: RunOptions) -> RunReport | None:
     arguments = {
         "options": settle(options, world),
         "device": torch.device("cpu"),
-        "folder": Path(options.model or str(DEMO)),
+        "folder": model_folder(options.model or str(DEMO), revision=options.revision),
     }
     longest = max(3 * options.deadline_s, _LOCAL_DEADLINE_S)
     report: RunReport = run_local_ranks("ep_moe.run:run_on_rank", world, arguments, deadline_s=longest)[0]
@@ -147,7 +149,7 @@ def settle(options: RunOptions, world: int) -> RunOptions:
 
 
 def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None = None) -> RunReport | None:
-    """One rank's part, within an initialised process group. folder: of the model, default the options'."""
+    """One rank's part, within an initialised process group. folder: of the model, None to look it up."""
     from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_moe_config
 
     assert options.dp is not None
@@ -157,7 +159,7 @@ def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None =
     tokens = options.batch * options.window  # of a forward: opens the transports with fixed buffers
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s, max_tokens=tokens) as context:
         if folder is None:
-            folder = Path(options.model or str(DEMO))
+            folder = model_folder(options.model or str(DEMO), context.agreement, revision=options.revision)
         with loading(folder, context.agreement):
             dtype = _dtype(options.dtype, folder)
             windows = _windows(options, folder)
@@ -249,8 +251,6 @@ def _check(options: RunOptions) -> None:
     ):
         if backend not in (AUTO, *known):
             raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}")
-    if options.model is not None and not Path(options.model).is_dir():
-        raise ConfigError(f"--model {options.model} is not a folder")
     if options.tuned is not None:
         Tuned.load(options.tuned)  # what is wrong with the file is said before ranks start
     if options.text is not None and not Path(options.text).is_file():

@@ -108,7 +108,7 @@ def damage(root, checkpoints):
         "index names another file", swap, rf"{experts}\.3\.up_proj\.weight is not in .*model-0000.*, though {INDEX}"
     )
     spoiled("no checkpoint", lambda f: [path.unlink() for path in f.iterdir()], f"holds neither {INDEX} nor {SINGLE}")
-    cases["no folder"] = (str(root / "nothing here"), "qwen3_moe", f"holds neither {INDEX} nor {SINGLE}")
+    cases["no folder"] = (str(root / "nothing here"), "qwen3_moe", "there is no folder .*nothing here; give the folder")
     cases["wrong family"] = (
         good.folder,
         "mixtral",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from ep_moe import CheckpointError, ConfigError, EPContext
+from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
 from ep_moe.integrations.transformers import load_pretrained, read_config, read_moe_config
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX, SINGLE, CheckpointSource
@@ -230,6 +230,12 @@ def test_a_configuration_alone(what, checkpoints, tmp_path):
     pattern = broken(folder, what)
     with local() as context, pytest.raises((CheckpointError, ConfigError), match=pattern):
         read_moe_config(folder, context)
+
+
+@pytest.mark.parametrize("path", [5, None, "", "a\0b", "x" * 5000, b"bytes", ["list"]])
+def test_paths_that_are_none(path):
+    with pytest.raises(EPMoEError, match="folder"):
+        load(path)
 
 
 def test_dtypes_that_no_model_has(checkpoints):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
@@ -15,6 +15,7 @@ from ep_moe.types import dtype_name
 from ep_moe.weights.families import ALIASES
 from ep_moe.weights.folder import read_object
 from ep_moe.weights.formats import NUMBERS
+from ep_moe.weights.hub import HubOptions, model_folder
 
 _UNREADABLE = "is nothing that transformers can read"
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
@@ -24,16 +25,17 @@ _SIZES_IF_ANY = (
 )  # fmt: skip
 
 
-def read_config(path: str | Path) -> Any:
+def read_config(path: str | Path, **hub: Unpack[HubOptions]) -> Any:
     """Read the configuration of the (text) model in a checkpoint.
 
     Args:
-        path: a folder.
+        path: a folder, or the name of a model on the Hugging Face Hub.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     Raises:
         CheckpointError: there is none, transformers cannot read it, or a field cannot be.
     """
-    folder = Path(path)
+    folder = model_folder(path, weights=False, **hub)
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from ep_moe.weights.checkpoint import (
 )
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
+from ep_moe.weights.hub import HubOptions, model_folder
 from ep_moe.weights.schemes import PLAIN
 from ep_moe.weights.unread import refusal, unexpected, unread
 
@@ -242,24 +243,27 @@ def load_pretrained(
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
     progress: bool = True,
+    **hub: Unpack[HubOptions],
 ) -> PreTrainedModel:
     """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
     Each rank reads its own experts and the whole of everything else. Code of the checkpoint's repository is not run.
 
     Args:
-        path: the folder of a checkpoint.
+        path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub, such as "org/model". One rank
+            of each host downloads what the cache lacks.
         context: of the ranks; all of them call this.
         dtype: default that of config.json, float32 where it has none.
         quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
         progress: show a bar on rank 0.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     The other arguments are `MoELayer`'s.
 
     Raises:
         CheckpointError, ConfigError: on all ranks, when any of them cannot load.
     """
-    folder = Path(path)
+    folder = model_folder(path, context.agreement, **hub)
     with loading(folder, context.agreement):
         config = _checked_config(folder)[0]
         model = _on_meta(folder, config, dtype)
@@ -304,12 +308,12 @@ def _on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> PreTrained
         ) from error
 
 
-def read_moe_config(path: str | Path, context: EPContext) -> MoEConfig:
-    """Our configuration of the MoE blocks of a checkpoint, by its folder.
+def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptions]) -> MoEConfig:
+    """Our configuration of the MoE blocks of a checkpoint, by its folder or its name on the Hugging Face Hub.
 
     Raises CheckpointError or ConfigError on all ranks together.
     """
-    folder = Path(path)
+    folder = model_folder(path, context.agreement, weights=False, **hub)
     with loading(folder, context.agreement):
         return _checked_config(folder)[1]
 
@@ -319,10 +323,11 @@ def calibrated_wire(
     context: EPContext,
     dispatch: str = "fp8_tensor",
     combine: str = "plain",
+    **hub: Unpack[HubOptions],
 ) -> Wire:
     """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of its experts, all layers'.
     Raises CheckpointError on all ranks together."""
-    folder = Path(path)
+    folder = model_folder(path, context.agreement, **hub)
     with loading(folder, context.agreement):
         scale = largest_input_scale(folder, _checked_config(folder)[0].model_type)
     return Wire(dispatch=dispatch, combine=combine, input_scale=scale)

@@ -99,6 +99,11 @@ class Agreement:
         except RuntimeError as error:
             raise PeerTimeout(f"{what}: the store is gone, and with it what the ranks decided") from error
 
+    def first_here(self, what: str, place: str) -> bool:
+        """Whether this rank is the first of its place, such as a host, to come here. All ranks call it, with another
+        agreement between two calls."""
+        return self.first(f"{self._calls}/{what} on {place}", str(self._rank)) == str(self._rank)
+
     def _at_least(self, deadline_s: float | None) -> timedelta:
         return self._deadline if deadline_s is None else max(self._deadline, timedelta(seconds=deadline_s))
 

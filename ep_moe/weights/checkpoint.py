@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,7 @@ from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequanti
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.folder import file_inside, weight_map
 from ep_moe.weights.formats import ExpertFormat, PerExpert, Source, input_scale, scalar
+from ep_moe.weights.hub import HubOptions, model_folder
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
 from ep_moe.weights.unread import left_out, other_family
 
@@ -266,6 +267,7 @@ def load_layers(
     family: str | CheckpointNames,
     *,
     progress: bool = True,
+    **hub: Unpack[HubOptions],
 ) -> CheckpointSource:
     """Fill layers from a checkpoint: experts, router, shared expert.
 
@@ -275,9 +277,10 @@ def load_layers(
 
     Args:
         layers: number in the checkpoint -> layer.
-        path: the folder of a checkpoint.
+        path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub.
         family: a name in `ep_moe.weights.families.FAMILIES`, or names of the caller's.
         progress: show a bar on rank 0.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     Returns:
         The source, for its `bytes_read`.
@@ -290,7 +293,7 @@ def load_layers(
     if not layers:
         raise InputError("layers must have at least one layer, got none")
     agreement = next(iter(layers.values())).context.agreement
-    folder = Path(path)
+    folder = model_folder(path, agreement, **hub)
     called = family if isinstance(family, str) else "of the caller's"
     with loading(folder, agreement):
         source = CheckpointSource(folder)
