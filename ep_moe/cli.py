@@ -73,8 +73,10 @@ def _main() -> None:
 @app.command()
 def run(
     model: Annotated[
-        str | None, typer.Option(help="Folder of a Hugging Face checkpoint; default the bundled demo.")
+        str | None,
+        typer.Option(help="Folder of a Hugging Face checkpoint, or a model's name on the Hub; default the demo."),
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     text: Annotated[str | None, typer.Option(help="Text file to read; default the demo's held-out text.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel size.")] = None,
     tp: Annotated[int | None, typer.Option(help="Ranks that hold the same tokens.")] = None,
@@ -112,7 +114,7 @@ def run(
     Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
     """
     options = RunOptions(
-        model=model, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
+        model=model, revision=revision, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
         quantization=quantization, dtype=dtype,
         window=window, batch=batch, text_tokens=text_tokens, reference=reference, redundant=redundant, eplb=eplb,
         wire=wire, tuned=None if tuned is None else str(tuned), deadline_s=deadline,
@@ -231,7 +233,7 @@ def plan(
 @app.command(cls=_NumberLists)
 def tune(
     model: Annotated[
-        str, typer.Argument(help="Bundled model config by name, a .toml file, or a folder with config.json.")
+        str, typer.Argument(help="Bundled model config, a .toml file, a folder with config.json, or org/model.")
     ] = "demo",
     tokens: Annotated[
         list[int] | None, typer.Option(help="Most tokens of a rank in one call; one bucket each.")

@@ -28,6 +28,8 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.run_eplb import Rebalanced, rebalance
 from ep_moe.select import AUTO
 from ep_moe.tuned import Tuned
+from ep_moe.weights.checkpoint import loading
+from ep_moe.weights.hub import model_folder
 from ep_moe.weights.schemes import PLAIN, SCHEMES
 
 LAPTOP_RANKS = 4
@@ -43,7 +45,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class RunOptions:
     """What `ep-moe run` was asked for. None: chosen by `settle`.
 
-    model: folder of a Hugging Face checkpoint; text: a file, read as UTF-8
+    model: folder of a Hugging Face checkpoint, or a model's name on the Hub; revision: its branch, tag or commit
+    text: a file, read as UTF-8
     window: tokens per sequence; batch: sequences per dp rank and forward; text_tokens: of the text to read
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
     reference: also run the untouched model in one process; None: where its weights are few enough
@@ -52,6 +55,7 @@ class RunOptions:
     """
 
     model: str | None = None
+    revision: str | None = None
     text: str | None = None
     dp: int | None = None
     tp: int | None = None
@@ -121,7 +125,11 @@ def run(options: RunOptions) -> RunReport | None:
             f"--dp * --tp = {world} ranks are more than the {_MOST_LOCAL_RANKS} that ep-moe run starts on one machine; "
             f"give smaller ones, or start the ranks with torchrun"
         )
-    arguments = {"options": settle(options, world), "device": torch.device("cpu")}
+    arguments = {
+        "options": settle(options, world),
+        "device": torch.device("cpu"),
+        "folder": model_folder(options.model or str(DEMO), revision=options.revision),
+    }
     longest = max(3 * options.deadline_s, _LOCAL_DEADLINE_S)
     report: RunReport = run_local_ranks("ep_moe.run:run_on_rank", world, arguments, deadline_s=longest)[0]
     return report
@@ -140,19 +148,21 @@ def settle(options: RunOptions, world: int) -> RunOptions:
     return replace(options, dp=dp, tp=tp, dtype=options.dtype or ("float32" if options.is_demo else "auto"))
 
 
-def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
-    """One rank's part, within an initialised process group."""
+def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None = None) -> RunReport | None:
+    """One rank's part, within an initialised process group. folder: of the model, None to look it up."""
     from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_moe_config
 
     assert options.dp is not None
     assert options.tp is not None
     parallel = ParallelConfig(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp)
-    folder = Path(options.model) if options.model else Path(str(DEMO))
     tuned = None if options.tuned is None else Tuned.load(options.tuned)
     tokens = options.batch * options.window  # of a forward: opens the transports with fixed buffers
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s, max_tokens=tokens) as context:
-        dtype = _dtype(options.dtype, folder)
-        windows = _windows(options, folder)
+        if folder is None:
+            folder = model_folder(options.model or str(DEMO), context.agreement, revision=options.revision)
+        with loading(folder, context.agreement):
+            dtype = _dtype(options.dtype, folder)
+            windows = _windows(options, folder)
         experts = read_moe_config(folder, context).num_experts
         model = load_pretrained(
             folder,
@@ -206,7 +216,7 @@ def run_on_rank(options: RunOptions, device: torch.device) -> RunReport | None:
         if context.layout.rank != 0:
             return None
         return RunReport(
-            title=_title(options, context, layers[0], folder),
+            title=_title(options, context, layers[0]),
             tokens=int(total[1]) + len(windows),
             perplexity=math.exp(total[0] / total[1]),
             reference=reference,
@@ -241,8 +251,6 @@ def _check(options: RunOptions) -> None:
     ):
         if backend not in (AUTO, *known):
             raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}")
-    if options.model is not None and not Path(options.model).is_dir():
-        raise ConfigError(f"--model {options.model} is not a folder")
     if options.tuned is not None:
         Tuned.load(options.tuned)  # what is wrong with the file is said before ranks start
     if options.text is not None and not Path(options.text).is_file():
@@ -259,7 +267,7 @@ def _wire(dispatch: str, folder: Path, context: EPContext) -> Wire:
 
 def _dtype(name: str | None, folder: Path) -> torch.dtype:
     if name == "auto":
-        from ep_moe.integrations.transformers import read_config
+        from ep_moe.integrations.config_file import read_config
 
         return read_config(folder).dtype or torch.float32
     return _DTYPES[name or "float32"]
@@ -270,9 +278,7 @@ def _windows(options: RunOptions, folder: Path) -> Tensor:
     path = Path(options.text) if options.text else Path(str(DEMO / "heldout.txt"))
     raw = path.read_bytes()
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
-        from transformers import AutoTokenizer
-
-        ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(raw.decode("utf-8", "replace"))["input_ids"])
+        ids = torch.tensor(_tokenizer(folder)(raw.decode("utf-8", "replace"))["input_ids"])
     else:
         ids = torch.tensor(list(raw))  # byte-level, as the demo is
     ids = ids[: options.text_tokens]
@@ -281,6 +287,18 @@ def _windows(options: RunOptions, folder: Path) -> Tensor:
             f"{path} gives {len(ids)} tokens (at most --text-tokens), fewer than one --window of {options.window}"
         )
     return ids[: len(ids) // options.window * options.window].view(-1, options.window)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # broken files, or a class of the repository's own code, which is not run
+        raise ConfigError(
+            f"{folder} has a tokenizer that transformers cannot make without code of its repository, or cannot read: "
+            f"{type(error).__name__}: {error}; remove its files to read the text as bytes"
+        ) from error
 
 
 @torch.no_grad()
@@ -316,7 +334,7 @@ def _reference(folder: Path, windows: Tensor, batch: int, dtype: torch.dtype, de
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).to(device).eval()
     parts = [_nll(model, part) for part in windows.split(batch)]
     return math.exp(sum(nll for nll, _ in parts) / sum(count for _, count in parts))
 
@@ -333,11 +351,11 @@ def _slowest(stages: dict[str, float], device: torch.device) -> dict[str, float]
     return dict(zip(stages, values.tolist(), strict=True))
 
 
-def _title(options: RunOptions, context: EPContext, layer: MoELayer, folder: Path) -> str:
+def _title(options: RunOptions, context: EPContext, layer: MoELayer) -> str:
     layout = context.layout
     where = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     return (
-        f"{'demo' if options.is_demo else folder.name}: {layout.world} ranks (dp {layout.dp}, tp {layout.tp}; "
+        f"{Path(options.model or 'demo').name}: {layout.world} ranks (dp {layout.dp}, tp {layout.tp}; "
         f"ep {layout.ep}, etp {layout.etp}), {dist.get_backend()} on {where}, all2all {layer.choice.all2all}, "
         f"experts {layer.choice.experts}, quantization {options.quantization}"
     )

@@ -51,7 +51,7 @@ Say = Callable[[str], None]
 class TuneOptions:
     """What `ep-moe tune` was asked for.
 
-    model: a bundled configuration, a TOML file, or a folder with config.json
+    model: a bundled configuration, a TOML file, a folder with config.json, or a model of the Hub
     tokens: that every rank sends, one bucket each
     dtype: default bfloat16 on GPUs, float32 on the CPU; cache: a folder for the kernels' own tuning
     """
@@ -121,7 +121,7 @@ def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned |
 
 
 def _moe_config(model: str, context: EPContext) -> MoEConfig:
-    if Path(model).is_dir():
+    if Path(model).is_dir() or ("/" in model and not model.endswith(".toml")):
         from ep_moe.integrations.transformers import read_moe_config
 
         return read_moe_config(model, context)

@@ -89,7 +89,10 @@ def damage(root, checkpoints):
         lambda f: next(f.glob(f"{shard}*")).write_bytes(b""),
         rf"{shard}.*is not a readable safetensors file",
     )
-    indices = (b'{"weight_map": ', b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": ["a"]}', b"\xff\xfe")
+    indices = (
+        b'{"weight_map": ', b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": ["a"]}', b"\xff\xfe", b"",
+        b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": ""}}', b'{"weight_map": {"a": null}}', b"[" * 100_000,
+    )  # fmt: skip
     for number, text in enumerate(indices):
         pattern = f"{INDEX} is not a safetensors index"
         spoiled(f"broken index {number}", lambda f, text=text: (f / INDEX).write_bytes(text), pattern)
@@ -105,7 +108,7 @@ def damage(root, checkpoints):
         "index names another file", swap, rf"{experts}\.3\.up_proj\.weight is not in .*model-0000.*, though {INDEX}"
     )
     spoiled("no checkpoint", lambda f: [path.unlink() for path in f.iterdir()], f"holds neither {INDEX} nor {SINGLE}")
-    cases["no folder"] = (str(root / "nothing here"), "qwen3_moe", f"holds neither {INDEX} nor {SINGLE}")
+    cases["no folder"] = (str(root / "nothing here"), "qwen3_moe", "there is no folder .*nothing here; give the folder")
     cases["wrong family"] = (
         good.folder,
         "mixtral",

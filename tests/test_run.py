@@ -353,8 +353,8 @@ BAD = {
     "--quantization fp9": "--quantization must be one of none, fp8_static, .*, got 'fp9'",
     "--quantization fp8_block": ".* cannot run here .quantization fp8_block needs .* a multiple of 128, got 64",
     "--experts nobody": "--experts must be auto or one of .*reference, .*flashinfer_mega_bf16.*, got .nobody.",
-    "--model /nowhere --text {text}": "--model /nowhere is not a folder",
-    "--model {text} --text {text}": "--model .*text.txt is not a folder",
+    "--model /nowhere/at/all --text {text}": "there is no folder /nowhere/at/all; give the folder of a checkpoint",
+    "--model {text} --text {text}": "path must be a folder or the name of a model, got .*text.txt",
     "--model {bytes}": "--model needs --text: a file to read",
     "--text /nowhere": "--text /nowhere is not a file",
     "--text {bytes}": "--text .*bytes is not a file",
@@ -427,7 +427,11 @@ def test_explain_prints_the_table_of_a_model():
             r"error: Wire\.dispatch must be one of plain, fp8_block, fp8_row, fp8_tensor, mxfp8",
         ),
         ("--config demo --all2all x", "error: no backend among dispatchers is named 'x'"),
-        ("--config demo --dp 99999999999999999999", "error: dp . tp must be at most 1000000 ranks, got 9"),
+        ("--config demo --dp 2000000", "error: dp . tp must be at most 1000000 ranks, got 2000000"),
+        (
+            "--config demo --dp 99999999999999999999",
+            "error: ParallelConfig.dp must be an integer of at most 2147483647",
+        ),
         ("--config demo --max-tokens 0", "error: max_tokens must be an integer of at least 1, got 0"),
     ],
 )

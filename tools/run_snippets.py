@@ -48,6 +48,7 @@ NOT_RUN = {
     "trace.npz": "needs the trace of a model of 256 experts",
     "tuned.json": "needs the file that ep-moe tune writes for these ranks",
     "calibrated_wire": "needs a calibrated fp8 checkpoint",
+    "Qwen/Qwen3-30B-A3B": "needs the Hugging Face Hub",
     "(2, 2, 2), mesh_dim_names": "needs 8 ranks",
 }
 

@@ -9,27 +9,22 @@ A family is one `Family` entry here and its names in `ep_moe.weights.families`.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ep_moe import select
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
-from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
+from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.config_file import read_config, read_generation_config
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.router_logits import RouterLogits
@@ -39,10 +34,19 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.training.wrappers import exclude_experts
 from ep_moe.tuned import Tuned
 from ep_moe.types import Activation, TokenMask
-from ep_moe.weights.checkpoint import CheckpointSource, ModuleSource, largest_input_scale, load_layers, read_experts
+from ep_moe.weights.checkpoint import (
+    CheckpointSource,
+    ModuleSource,
+    largest_input_scale,
+    load_layers,
+    loading,
+    read_experts,
+)
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
+from ep_moe.weights.hub import HubOptions, model_folder
 from ep_moe.weights.schemes import PLAIN
+from ep_moe.weights.unread import refusal, unexpected, unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +142,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# published with code of its own, which says what transformers' own class says
-_ALIASES = {"kimi_k2": "deepseek_v3"}
-
 
 class ExpertParallelBlock(nn.Module):
     """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
@@ -216,6 +217,9 @@ def expert_parallel(
             wrong = wrong_tensors(source, name, found.shapes(moe_config), found.codes)
             if wrong is not None:
                 raise ConfigError(f"{wrong}; a model that is quantised is loaded with load_pretrained")
+            missed, _ = unread(source, name, names, found, moe)
+            if missed:
+                raise ConfigError(refusal(missed, config.model_type))
             read_experts(moe, source, name, found)
             _copy_router(moe, source, name, names.router)
         if not any(one.requires_grad for one in parameters):
@@ -270,80 +274,93 @@ def load_pretrained(
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
     progress: bool = True,
+    **hub: Unpack[HubOptions],
 ) -> PreTrainedModel:
     """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
-    Each rank reads its own experts and the whole of everything else. dtype: default that of config.json, float32 where
-    it has none.
-    quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
-    Raises CheckpointError or ConfigError on all ranks.
+    Each rank reads its own experts and the whole of everything else. Code of the checkpoint's repository is not run.
+
+    Args:
+        path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub, such as "org/model". One rank
+            of each host downloads what the cache lacks.
+        context: of the ranks; all of them call this.
+        dtype: default that of config.json, float32 where it has none.
+        quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
+        progress: show a bar on rank 0.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+
+    The other arguments are `MoELayer`'s.
+
+    Raises:
+        CheckpointError, ConfigError: on all ranks, when any of them cannot load.
     """
-    config = _agreed_config(path, context)
-    dtype = dtype or config.dtype or torch.float32
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _keep_in_float32(model, dtype)
-    expert_parallel(
-        model,
-        context,
-        expert_map=expert_map,
-        all2all=all2all,
-        experts=experts,
-        quantization=quantization,
-        wire=wire,
-        pipeline=pipeline,
-        options=options,
-        tuned=tuned,
-    )
-    model.to_empty(device=context.device)
-    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-    layers = {
-        int(next(part for part in name.split(".") if part.isdigit())): block.moe for name, block in blocks.items()
-    }
-    source = load_layers(layers, path, config.model_type, progress=progress)
-    _load_rest(model, source, tuple(f"{name}." for name in blocks), context)
-    if (Path(path) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    folder = model_folder(path, context.agreement, **hub)
+    with loading(folder, context.agreement):
+        config = _checked_config(folder)[0]
+        dtype = dtype or config.dtype or torch.float32
+        model = _on_meta(folder, config, dtype)
+        _keep_in_float32(model, dtype)
+        expert_parallel(
+            model,
+            context,
+            expert_map=expert_map,
+            all2all=all2all,
+            experts=experts,
+            quantization=quantization,
+            wire=wire,
+            pipeline=pipeline,
+            options=options,
+            tuned=tuned,
+        )
+        model.to_empty(device=context.device)
+        blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+        layers = {
+            int(next(part for part in name.split(".") if part.isdigit())): block.moe for name, block in blocks.items()
+        }
+        source = load_layers(layers, folder, config.model_type, progress=progress)
+        _load_rest(model, source, tuple(f"{name}." for name in blocks))
+        in_file = [names_of(config.model_type).block.format(layer=number) for number in layers]
+        if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
+            warnings.warn(f"{folder}: {found}", stacklevel=2)
+        model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
 
 
-def read_config(path: str | Path) -> Any:
-    """The configuration of the (text) model in a checkpoint folder."""
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{path} holds no config.json; give the folder of a Hugging Face checkpoint")
+def _on_meta(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    if dtype not in NUMBERS:
+        raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
     try:
-        whole = _read_whole_config(path)
-        text = whole.get_text_config()
-        text.dtype = text.dtype or whole.dtype
-        return text
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
-        raise CheckpointError(f"{path}/config.json is nothing that transformers can read: {error}") from error
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers cannot build the model that it describes: "
+            f"{type(error).__name__}: {error}; mend the file"
+        ) from error
 
 
-def _read_whole_config(path: str | Path) -> Any:
-    read, _ = PretrainedConfig.get_config_dict(path)
-    kind = _ALIASES.get(read.get("model_type", ""))
-    if kind is None:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
-    read.pop("auto_map", None)
-    return CONFIG_MAPPING[kind].from_dict(read | {"model_type": kind})
+def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptions]) -> MoEConfig:
+    """Our configuration of the MoE blocks of a checkpoint, by its folder or its name on the Hugging Face Hub.
+
+    Raises CheckpointError or ConfigError on all ranks together.
+    """
+    folder = model_folder(path, context.agreement, weights=False, **hub)
+    with loading(folder, context.agreement):
+        return _checked_config(folder)[1]
 
 
-def read_moe_config(path: str | Path, context: EPContext) -> MoEConfig:
-    """Our configuration of the MoE blocks in a checkpoint folder. Raises on all ranks together."""
-    config = _agreed_config(path, context)
-    return _family_of(config)[1].config(config)
-
-
-def calibrated_wire(path: str | Path, context: EPContext, dispatch: str = "fp8_tensor", combine: str = "plain") -> Wire:
+def calibrated_wire(
+    path: str | Path,
+    context: EPContext,
+    dispatch: str = "fp8_tensor",
+    combine: str = "plain",
+    **hub: Unpack[HubOptions],
+) -> Wire:
     """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of its experts, all layers'.
     Raises CheckpointError on all ranks together."""
-    family, scale, problem = _agreed_config(path, context).model_type, 1.0, None
-    try:
-        scale = largest_input_scale(path, family)
-    except CheckpointError as error:
-        problem = error
-    context.agreement.healthy("checkpoint", problem)
+    folder = model_folder(path, context.agreement, **hub)
+    with loading(folder, context.agreement):
+        scale = largest_input_scale(folder, _checked_config(folder)[0].model_type)
     return Wire(dispatch=dispatch, combine=combine, input_scale=scale)
 
 
@@ -352,15 +369,13 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
-def _agreed_config(path: str | Path, context: EPContext) -> Any:
-    """`read_config`, refused by all ranks together."""
-    config, problem = None, None
+def _checked_config(folder: Path) -> tuple[Any, MoEConfig]:
+    """`read_config`, and ours of its blocks."""
+    config, family = _family_of(read_config(folder))
     try:
-        config, _ = _family_of(read_config(path))
-    except EPMoEError as error:
-        problem = error
-    context.agreement.healthy("checkpoint", problem)
-    return config
+        return config, family.config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
@@ -389,28 +404,29 @@ def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) ->
 
 
 @torch.no_grad()
-def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...], context: EPContext) -> None:
+def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...]) -> None:
     """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has."""
-    model.tie_weights()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    problem: Exception | None = None
-    try:
-        for name, tensor in model.state_dict().items():
-            if not name.startswith(blocks) and name not in tied:
-                if not source.has(name) or source.shape(name) != tuple(tensor.shape):
-                    found = list(source.shape(name)) if source.has(name) else "nothing"
-                    raise CheckpointError(
-                        f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}"
-                    )
-                if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
-                    raise CheckpointError(
-                        f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
-                        f"and fp8 with {name}_scale_inv or {name}_scale can be read"
-                    )
-                tensor.copy_(source.read(name))
-    except CheckpointError as error:
-        problem = error
-    context.agreement.healthy("checkpoint", problem)
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    missing: set[str] = set()
+    for name, tensor in model.state_dict().items():
+        if name.startswith(blocks):
+            continue
+        if not source.has(name) and name in tied.keys() | tied.values():
+            missing.add(name)
+            continue
+        if not source.has(name) or source.shape(name) != tuple(tensor.shape):
+            found = list(source.shape(name)) if source.has(name) else "nothing"
+            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}")
+        if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
+            raise CheckpointError(
+                f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
+                f"and fp8 with {name}_scale_inv or {name}_scale can be read"
+            )
+        tensor.copy_(source.read(name))
+    # ties to what the file has; two that differ stay apart, with transformers' own warning
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    if missing:
+        raise CheckpointError(f"{' and '.join(sorted(missing))} are missing in {source.folder}; fetch it again")
     for name, module in model.named_modules():
         if module._non_persistent_buffers_set and not name.startswith(blocks):
             model._init_weights(module)  # rotary tables and the like are computed, not stored

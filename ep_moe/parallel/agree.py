@@ -7,16 +7,26 @@ One rank compares and publishes a verdict: 2 store operations a rank whatever th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
-from ep_moe.errors import BackendUnavailable, CheckpointError, ConfigError, EPMoEError, PeerTimeout
+from ep_moe.errors import (
+    BackendUnavailable,
+    CheckpointError,
+    ConfigError,
+    EPMoEError,
+    InputError,
+    OutOfMemory,
+    PeerTimeout,
+)
 
 _ERRORS: dict[str, type[EPMoEError]] = {
-    error.__name__: error for error in (BackendUnavailable, CheckpointError, ConfigError, PeerTimeout)
+    error.__name__: error
+    for error in (BackendUnavailable, CheckpointError, ConfigError, InputError, OutOfMemory, PeerTimeout)
 }
 
 
@@ -29,15 +39,34 @@ class Agreement:
         self._rank = rank
         self._deadline = timedelta(seconds=deadline_s)
         self._calls = 0
+        self._mark = object()  # of the errors that it raised; an error may be pickled
 
     def same(self, what: str, facts: Mapping[str, Any], problem: Exception | None = None) -> None:
         """Raise ConfigError on all ranks, naming field, values and ranks, unless all passed equal facts and none has a
         problem."""
         self._settle({"what": what, **facts}, problem)
 
-    def healthy(self, what: str, problem: Exception | None) -> None:
-        """Raise on all ranks when any has a problem; the error names that rank. Also a barrier."""
-        self._settle({"what": what}, problem)
+    def healthy(self, what: str, problem: Exception | None, *, deadline_s: float | None = None) -> None:
+        """Raise on all ranks when any has a problem; the error names that rank. Also a barrier.
+
+        deadline_s: for work that may take longer than other agreements"""
+        self._settle({"what": what}, problem, self._at_least(deadline_s))
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise on all ranks when the body raises on any.
+
+        All ranks enter the body. It may hold other calls of this agreement: a rank that raises between two of them ends
+        the next one of its peers, on all ranks with the same sentence.
+        """
+        try:
+            yield
+        except Exception as error:
+            agreed = isinstance(error, PeerTimeout) or getattr(error, "agreed_by", None) is self._mark
+            if not agreed:
+                self.healthy(what, error)
+            raise
+        self.healthy(what, None)
 
     def share(self, what: str, make: Callable[[], Any], *, owner: int = 0, deadline_s: float | None = None) -> Any:
         """What one rank makes (plain JSON), on all ranks. If it raises there, all raise.
@@ -45,7 +74,7 @@ class Agreement:
         owner: its index among the ranks; deadline_s: for work that may take longer than other agreements"""
         found, problem = None, None
         maker = self._ranks[owner]
-        deadline = self._deadline if deadline_s is None else max(self._deadline, timedelta(seconds=deadline_s))
+        deadline = self._at_least(deadline_s)
         if self._rank == maker:
             try:
                 found = make()
@@ -70,12 +99,20 @@ class Agreement:
         except RuntimeError as error:
             raise PeerTimeout(f"{what}: the store is gone, and with it what the ranks decided") from error
 
+    def first_here(self, what: str, place: str) -> bool:
+        """Whether this rank is the first of its place, such as a host, to come here. All ranks call it, with another
+        agreement between two calls."""
+        return self.first(f"{self._calls}/{what} on {place}", str(self._rank)) == str(self._rank)
+
+    def _at_least(self, deadline_s: float | None) -> timedelta:
+        return self._deadline if deadline_s is None else max(self._deadline, timedelta(seconds=deadline_s))
+
     def _settle(self, facts: dict[str, Any], problem: Exception | None, deadline: timedelta | None = None) -> None:
         deadline = deadline or self._deadline
         kind = type(problem).__name__ if isinstance(problem, EPMoEError) else ConfigError.__name__
         if len(self._ranks) == 1 or self._store is None:
             if problem is not None:
-                raise _ERRORS.get(kind, ConfigError)(str(problem))
+                raise self._agreed(kind, str(problem)) from problem
             return
         number, self._calls = self._calls, self._calls + 1
         key = f"agree/{number}"
@@ -85,7 +122,12 @@ class Agreement:
             self._store.set(f"{key}/verdict", json.dumps(self._judge(key, facts["what"], deadline)))
         verdict = json.loads(self._await(f"{key}/verdict", facts["what"], deadline))
         if verdict is not None:
-            raise _ERRORS.get(verdict[0], ConfigError)(verdict[1])
+            raise self._agreed(*verdict) from problem
+
+    def _agreed(self, kind: str, text: str) -> EPMoEError:
+        error = _ERRORS.get(kind, ConfigError)(text)
+        error.agreed_by = self._mark
+        return error
 
     def _await(self, key: str, what: str, deadline: timedelta) -> bytes:
         assert self._store is not None

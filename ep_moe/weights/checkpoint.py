@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ep_moe.errors import CheckpointError, InputError
+from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
 from ep_moe.layer import MoELayer
+from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
@@ -22,8 +24,11 @@ from ep_moe.weights.checkpoint_checks import checked, not_calibrated
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
 from ep_moe.weights.families import CheckpointNames, names_of
+from ep_moe.weights.folder import file_inside, weight_map
 from ep_moe.weights.formats import ExpertFormat, PerExpert, Source, input_scale, scalar
+from ep_moe.weights.hub import HubOptions, model_folder
 from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
+from ep_moe.weights.unread import left_out, other_family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,22 +63,25 @@ class CheckpointSource:
 
     def _index(self) -> dict[str, tuple[str, str]]:
         """Our name of a tensor -> (file, name in the file)."""
-        index, single = self.folder / INDEX, self.folder / SINGLE
-        if index.is_file():
-            try:
-                files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-        elif single.is_file():
+        if (self.folder / INDEX).is_file():
+            files = weight_map(self.folder / INDEX)
+        elif (self.folder / SINGLE).is_file():
             files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
             raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
-        wrapper = {name: next((w for w in _WRAPPERS if name.startswith(w)), "") for name in files}
-        return {name.removeprefix(wrapper[name]): (file, name) for name, file in files.items()}
+        where: dict[str, tuple[str, str]] = {}
+        for name, file in files.items():
+            ours = name.removeprefix(next((w for w in _WRAPPERS if name.startswith(w)), ""))
+            if ours in where:
+                raise CheckpointError(f"{self.folder} has {ours} twice, as {where[ours][1]} and as {name}; remove one")
+            where[ours] = file, name
+        for file in set(files.values()):
+            file_inside(self.folder, file)
+        return where
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
-            path = self.folder / file
+            path = file_inside(self.folder, file)
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing, though {INDEX} names it; fetch the checkpoint again")
             try:
@@ -87,6 +95,18 @@ class CheckpointSource:
 
     def names(self) -> list[str]:
         return list(self._where)
+
+    def under(self, block: str) -> list[str]:
+        return [name for name in self._where if name.startswith(f"{block}.")]
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        if not self.has(name):
+            return ()
+        if self._is_nvfp4(name):
+            return f"{name}_scale", f"{name}_scale_2"
+        if self._slice(name).get_dtype() != "F8_E4M3":
+            return ()
+        return (_scale_of(name) if self.has(_scale_of(name)) else f"{name}_scale",)
 
     def _slice(self, name: str) -> Any:
         if name not in self._slices:
@@ -188,7 +208,13 @@ class CheckpointSource:
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""
-        part: Tensor = self._slice(name)[index if index else ...]
+        try:
+            part: Tensor = self._slice(name)[index if index else ...]
+        except CheckpointError:
+            raise
+        except Exception as error:  # a dtype that this torch has not, or bytes that are gone
+            file = self.folder / self._where[name][0]
+            raise CheckpointError(f"{name} cannot be read from {file}: {type(error).__name__}: {error}") from error
         self.bytes_read += part.numel() * part.itemsize
         return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
 
@@ -215,6 +241,12 @@ class ModuleSource:
     def raw(self, name: str, *index: int | slice) -> Tensor:
         return self.read(name, *index)
 
+    def under(self, block: str) -> list[str]:
+        return [name for name in self._tensors if name.startswith(f"{block}.")]
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        return ()
+
     def fp8_scales(self, name: str) -> str:
         return ""  # `expert_parallel` takes numbers alone
 
@@ -230,40 +262,83 @@ def _span(axis: int | slice, size: int) -> tuple[int, int]:
 
 
 def load_layers(
-    layers: Mapping[int, MoELayer], path: str | Path, family: str, *, progress: bool = True
+    layers: Mapping[int, MoELayer],
+    path: str | Path,
+    family: str | CheckpointNames,
+    *,
+    progress: bool = True,
+    **hub: Unpack[HubOptions],
 ) -> CheckpointSource:
-    """Fill layers (number in the checkpoint -> layer) from a checkpoint: experts, router, shared expert.
+    """Fill layers from a checkpoint: experts, router, shared expert.
 
     Every rank checks names, shapes and dtypes of all experts first (headers only), all ranks agree, then each reads its
-    own experts. Raises CheckpointError on all ranks. progress: a bar on rank 0. Returns the source, for its
-    `bytes_read`.
+    own experts. Under the block of a layer every tensor is read, known to be harmless, or a reason to refuse. What the
+    caller loads is named in one warning: shared experts of a layer without, the linear map of a router of the caller's.
+
+    Args:
+        layers: number in the checkpoint -> layer.
+        path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub.
+        family: a name in `ep_moe.weights.families.FAMILIES`, or names of the caller's.
+        progress: show a bar on rank 0.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+
+    Returns:
+        The source, for its `bytes_read`.
+
+    Raises:
+        CheckpointError: on all ranks, when any of them cannot load.
+        ConfigError: the family is not known.
     """
     names = names_of(family)
     if not layers:
         raise InputError("layers must have at least one layer, got none")
     agreement = next(iter(layers.values())).context.agreement
-    problem: Exception | None = None
-    plan: list[tuple[MoELayer, str, ExpertFormat]] = []
-    source: CheckpointSource | None = None
-    try:
-        source = CheckpointSource(path)
-        plan = [(layer, *checked(source, names, number, layer)) for number, layer in layers.items()]
-    except CheckpointError as error:
-        named = source is None or str(source.folder) in str(error)
-        problem = error if named else CheckpointError(f"{path}: {error}")
-    agreement.healthy("checkpoint", problem)
-    assert source is not None
+    folder = model_folder(path, agreement, **hub)
+    called = family if isinstance(family, str) else "of the caller's"
+    with loading(folder, agreement):
+        source = CheckpointSource(folder)
+        plan = [(layer, *checked(source, names, number, layer, called)) for number, layer in layers.items()]
+        leaves = [leaf for *_, found in plan for leaf in found.items()]
+        said = [left_out(leaves)] if leaves else []
+        said += other_family(folder, family) if isinstance(family, str) else []
+        if said:
+            warnings.warn(f"{folder}: {'; '.join(said)}", stacklevel=2)
     first = plan[0][0].context.layout.place == 0
-    total = sum(_slots(layer) for layer, _, _ in plan)
-    try:
-        with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar:
-            for layer, block, found in plan:
-                read_experts(layer, source, block, found, bar)
-                _read_rest(layer, source, block, names)
-    except Exception as error:  # a file that ends early: the others must not go on without this rank
-        problem = error
-    agreement.healthy("checkpoint", problem)
+    total = sum(_slots(layer) for layer, *_ in plan)
+    with (
+        loading(folder, agreement),
+        tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar,
+    ):
+        for layer, block, form, _ in plan:
+            read_experts(layer, source, block, form, bar)
+            _read_rest(layer, source, block, names)
     return source
+
+
+@contextmanager
+def loading(path: str | Path, agreement: Agreement) -> Iterator[None]:
+    """Raise on all ranks what loading raises on any, whatever it is, as an error of `ep_moe` that names the path.
+
+    Raises:
+        OutOfMemory: a rank's device has no room.
+        CheckpointError: a rank raised another exception that is none of `ep_moe.errors`.
+        EPMoEError: a rank raised it.
+    """
+    with agreement.together("checkpoint"):
+        try:
+            yield
+        except CheckpointError as error:
+            if error.agreed_by is not None or str(path) in str(error):
+                raise
+            raise CheckpointError(f"{path}: {error}") from error
+        except EPMoEError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{path}: the device has no room for the weights: {error}; use more ranks, or quantization"
+            ) from error
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def largest_input_scale(path: str | Path, family: str) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from ep_moe.errors import CheckpointError
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.layer import MoELayer
@@ -11,12 +9,16 @@ from ep_moe.router import Router
 from ep_moe.weights.families import CheckpointNames
 from ep_moe.weights.formats import ExpertFormat, Source, find_format, wrong_tensors
 from ep_moe.weights.schemes import Scheme
+from ep_moe.weights.unread import refusal, unread
 
 _ASKED_BY = {"bias": "bias", "e_score_correction_bias": "correction_bias"}  # a Router's tensor -> RoutingConfig's field
 
 
-def checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer) -> tuple[str, ExpertFormat]:
-    """The block's prefix and the form of its experts. Raises CheckpointError."""
+Found = tuple[str, ExpertFormat, dict[str, str]]
+
+
+def checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer, family: str) -> Found:
+    """The block's prefix, the form of its experts, what the caller loads -> why. Raises CheckpointError."""
     block = names.block.format(layer=number)
     found = find_format(source, block, names.experts)
     if found is None:
@@ -32,7 +34,10 @@ def checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer
     )
     if wrong is not None:
         raise CheckpointError(wrong)
-    return block, found
+    missed, leaves = unread(source, block, names, found, layer)
+    if missed:
+        raise CheckpointError(refusal(missed, family))
+    return block, found, leaves
 
 
 def not_calibrated(scheme: Scheme) -> str:
@@ -75,8 +80,6 @@ def _wrong_shared(source: Source, names: CheckpointNames, block: str, layer: MoE
             return f"{block} has no shared experts in this family, and MoEConfig.shared_intermediate_size={size}"
         return None
     if shared is None:
-        if source.has(f"{block}.{names.shared}.gate_proj.weight"):
-            warnings.warn(f"{block}.{names.shared} is not loaded: {layer.name} has no shared experts", stacklevel=4)
         return None
     shapes = {f"{names.shared}.{key}": tuple(tensor.shape) for key, tensor in shared.state_dict().items()}
     return wrong_tensors(source, block, shapes)

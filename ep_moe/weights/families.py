@@ -17,12 +17,14 @@ class CheckpointNames:
     experts: the formats in use, looked for in this order
     router: a Router's tensor -> its name in the block
     shared: the shared expert's prefix in the block, None without one
+    elsewhere: names and prefixes in the block that the caller loads; `load_layers` names them in its warning
     """
 
     block: str
     experts: tuple[ExpertFormat, ...]
     router: Mapping[str, str] = field(default_factory=lambda: {"weight": "gate.weight"})
     shared: str | None = None
+    elsewhere: tuple[str, ...] = ()
 
 
 _QWEN_NAMES = ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight")
@@ -59,8 +61,14 @@ FAMILIES: dict[str, CheckpointNames] = {
     ),
 }
 
+# published with code of its own, which says what transformers' own class says
+ALIASES = {"kimi_k2": "deepseek_v3"}
 
-def names_of(family: str) -> CheckpointNames:
+
+def names_of(family: str | CheckpointNames) -> CheckpointNames:
+    """The entry of a family, or names of the caller's. Raises ConfigError."""
+    if isinstance(family, CheckpointNames):
+        return family
     if family not in FAMILIES:
         raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     return FAMILIES[family]

@@ -44,6 +44,12 @@ class Source(Protocol):
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """As `read`, but as it is stored."""
 
+    def under(self, block: str) -> list[str]:
+        """The names of a block's tensors."""
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        """The tensors that `read` takes besides a tensor: the factors of its codes."""
+
     def fp8_scales(self, name: str) -> str:
         """Of a float8 matrix, what has a factor of its own: "blocks" of 128 x 128, in `{name}_scale_inv`, or "rows" or
         the "matrix", in `{name}_scale`. "" for other tensors."""

@@ -1,0 +1,123 @@
+"""config.json and generation_config.json of a checkpoint folder, read by transformers and checked by field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
+
+from ep_moe.errors import CheckpointError
+from ep_moe.types import dtype_name
+from ep_moe.weights.families import ALIASES
+from ep_moe.weights.folder import read_object
+from ep_moe.weights.formats import NUMBERS
+from ep_moe.weights.hub import HubOptions, model_folder
+
+_UNREADABLE = "is nothing that transformers can read"
+_SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+_SIZES_IF_ANY = (
+    "head_dim", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "num_key_value_heads",
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "max_position_embeddings",
+)  # fmt: skip
+
+
+def read_config(path: str | Path, **hub: Unpack[HubOptions]) -> Any:
+    """Read the configuration of the (text) model in a checkpoint.
+
+    Args:
+        path: a folder, or the name of a model on the Hugging Face Hub.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+
+    Raises:
+        CheckpointError: there is none, transformers cannot read it, or a field cannot be.
+    """
+    folder = model_folder(path, weights=False, **hub)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+    raw = read_object(file, _UNREADABLE)
+    try:
+        _refuse_nan(raw, file)
+        _check_dtype(raw, file)
+        whole = _by_transformers(folder, raw, file)
+        text = whole.get_text_config()
+        text.dtype = text.dtype or whole.dtype
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{file} {_UNREADABLE}: {type(error).__name__}: {error}") from error
+    _check_sizes(text, file)
+    return text
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """None without the file. Raises CheckpointError."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    read_object(file, _UNREADABLE)
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:
+        raise CheckpointError(f"{file} {_UNREADABLE}: {type(error).__name__}: {error}; mend or remove it") from error
+
+
+def _by_transformers(folder: Path, raw: dict[str, Any], file: Path) -> Any:
+    kind = raw.get("model_type")
+    if kind in ALIASES:
+        rest = {name: value for name, value in raw.items() if name not in ("auto_map", "model_type")}
+        return CONFIG_MAPPING[ALIASES[kind]].from_dict(rest | {"model_type": ALIASES[kind]})
+    if "auto_map" in raw and kind not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{file}: model_type {kind!r} is not in transformers {_version()}, and needs code of its repository "
+            f"(auto_map), which ep_moe does not run; install a transformers that has it"
+        )
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _refuse_nan(value: Any, file: Path) -> None:
+    """JSON has no NaN, and Python reads it: outputs would be NaN without a word."""
+    for where, number in _numbers(value, ""):
+        if not math.isfinite(number):
+            raise CheckpointError(f"{file}: {where} must be a finite number, got {number}; mend the file")
+
+
+def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield where, value
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(inner, f"{where}.{key}".lstrip("."))
+
+
+def _check_dtype(raw: dict[str, Any], file: Path) -> None:
+    """Of the whole model and of its text model; transformers takes any attribute of torch."""
+    for part in (raw, raw.get("text_config")):
+        for name in ("dtype", "torch_dtype"):
+            value = part.get(name) if isinstance(part, dict) else None
+            if value is None or isinstance(value, dict):  # one for each part of a multimodal model
+                continue
+            if not isinstance(value, str) or getattr(torch, value.removeprefix("torch."), None) not in NUMBERS:
+                known = ", ".join(map(dtype_name, NUMBERS))
+                raise CheckpointError(f"{file}: {name} must be one of {known}, got {value!r}; mend the file")
+
+
+def _check_sizes(config: Any, file: Path) -> None:
+    """What torch would refuse without its name."""
+    for each in (*_SIZES, *_SIZES_IF_ANY):
+        name = config.attribute_map.get(each, each)
+        size = getattr(config, name, None)
+        if size is None and each in _SIZES_IF_ANY:
+            continue
+        if type(size) is not int or size < 1:
+            raise CheckpointError(f"{file}: {name} must be a positive integer, got {size!r}; mend the file")
