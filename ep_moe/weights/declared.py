@@ -1,0 +1,120 @@
+"""What a checkpoint's JSON files state about its quantisation, and the quantisations that are known and not read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# a tensor's name -> the quantisation that writes it
+_FOREIGN = {
+    r"\.(?:qweight|qzeros)$": "AWQ or GPTQ",
+    r"\.weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$": "bitsandbytes (4 bits)",
+    r"\.(?:SCB|weight_format)$": "bitsandbytes (LLM.int8)",
+    r"\.(?:W_q|W_q_packed)$": "HQQ",
+    r"\.(?:codes|codebooks)$": "AQLM",
+    r"\.weight\.(?:_data|_scale)$|\.weight_qtype$": "quanto",
+    r"_weight_qdata$|:_data$": "torchao",
+    r"\.weight_scales$": "EETQ",
+    r"\.(?:centroids|res_centroids)$": "VPTQ",
+    r"\.(?:dense_weights|row_offsets)$": "SpQR",
+    r"\.weight_quantizer\.\w+$": "Quark",
+    r"\.(?:scales|biases)$": "MLX",
+}
+_MARKS = re.compile("|".join(f"(?P<m{number}>{mark})" for number, mark in enumerate(_FOREIGN)))
+_CALLED = {"awq": "AWQ", "auto-round": "AutoRound", "gptq": "GPTQ"}
+_EXPONENTS = re.compile(r"ue8m0|mxfp[48]")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Of a folder's config.json and hf_quant_config.json.
+
+    method: the name of the quantisation, "" where none is stated
+    blocks: sizes of the blocks with a factor of their own, (rows, columns)
+    bits: of the packed integers
+    exponents: a factor stored as a byte is a power of two (E8M0)
+    layers: number of hidden layers, None where it is not stated
+    """
+
+    method: str = ""
+    blocks: tuple[tuple[int, int], ...] = ()
+    bits: frozenset[int] = frozenset()
+    exponents: bool = False
+    layers: int | None = None
+
+    @property
+    def said(self) -> str:
+        return f"; config.json states the quantisation {self.method!r}" if self.method else ""
+
+
+def read_declared(folder: Path) -> Declared:
+    """Files that are missing or that no JSON is in state nothing: layers need none."""
+    config, exported = _object(folder / "config.json"), _object(folder / "hf_quant_config.json")
+    text = config.get("text_config") or config.get("thinker_config") or {}
+    text = text if isinstance(text, dict) else {}
+    text = text.get("text_config", text) if isinstance(text.get("text_config", text), dict) else text
+    keys = ("quantization_config", "compression_config", "quantization")
+    found = [one[key] for one in (config, text, exported) for key in keys if isinstance(one.get(key), dict)]
+    fields = {key: value for one in found for key, value in one.items()}
+    names = [str(fields[key]) for key in ("quant_method", "quant_algo", "format") if fields.get(key)]
+    layers = text.get("num_hidden_layers", config.get("num_hidden_layers"))
+    groups = [group for one in found for group in _weight_groups(one)]
+    sizes = [one.get("weight_block_size") for one in found] + [group.get("block_structure") for group in groups]
+    told = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
+    return Declared(
+        method=" ".join(dict.fromkeys(names)) or ("MLX" if "group_size" in fields and "bits" in fields else ""),
+        blocks=tuple(dict.fromkeys(pair for size in sizes if (pair := _pair(size)) is not None)),
+        bits=frozenset(bits for group in groups if isinstance(bits := group.get("num_bits"), int)),
+        exponents=any(_EXPONENTS.search(one.lower()) for one in told),
+        layers=layers if isinstance(layers, int) else None,
+    )
+
+
+def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
+    """Tensors of quantisations that are not read -> what those are called, the surest mark first."""
+    found: dict[str, tuple[int, str]] = {}
+    for name in names:
+        match = _MARKS.search(name)
+        if match is not None and match.lastgroup is not None:
+            number = int(match.lastgroup[1:])
+            found[name] = number, _called(list(_FOREIGN.values())[number], declared)
+    return {name: called for name, (_, called) in sorted(found.items(), key=lambda item: item[1])}
+
+
+def _called(words: str, declared: Declared) -> str:
+    """config.json says which of two that have the same names."""
+    return next((called for method, called in _CALLED.items() if method in declared.method), words)
+
+
+def foreign_refusal(what: str, name: str, quantisation: str) -> str:
+    return (
+        f"{what} is quantised by {quantisation}, which is not read: {name} is there; dequantise the checkpoint to bf16 "
+        f"first, or take one in fp8, MXFP4, NVFP4 or symmetric INT4 of compressed-tensors"
+    )
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _weight_groups(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The entries `weights` of compressed-tensors' groups, each with its group's format."""
+    groups = found.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+            yield group["weights"] | {"format": group.get("format") or ""}
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        return None
+    rows, columns = size
+    return (rows, columns) if all(type(one) is int and one > 0 for one in size) else None
