@@ -38,6 +38,7 @@ from ep_moe.weights.checkpoint import (
     loading,
     read_experts,
 )
+from ep_moe.weights.declared import foreign_refusal
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format
 from ep_moe.weights.hub import HubOptions, model_folder
@@ -395,16 +396,19 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
     for name, tensor in model.state_dict().items():
         if name.startswith(blocks):
             continue
-        if not source.has(name) and name in tied.keys() | tied.values():
-            missing.add(name)
-            continue
-        if not source.has(name) or source.shape(name) != tuple(tensor.shape):
-            found = list(source.shape(name)) if source.has(name) else "nothing"
-            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}")
+        found = source.shape(name) if source.has(name) else None
+        if found != tuple(tensor.shape):
+            if others := source.foreign(name.rpartition(".")[0]):
+                raise CheckpointError(foreign_refusal(name, *next(iter(others.items()))))
+            if found is None and name in tied.keys() | tied.values():
+                missing.add(name)
+                continue
+            got = "nothing" if found is None else list(found)
+            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {got} in {source.folder}")
         if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
             raise CheckpointError(
-                f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
-                f"and fp8 with {name}_scale_inv or {name}_scale can be read"
+                f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 and "
+                f"fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"
             )
         tensor.copy_(source.read(name))
     # ties to what the file has; two that differ stay apart, with transformers' own warning

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -101,6 +101,13 @@ class Matrix:
 
     def of(self, source: Source, block: str) -> StoredMatrix:
         return source.matrix(f"{block}.{self.name}", transposed=self.transposed, stacked=self.stacked)
+
+    def fits(self, source: Source, block: str) -> bool:
+        """Whether it is there, with this shape."""
+        if not source.has(f"{block}.{self.name}"):
+            return False
+        found = self.of(source, block).shape
+        return (*found[:-2], found[-1], found[-2]) == self.shape if self.transposed else found == self.shape
 
     def wrong(self, source: Source, block: str) -> str | None:
         """None, or by name why the numbers cannot be read."""
@@ -234,7 +241,7 @@ class Stacked(ExpertFormat):
 class Fused(ExpertFormat):
     """All experts in one tensor per matrix.
 
-    transposed: gate_up [E, H, 2I] and down [E, I, H], else [E, 2I, H] and [E, H, I]
+    transposed: gate_up [E, H, 2I] and down [E, I, H], else [E, 2I, H] and [E, H, I]; a file may have it the other way
     interleaved: gate and up alternate along 2I, else all of gate, then all of up
     bias: gate_up + "_bias" [E, 2I] and down + "_bias" [E, H] belong to it
     """
@@ -263,7 +270,7 @@ class Fused(ExpertFormat):
         return self.gate_up
 
     def projections(self, source: Source, block: str, config: MoEConfig, expert: int) -> Projections:
-        both, down = (one.of(source, block) for one in self.matrices(config))
+        both, down = (one.of(source, block) for one in self._turned(source, block, config).matrices(config))
         inner = config.intermediate_size
         first, step = (1, 2) if self.interleaved else (inner, 1)
         return Projections(
@@ -271,6 +278,15 @@ class Fused(ExpertFormat):
             Projection(both, inner, expert, first, step),
             Projection(down, config.hidden_size, expert),
         )
+
+    def wrong(self, source: Source, block: str, config: MoEConfig) -> str | None:
+        return super(Fused, self._turned(source, block, config)).wrong(source, block, config)
+
+    def _turned(self, source: Source, block: str, config: MoEConfig) -> Fused:
+        """With rows and columns as the file has them: no sizes fit both ways in both matrices."""
+        other = replace(self, transposed=not self.transposed)
+        fits = [all(each.fits(source, block) for each in one.matrices(config)) for one in (self, other)]
+        return other if fits == [False, True] else self
 
     def biases(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
         if not self.bias:
