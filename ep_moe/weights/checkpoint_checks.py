@@ -38,9 +38,9 @@ def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: M
     found = find_format(source, block, names.experts)
     if found is None:
         markers = " or ".join(known.marker() for known in names.experts)
-        raise CheckpointError(
-            f"{block} has no experts, {markers} is missing{source.declared.said}; is it another family's checkpoint?"
-        )
+        said = source.declared.said
+        hint = "dequantise it to bf16 if these are codes of that" if said else "is it another family's checkpoint?"
+        raise CheckpointError(f"{block} has no experts, {markers} is missing{said}; {hint}")
     wrong = (
         _wrong_layer(layer, found, block)
         or _wrong_router(source, names, block, layer)

@@ -54,19 +54,19 @@ class Declared:
 def read_declared(folder: Path) -> Declared:
     """Files that are missing or that no JSON is in state nothing: layers need none."""
     config, exported = _object(folder / "config.json"), _object(folder / "hf_quant_config.json")
-    text = config.get("text_config") or config.get("thinker_config") or {}
-    text = text if isinstance(text, dict) else {}
-    text = text.get("text_config", text) if isinstance(text.get("text_config", text), dict) else text
+    texts = [config]
+    for key in ("thinker_config", "text_config"):
+        texts += [inner for one in texts if isinstance(inner := one.get(key), dict)]
     keys = ("quantization_config", "compression_config", "quantization")
-    found = [one[key] for one in (config, text, exported) for key in keys if isinstance(one.get(key), dict)]
+    found = [one[key] for one in (*texts, exported) for key in keys if isinstance(one.get(key), dict)]
     fields = {key: value for one in found for key, value in one.items()}
     names = [str(fields[key]) for key in ("quant_method", "quant_algo", "format") if fields.get(key)]
-    layers = text.get("num_hidden_layers", config.get("num_hidden_layers"))
+    layers = next((number for one in reversed(texts) if (number := one.get("num_hidden_layers")) is not None), None)
     groups = [group for one in found for group in _weight_groups(one)]
     sizes = [one.get("weight_block_size") for one in found] + [group.get("block_structure") for group in groups]
     told = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
     return Declared(
-        method=" ".join(dict.fromkeys(names)) or ("MLX" if "group_size" in fields and "bits" in fields else ""),
+        method=" ".join(dict.fromkeys(names)),
         blocks=tuple(dict.fromkeys(pair for size in sizes if (pair := _pair(size)) is not None)),
         bits=frozenset(bits for group in groups if isinstance(bits := group.get("num_bits"), int)),
         exponents=any(_EXPONENTS.search(one.lower()) for one in told),

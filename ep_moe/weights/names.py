@@ -13,7 +13,7 @@ _RENAMED = (
     # Hunyuan
     (re.compile(rf"{_BLOCK}gate\.wg\.weight"), r"\g<block>gate.weight"),
     # Granite
-    (re.compile(r"\.block_sparse_moe\.router\.layer\.weight"), ".block_sparse_moe.gate.weight"),
+    (re.compile(rf"{_BLOCK}router\.layer\.weight"), r"\g<block>gate.weight"),
     (re.compile(rf"{_BLOCK}input_linear\.weight"), r"\g<block>experts.gate_up_proj"),
     (re.compile(rf"{_BLOCK}output_linear\.weight"), r"\g<block>experts.down_proj"),
 )
@@ -25,7 +25,7 @@ def our_name(name: str, names: Container[str]) -> str:
     """Our name of a tensor. names: all of the checkpoint"""
     if (factors := _FACTORS.search(name)) is not None and f"{name[: factors.start()]}.weight" in names:
         name = f"{name[: factors.start()]}.weight_scale_inv"
-    name = _HEAD.sub("", _TEXT.sub("model.", name))
+    name = _HEAD.sub("", _TEXT.sub("model.", name)).removeprefix("language_model.")
     for pattern, ours in _RENAMED:
         name = pattern.sub(ours, name)
     return name

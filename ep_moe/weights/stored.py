@@ -131,8 +131,14 @@ def beside_of(name: str, end: str) -> list[str]:
     return [f"{name}{end}"] if name.endswith("weight") else [f"{name}_weight{end}", f"{name}{end}"]
 
 
+_CODES = {
+    "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32", "I64": "int64",
+    "F8_E5M2": "float8_e5m2", "F4": "float4_e2m1fn",
+}  # fmt: skip
+
+
 class PlainMatrix(StoredMatrix):
-    """Numbers of a float dtype. Whether the dtype is one is seen by `formats.wrong_tensors`."""
+    """Numbers of a float dtype."""
 
     words = "of plain numbers"
     quantized = False
@@ -145,7 +151,13 @@ class PlainMatrix(StoredMatrix):
         return (self.data,)
 
     def wrong(self) -> str | None:
-        dtype, _ = self.tensors.header(self.data)
+        dtype, shape = self.tensors.header(self.data)
+        if dtype in _CODES and len(shape) > 1 and self.name.endswith(("weight", "_proj")):
+            return (
+                f"{self.tensors.told(self.data)} must be bfloat16 or float16 or float32 or float64, got "
+                f"{_CODES[dtype]}, codes of a quantisation that is not read{self.tensors.declared.said}; dequantise "
+                f"the checkpoint to bf16 first"
+            )
         ends = ("_scale_inv", "_scale", "_scale_2", "_zero_point", "_global_scale")
         beside = [scale for end in ends for scale in beside_of(self.name, end) if self.tensors.holds(scale)]
         if beside and dtype in FLOATS:
