@@ -509,3 +509,64 @@ def test_bits_that_config_states_are_named(tmp_path):
     write(tmp_path, tensors, how, "deepseek_v3")
     with pytest.raises(CheckpointError, match="pack-quantized with 8 bits, which is not read"):
         load(tmp_path, "deepseek_v3")
+
+
+# --- a whole model -----------------------------------------------------------------------------------------------
+
+
+def as_int4(matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    return int4(matrix, 32, matrix.shape[0])
+
+
+def as_bytes(matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """fp8 under exponents of blocks, one for each."""
+    exponents = torch.tensor([[118 + i + j for j in range(-(-matrix.shape[1] // 128))]
+                              for i in range(-(-matrix.shape[0] // 128))], dtype=torch.uint8)  # fmt: skip
+    codes = (matrix * 50).to(FP8)
+    factors = (2.0 ** (exponents.float() - 127)).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    found = codes.float() * factors[: matrix.shape[0], : matrix.shape[1]]
+    return {"weight": codes, "weight_scale_inv": exponents}, found
+
+
+@pytest.mark.parametrize(("make", "stated"), [
+    (as_int4, {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    (as_bytes, {"quant_method": "fp8", "scale_fmt": "ue8m0"}),
+])  # fmt: skip
+def test_a_model_inside_another_is_read_whole(make, stated, tmp_path):
+    """Attention and shared experts too, under the names of a multimodal model."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from ep_moe.integrations.transformers import load_pretrained
+    from tests.checkpoint_files import quiet, save, saved_twice, tiny_model
+
+    quiet()
+    save(tiny_model("deepseek_v3", hidden_size=64, intermediate_size=64, moe_intermediate_size=64), tmp_path / "source")
+    file, found = {}, {}
+    for name, tensor in load_file(tmp_path / "source" / SINGLE).items():
+        file[name] = found[name] = tensor
+        if (
+            ".layers." in name
+            and tensor.dim() == 2
+            and tensor.shape[1] % 32 == 0
+            and not name.endswith("mlp.gate.weight")
+        ):
+            parts, found[name] = make(tensor / 4)
+            del file[name]
+            file |= {f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()}
+    wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in file.items()}
+    saved_twice(tmp_path, wrapped, found, stated)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()(tokens).logits
+        logits = load_pretrained(tmp_path / "quantised", EPContext.local(CPU), dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+    name = "model.language_model.layers.0.self_attn.o_proj.weight"
+    for end in [end for end in wrapped if end.startswith(name)]:
+        del wrapped[end]
+    wrapped[f"{name.removesuffix('weight')}qweight"] = torch.zeros(4, 4, dtype=torch.int32)
+    save_file(wrapped, tmp_path / "quantised" / SINGLE)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.o_proj\.weight is quantised by AWQ or GPTQ"):
+        load_pretrained(tmp_path / "quantised", EPContext.local(CPU), dtype=torch.float32)

@@ -9,22 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# a tensor's name -> the quantisation that writes it
+_BITSANDBYTES = "bitsandbytes (4 bits)"
+# how a tensor's name ends -> the quantisation that writes it, the surest first
 _FOREIGN = {
-    r"\.(?:qweight|qzeros)$": "AWQ or GPTQ",
-    r"\.weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$": "bitsandbytes (4 bits)",
-    r"\.(?:SCB|weight_format)$": "bitsandbytes (LLM.int8)",
-    r"\.(?:W_q|W_q_packed)$": "HQQ",
-    r"\.(?:codes|codebooks)$": "AQLM",
-    r"\.weight\.(?:_data|_scale)$|\.weight_qtype$": "quanto",
-    r"_weight_qdata$|:_data$": "torchao",
-    r"\.weight_scales$": "EETQ",
-    r"\.(?:centroids|res_centroids)$": "VPTQ",
-    r"\.(?:dense_weights|row_offsets)$": "SpQR",
-    r"\.weight_quantizer\.\w+$": "Quark",
-    r"\.(?:scales|biases)$": "MLX",
+    "qweight": "AWQ or GPTQ",
+    "qzeros": "AWQ or GPTQ",
+    "absmax": _BITSANDBYTES,
+    "quant_map": _BITSANDBYTES,
+    "SCB": "bitsandbytes (LLM.int8)",
+    "weight_format": "bitsandbytes (LLM.int8)",
+    "W_q": "HQQ",
+    "codebooks": "AQLM",
+    "_data": "quanto",
+    "_weight_qdata": "torchao",
+    "weight:_data": "torchao",
+    "weight_scales": "EETQ",
+    "centroids": "VPTQ",
+    "dense_weights": "SpQR",
+    "weight_quantizer": "Quark",
+    "scales": "MLX",
 }
-_MARKS = re.compile("|".join(f"(?P<m{number}>{mark})" for number, mark in enumerate(_FOREIGN)))
 _CALLED = {"awq": "AWQ", "auto-round": "AutoRound", "gptq": "GPTQ"}
 _EXPONENTS = re.compile(r"ue8m0|mxfp[48]")
 
@@ -76,13 +80,14 @@ def read_declared(folder: Path) -> Declared:
 
 def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
     """Tensors of quantisations that are not read -> what those are called, the surest mark first."""
-    found: dict[str, tuple[int, str]] = {}
+    found: dict[str, str] = {}
     for name in names:
-        match = _MARKS.search(name)
-        if match is not None and match.lastgroup is not None:
-            number = int(match.lastgroup[1:])
-            found[name] = number, _called(list(_FOREIGN.values())[number], declared)
-    return {name: called for name, (_, called) in sorted(found.items(), key=lambda item: item[1])}
+        *_, before, last = ("", *name.split("."))
+        mark = before if before == "weight_quantizer" else last
+        if mark in _FOREIGN:
+            found[name] = mark
+    surest = sorted(found.items(), key=lambda item: list(_FOREIGN).index(item[1]))
+    return {name: _called(_FOREIGN[mark], declared) for name, mark in surest}
 
 
 def _called(words: str, declared: Declared) -> str:

@@ -17,15 +17,17 @@ _RENAMED = (
     (re.compile(rf"{_BLOCK}input_linear\.weight"), r"\g<block>experts.gate_up_proj"),
     (re.compile(rf"{_BLOCK}output_linear\.weight"), r"\g<block>experts.down_proj"),
 )
-# factors of blocks under other names
-_FACTORS = re.compile(r"\.(?:scale|qscale_weight)$")
+_MARKS = (".wg.", ".router.layer.", "put_linear.")
+_FACTORS = (".scale", ".qscale_weight")  # of blocks, under other names
 
 
 def our_name(name: str, names: Container[str]) -> str:
     """Our name of a tensor. names: all of the checkpoint"""
-    if (factors := _FACTORS.search(name)) is not None and f"{name[: factors.start()]}.weight" in names:
-        name = f"{name[: factors.start()]}.weight_scale_inv"
-    name = _HEAD.sub("", _TEXT.sub("model.", name)).removeprefix("language_model.")
-    for pattern, ours in _RENAMED:
-        name = pattern.sub(ours, name)
+    if name.endswith(_FACTORS) and f"{name.rpartition('.')[0]}.weight" in names:
+        name = f"{name.rpartition('.')[0]}.weight_scale_inv"
+    if not name.startswith("model.layers."):
+        name = _HEAD.sub("", _TEXT.sub("model.", name)).removeprefix("language_model.")
+    if any(mark in name for mark in _MARKS):
+        for pattern, ours in _RENAMED:
+            name = pattern.sub(ours, name)
     return name
