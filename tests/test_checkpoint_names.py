@@ -147,6 +147,21 @@ def test_fused_experts_either_way_round(turned, sizes, family, tmp_path):
     check(load(tmp_path, family, made=config(*sizes)), wanted)
 
 
+@pytest.mark.parametrize("shape", [(), (EXPERTS,), (EXPERTS, 1, 2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, FP8, torch.uint8])
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_other_shapes_of_fused_experts_are_refused(name, family, dtype, shape, tmp_path):
+    wanted = numbers()
+    both = {"experts.gate_up_proj": torch.cat([wanted["gate"], wanted["up"]], 1), "experts.down_proj": wanted["down"]}
+    tensors = both | {f"experts.{name}": torch.ones(shape).to(dtype)}
+    if dtype != torch.float32:
+        tensors |= {f"experts.{name}_weight_scale{end}": torch.ones(()) for end in ("", "_2")}
+    write(tmp_path, tensors, family=family)
+    with pytest.raises(CheckpointError, match=name):
+        load(tmp_path, family)
+
+
 # --- fp8 ---------------------------------------------------------------------------------------------------------
 
 

@@ -107,7 +107,10 @@ class Matrix:
         if not source.has(f"{block}.{self.name}"):
             return False
         found = self.of(source, block).shape
-        return (*found[:-2], found[-1], found[-2]) == self.shape if self.transposed else found == self.shape
+        return self._in_file(found) == self.shape
+
+    def _in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
 
     def wrong(self, source: Source, block: str) -> str | None:
         """None, or by name why the numbers cannot be read."""
@@ -118,8 +121,7 @@ class Matrix:
         wrong = stored.wrong()
         if wrong is not None:
             return wrong
-        found = tuple(stored.shape)
-        found = (*found[:-2], found[-1], found[-2]) if self.transposed and len(found) > 1 else found
+        found = self._in_file(stored.shape)
         if found != self.shape:
             kind = f", {stored.words}" if stored.quantized else ""
             return f"{source.told(full)} must have shape {list(self.shape)}, got {list(found)}{kind}"

@@ -73,8 +73,8 @@ def _wrong_mixture(projections: Projections, block: str, scheme: Scheme) -> str 
     if gate.keeps(scheme.name) != up.keeps(scheme.name) and not _rows_apart(scheme):
         codes, plain = (gate, up) if gate.keeps(scheme.name) else (up, gate)
         return (
-            f"{codes.matrix.differs(scheme.name)}, and {plain.matrix.name} is of plain numbers; quantization "
-            f"{scheme.name} has one scale for both: {_OTHER}"
+            f"{codes.matrix.tensors.told(codes.matrix.name)} is {codes.matrix.words}, and {plain.matrix.name} is "
+            f"{plain.matrix.words}; quantization {scheme.name} has one scale for both: {_OTHER}"
         )
     return None
 

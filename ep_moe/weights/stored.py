@@ -104,7 +104,7 @@ class StoredMatrix(ABC):
 
     def _seen(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape of the file as [..., rows, columns]."""
-        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
 
     def _raw(self, name: str, rows: slice, columns: slice, expert: int | None) -> Tensor:
         """A part of a tensor that has rows and columns."""

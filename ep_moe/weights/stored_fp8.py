@@ -89,7 +89,7 @@ class ScaledFp8(StoredMatrix):
             return f"{told} has two sets of factors, {' and '.join(self._found)}; remove the one that is not meant"
         if self._each:
             return wrong_dtype(self.tensors, self.scale)
-        *_, rows, columns = self.shape if len(self.shape) > 1 else (1, *self.shape)
+        *_, rows, columns = (1, 1, *self.shape)
         row, column = (self.tensors.declared.blocks or _DEFAULT)[0]
         blocked, single = beside_of(self.name, "_scale_inv")[-1], beside_of(self.name, "_scale")[-1]
         found = list(self.tensors.header(self.scale)[1]) if self.scale else "nothing"
