@@ -62,8 +62,7 @@ def damage(root, checkpoints):
     changed(
         "no such layer",
         lambda t: [t.pop(name) for name in list(t) if "layers.2" in name],
-        r"model\.layers\.2\.mlp has no experts, experts\.0\.gate_proj\.weight_scale_2 or .* or experts\.gate_up_proj "
-        r"is missing",
+        r"model\.layers\.2\.mlp has no experts, experts\.0\.gate_proj\.weight or experts\.gate_up_proj or .* missing",
     )
     deepseek = load_file(Path(checkpoints["deepseek_v3 single"].folder) / SINGLE)
     for what, name, shape in (
@@ -112,7 +111,7 @@ def damage(root, checkpoints):
     cases["wrong family"] = (
         good.folder,
         "mixtral",
-        r"has no experts, experts\.0\.w1\.weight_scale_2 or experts\.0\.w1",
+        r"has no experts, experts\.0\.w1\.weight or experts\.gate_up_proj",
     )
     cases["wrong fused family"] = (checkpoints["llama4_text shards"].folder, "gpt_oss", "has no experts, experts")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,8 +14,7 @@ from ep_moe.errors import CheckpointError
 from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, largest_input_scale, load_layers
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import find_format
-from ep_moe.weights.scaled_fp8 import ScaledFp8
+from ep_moe.weights.formats import PerExpert, find_format
 from ep_moe.weights.schemes import SCHEMES
 from tests.checkpoint_files import same_bytes, stored
 
@@ -103,7 +104,7 @@ def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
     matrices = save(tmp_path)
     source = CheckpointSource(tmp_path)
     found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
-    assert isinstance(found, ScaledFp8)
+    assert isinstance(found, PerExpert)
     whole = as_ours(matrices[1], "fp8_static")
     for rank in range(etp):
         inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
@@ -176,6 +177,61 @@ def test_the_scale_that_rows_travel_under(tmp_path):
     save_file(tensors, tmp_path / SINGLE)
     expected = max(float(e[name]["input_scale"]) for e in matrices for name in ("gate_proj", "up_proj"))
     assert largest_input_scale(tmp_path, "qwen3_moe") == expected
+
+
+def scales_of_others(block: str) -> dict[str, Tensor]:
+    """A layer that predicts more tokens, an expert that no layer has, and names that end alike."""
+    names = (
+        "model.layers.3.mlp.experts.0.gate_proj",
+        f"{block}.experts.8.up_proj",
+        f"{block}.experts.0.down_proj",
+        f"{block}.shared_experts.gate_proj",
+        f"model.mtp.layers.0.{block.removeprefix('model.layers.0.')}.experts.0.gate_proj",
+        f"mtp.{block}.experts.0.gate_proj",
+        f"{block}.experts.0.lora.gate_proj",
+        "model.layers.0.self_attn.q_proj",
+    )
+    return {f"{name}.input_scale": torch.tensor(5.0) for name in names}
+
+
+def test_layers_that_the_model_has_not(tmp_path):
+    matrices = save(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    expected = max(float(e[name]["input_scale"]) for e in matrices for name in ("gate_proj", "up_proj"))
+    save_file(tensors | {"model.layers.3.mlp.experts.0.up_proj.input_scale": torch.tensor(5.0)}, tmp_path / SINGLE)
+    assert largest_input_scale(tmp_path, "qwen3_moe") == 5.0
+    assert largest_input_scale(tmp_path, "qwen3_moe", layers=[0]) == expected
+    for config in ({"num_hidden_layers": 3}, {"text_config": {"num_hidden_layers": 3}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert largest_input_scale(tmp_path, "qwen3_moe") == expected
+    save_file(tensors | scales_of_others(BLOCK), tmp_path / SINGLE)
+    assert largest_input_scale(tmp_path, "qwen3_moe", num_experts=EXPERTS) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (torch.tensor(float("nan")), "must be finite"),
+        (torch.tensor(float("inf")), "must be finite"),
+        (torch.tensor(-1.0), "must be finite and at least 0"),
+        (torch.tensor(1, dtype=torch.uint8), "must be factors in float32, .*got U8"),
+        (torch.tensor(1).to(FP8), "must be factors in float32, .*got F8_E4M3"),
+    ],
+)
+def test_input_scales_are_numbers(number, sentence, tmp_path):
+    matrices = experts()
+    matrices[1]["gate_proj"]["input_scale"] = number
+    save(tmp_path, matrices)
+    with pytest.raises(CheckpointError, match=rf"experts\.1\.gate_proj\.input_scale {sentence}"):
+        largest_input_scale(tmp_path, "qwen3_moe")
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, ()), (torch.float64, (1,)), (torch.float16, (1, 1))])
+def test_input_scales_of_any_float_dtype(dtype, shape, tmp_path):
+    matrices = experts()
+    matrices[1]["gate_proj"]["input_scale"] = torch.tensor(0.25, dtype=dtype).reshape(shape)
+    save(tmp_path, matrices)
+    assert largest_input_scale(tmp_path, "qwen3_moe") == 0.25
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -261,6 +317,10 @@ def test_load_pretrained(family, by_row, tmp_path):
     save_model(tiny_model(family, hidden_size=64), tmp_path / "source")
     file, plain = exported(load_file(tmp_path / "source" / SINGLE), by_row=by_row)
     how = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+    if not by_row:
+        file |= scales_of_others("model.layers.0.mlp")
+        # deepseek_v3: a layer that is dense in the model
+        file |= {"model.layers.0.mlp.experts.0.gate_proj.input_scale": torch.tensor(5.0)} if "deep" in family else {}
     saved_twice(tmp_path, file, plain, how)
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
@@ -274,6 +334,6 @@ def test_load_pretrained(family, by_row, tmp_path):
         asked = {"quantization": "fp8_static", "wire": wire, "dtype": torch.bfloat16}
         model = load_pretrained(tmp_path / "quantised", context, **asked)
         own = stored(moe_layers(model)[-1], 1)
-        number = max(int(name.split(".")[2]) for name in file if ".experts.1." in name)
+        number = max(int(name.split(".")[2]) for name in file if ".experts.1.up" in name)
         assert torch.equal(own["w2_scale"], file[f"model.layers.{number}.mlp.experts.1.down_proj.weight_scale"])
         assert same_bytes(own["w2"], file[f"model.layers.{number}.mlp.experts.1.down_proj.weight"])

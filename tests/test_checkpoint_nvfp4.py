@@ -12,9 +12,8 @@ from ep_moe.errors import CheckpointError
 from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, load_layers
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import find_format
+from ep_moe.weights.formats import PerExpert, find_format
 from ep_moe.weights.microscale import dequantize_nvfp4, quantize_nvfp4
-from ep_moe.weights.modelopt import ModelOptNvfp4
 from ep_moe.weights.schemes import SCHEMES
 from tests.checkpoint_files import same_bytes, stored
 
@@ -113,7 +112,7 @@ def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
     matrices = save(tmp_path)
     source = CheckpointSource(tmp_path)
     found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
-    assert isinstance(found, ModelOptNvfp4)
+    assert isinstance(found, PerExpert)
     for rank in range(etp):
         inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
         before = source.bytes_read
@@ -255,7 +254,7 @@ def test_load_pretrained(family, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers import AutoModelForCausalLM
 
-    from ep_moe.integrations.transformers import load_pretrained, moe_layers
+    from ep_moe.integrations.transformers import calibrated_wire, load_pretrained, moe_layers
     from tests.checkpoint_files import quiet, saved_twice, tiny_model
     from tests.checkpoint_files import save as save_model
 
@@ -273,6 +272,10 @@ def test_load_pretrained(family, tmp_path):
     quantised = load_pretrained(
         tmp_path / "quantised", EPContext.local(CPU), quantization="nvfp4", dtype=torch.bfloat16
     )
+    # rows in E4M3 have the same range: 448 times the scale, where NVFP4's is 2688 times it
+    for dispatch, scale in (("nvfp4", 0.01), ("fp8_tensor", 0.06)):
+        wire = calibrated_wire(tmp_path / "quantised", EPContext.local(CPU), dispatch)
+        assert wire.input_scale == pytest.approx(scale, rel=1e-6)
     layer = moe_layers(quantised)[-1]
     number = max(int(name.split(".")[2]) for name in file if ".experts.1." in name)
     own = stored(layer, 1)

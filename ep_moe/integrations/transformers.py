@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ep_moe import select
-from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod, Wire
+from ep_moe.config import ONE_SCALE, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
@@ -42,8 +42,9 @@ from ep_moe.weights.checkpoint import (
     loading,
     read_experts,
 )
+from ep_moe.weights.declared import foreign_refusal
 from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import NUMBERS, find_format, wrong_tensors
+from ep_moe.weights.formats import NUMBERS, find_format
 from ep_moe.weights.hub import HubOptions, model_folder
 from ep_moe.weights.schemes import PLAIN
 from ep_moe.weights.unread import refusal, unexpected, unread
@@ -214,7 +215,7 @@ def expert_parallel(
             source = ModuleSource(block, name)
             found = find_format(source, name, names.experts)
             assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
-            wrong = wrong_tensors(source, name, found.shapes(moe_config), found.codes)
+            wrong = found.wrong(source, name, moe_config)
             if wrong is not None:
                 raise ConfigError(f"{wrong}; a model that is quantised is loaded with load_pretrained")
             missed, _ = unread(source, name, names, found, moe)
@@ -314,9 +315,7 @@ def load_pretrained(
         )
         model.to_empty(device=context.device)
         blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-        layers = {
-            int(next(part for part in name.split(".") if part.isdigit())): block.moe for name, block in blocks.items()
-        }
+        layers = {_number(name): block.moe for name, block in blocks.items()}
         source = load_layers(layers, folder, config.model_type, progress=progress)
         _load_rest(model, source, tuple(f"{name}." for name in blocks))
         in_file = [names_of(config.model_type).block.format(layer=number) for number in layers]
@@ -356,12 +355,24 @@ def calibrated_wire(
     combine: str = "plain",
     **hub: Unpack[HubOptions],
 ) -> Wire:
-    """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of its experts, all layers'.
-    Raises CheckpointError on all ranks together."""
+    """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of the model's experts.
+
+    A checkpoint may have layers that the model has not, such as those that predict more tokens (MTP). Their scales do
+    not count. Raises CheckpointError on all ranks together.
+    """
     folder = model_folder(path, context.agreement, **hub)
     with loading(folder, context.agreement):
-        scale = largest_input_scale(folder, _checked_config(folder)[0].model_type)
+        scale = _largest_input_scale(folder, ONE_SCALE.get(dispatch))
     return Wire(dispatch=dispatch, combine=combine, input_scale=scale)
+
+
+def _largest_input_scale(folder: Path, top: float | None) -> float:
+    """Of the MoE layers that a model of this configuration has."""
+    config, moe_config = _checked_config(folder)
+    model = _on_meta(folder, config, config.dtype or torch.float32)
+    layers = {_number(name) for name, _ in _blocks(model, FAMILIES[config.model_type])}
+    experts = moe_config.num_experts
+    return largest_input_scale(folder, config.model_type, layers=layers, num_experts=experts, top=top)
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -396,6 +407,11 @@ def _blocks(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _number(block: str) -> int:
+    """A layer's, by the name of its block."""
+    return int(next(part for part in block.split(".") if part.isdigit()))
+
+
 @torch.no_grad()
 def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) -> None:
     assert isinstance(moe.router, nn.Module)
@@ -411,16 +427,19 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
     for name, tensor in model.state_dict().items():
         if name.startswith(blocks):
             continue
-        if not source.has(name) and name in tied.keys() | tied.values():
-            missing.add(name)
-            continue
-        if not source.has(name) or source.shape(name) != tuple(tensor.shape):
-            found = list(source.shape(name)) if source.has(name) else "nothing"
-            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {found} in {source.folder}")
+        found = source.shape(name) if source.has(name) else None
+        if found != tuple(tensor.shape):
+            if others := source.foreign(name.rpartition(".")[0]):
+                raise CheckpointError(foreign_refusal(name, *next(iter(others.items()))))
+            if found is None and name in tied.keys() | tied.values():
+                missing.add(name)
+                continue
+            got = "nothing" if found is None else list(found)
+            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {got} in {source.folder}")
         if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
             raise CheckpointError(
-                f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 "
-                f"and fp8 with {name}_scale_inv or {name}_scale can be read"
+                f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 and "
+                f"fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"
             )
         tensor.copy_(source.read(name))
     # ties to what the file has; two that differ stay apart, with transformers' own warning

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -20,20 +19,21 @@ from ep_moe.parallel.agree import Agreement
 from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
-from ep_moe.weights.checkpoint_checks import checked, not_calibrated
-from ep_moe.weights.cutting import cut
-from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
+from ep_moe.weights.checkpoint_checks import Found, checked
+from ep_moe.weights.declared import Declared, foreign, read_declared
+from ep_moe.weights.factors import check_finite, factors, wrong_dtype
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.folder import file_inside, weight_map
-from ep_moe.weights.formats import ExpertFormat, PerExpert, Source, input_scale, scalar
+from ep_moe.weights.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
 from ep_moe.weights.hub import HubOptions, model_folder
-from ep_moe.weights.microscale import NVFP4_BLOCK, dequantize_nvfp4
+from ep_moe.weights.kept import read_quantized, rounds_again, wrong_scheme
+from ep_moe.weights.matrices import CODES, stored_matrix
+from ep_moe.weights.names import our_name
+from ep_moe.weights.stored import PlainMatrix, StoredMatrix, input_scales
 from ep_moe.weights.unread import left_out, other_family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# checkpoints of multimodal models keep the text model one level deeper
-_WRAPPERS = ("language_model.",)
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,9 +42,13 @@ _DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "BOOL": torch.bool,
     "U8": torch.uint8,
     "F8_E8M0": torch.uint8,  # as `raw` gives it
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 
 
@@ -59,6 +63,9 @@ class CheckpointSource:
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
+        self._matrices: dict[tuple[str, bool, int], StoredMatrix] = {}
+        self._foreign: dict[str, str] | None = None
+        self.declared = read_declared(self.folder)
         self._where = self._index()
 
     def _index(self) -> dict[str, tuple[str, str]]:
@@ -71,7 +78,7 @@ class CheckpointSource:
             raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
         where: dict[str, tuple[str, str]] = {}
         for name, file in files.items():
-            ours = name.removeprefix(next((w for w in _WRAPPERS if name.startswith(w)), ""))
+            ours = our_name(name, files)
             if ours in where:
                 raise CheckpointError(f"{self.folder} has {ours} twice, as {where[ours][1]} and as {name}; remove one")
             where[ours] = file, name
@@ -91,6 +98,9 @@ class CheckpointSource:
         return self._open[file]
 
     def has(self, name: str) -> bool:
+        return self.holds(name) or any(self.holds(f"{name}{end}") for end in CODES)
+
+    def holds(self, name: str) -> bool:
         return name in self._where
 
     def names(self) -> list[str]:
@@ -98,15 +108,6 @@ class CheckpointSource:
 
     def under(self, block: str) -> list[str]:
         return [name for name in self._where if name.startswith(f"{block}.")]
-
-    def companions(self, name: str) -> tuple[str, ...]:
-        if not self.has(name):
-            return ()
-        if self._is_nvfp4(name):
-            return f"{name}_scale", f"{name}_scale_2"
-        if self._slice(name).get_dtype() != "F8_E4M3":
-            return ()
-        return (_scale_of(name) if self.has(_scale_of(name)) else f"{name}_scale",)
 
     def _slice(self, name: str) -> Any:
         if name not in self._slices:
@@ -122,89 +123,55 @@ class CheckpointSource:
                 ) from error
         return self._slices[name]
 
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        stored = self._slice(name)
+        return str(stored.get_dtype()), tuple(stored.get_shape())
+
+    def told(self, name: str) -> str:
+        if name not in self._where:
+            return next((self.told(f"{name}{end}") for end in CODES if self.holds(f"{name}{end}")), name)
+        file, name_in_file = self._where[name]
+        return f"{file}: {name_in_file}"
+
+    def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
+        key = (name, transposed, stacked)
+        if key not in self._matrices:
+            self._matrices[key] = stored_matrix(self, name, transposed=transposed, stacked=stacked)
+        return self._matrices[key]
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        """What `read` and `matrix` take for a name besides it, and the calibrated range of its inputs."""
+        if not self.has(name):
+            return ()
+        matrix = self.matrix(name)
+        inputs = (matrix.input_scale_name,) if matrix.has_input_scale() else ()
+        return tuple(part for part in (*matrix.parts(), *inputs) if part != name)
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the numbers that `read` gives. Raises CheckpointError for fp8 and NVFP4 tensors without their scales."""
-        shape = self._shape(name)
-        if self._slice(name).get_dtype() == "F8_E4M3":
-            self._check_scale(name, shape)
-        if self._is_nvfp4(name):
-            self._check_nvfp4(name, shape)
-            return shape[0], 2 * shape[1]
-        return shape
+        """Of the numbers that `read` gives. Raises CheckpointError for codes that cannot be read."""
+        matrix = self.matrix(name)
+        if (wrong := matrix.wrong()) is not None:
+            raise CheckpointError(wrong)
+        return matrix.shape
 
     def dtype(self, name: str) -> torch.dtype | None:
-        stored = str(self._slice(name).get_dtype())
-        return torch.float32 if stored == "F8_E4M3" or self._is_nvfp4(name) else _DTYPES.get(stored)
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
-        blocked, single = _scale_of(name), f"{name}_scale"
-        scale = blocked if self.has(blocked) or not self.has(single) else single
-        blocks = [-(-size // FP8_BLOCK) for size in shape]
-        known = [blocks] if scale == blocked else [[], [1], [shape[0]], [shape[0], 1]]
-        found = list(self._shape(scale)) if self.has(scale) else "nothing"
-        if len(shape) != 2 or found not in known:
-            raise CheckpointError(
-                f"{self.folder}: {name} is float8 of shape {list(shape)}; only matrices with {blocked} of shape "
-                f"{blocks}, one factor per {FP8_BLOCK} x {FP8_BLOCK} block, or with {single}, one factor or one per "
-                f"row, can be read, got {found} in {scale}"
-            )
-
-    def _is_nvfp4(self, name: str) -> bool:
-        return bool(self._slice(name).get_dtype() == "U8") and self.has(f"{name}_scale_2")
-
-    def _check_nvfp4(self, name: str, shape: tuple[int, ...]) -> None:
-        """NVFP4 as `weights.modelopt` describes it, and nothing else that goes by these names."""
-        scale, blocks = f"{name}_scale", [*shape[:-1], shape[-1] * 2 // NVFP4_BLOCK]
-        found = list(self._shape(scale)) if self.has(scale) else "nothing"
-        if len(shape) != 2 or shape[-1] % (NVFP4_BLOCK // 2) or found != blocks:
-            raise CheckpointError(
-                f"{self.folder}: {name} is NVFP4 of shape {list(shape)}; only matrices with {scale} of shape {blocks}, "
-                f"one factor per {NVFP4_BLOCK} columns, can be read, got {found} there"
-            )
-        smoothing = f"{name.removesuffix('weight')}pre_quant_scale"
-        if self.has(smoothing):
-            raise CheckpointError(
-                f"{self.folder}: {smoothing} is a factor of the layer's input (NVFP4_AWQ), which is not supported; "
-                f"export the model with the algorithm NVFP4"
-            )
+        matrix = self.matrix(name)
+        return torch.float32 if matrix.quantized else _DTYPES.get(self.header(name)[0])
 
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`; fp8 comes as float32, multiplied by the `_scale_inv` block factors beside it or by its
-        `_scale`, NVFP4 by `_scale` and `_scale_2`."""
-        if self._is_nvfp4(name):
-            return self._read_nvfp4(name, *index)
-        part = self.raw(name, *index)
-        if part.dtype != torch.float8_e4m3fn:
-            return part
+        """The part at `index`: plain numbers as they are stored, codes multiplied by their factors, in float32."""
+        matrix = self.matrix(name)
+        if not matrix.quantized:
+            return self.raw(name, *index)
         rows, columns = (list(index) + [slice(None)] * 2)[:2]
-        spans = [_span(axis, size) for axis, size in zip((rows, columns), self._shape(name), strict=True)]
-        if not self.has(_scale_of(name)):
-            scale = self.raw(f"{name}_scale").reshape(-1)
-            return dequantize_fp8_rows(part, scale if len(scale) == 1 else scale[slice(*spans[0])])
-        blocks = [slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in spans]
-        return dequantize_fp8_blocks(part, self.raw(_scale_of(name), *blocks), row=spans[0][0], column=spans[1][0])
+        assert isinstance(rows, slice) and isinstance(columns, slice), "matrices are cut by slices"  # noqa: PT018
+        return matrix.numbers(rows, columns)
 
-    def _read_nvfp4(self, name: str, *index: int | slice) -> Tensor:
-        rows, columns = (list(index) + [slice(None)] * 2)[:2]
-        start, stop = _span(columns, 2 * self._shape(name)[1])
-        # a piece may begin inside a block: read whole ones, then cut
-        first, last, half = start // NVFP4_BLOCK, -(-stop // NVFP4_BLOCK), NVFP4_BLOCK // 2
-        data = self.raw(name, rows, slice(first * half, last * half))
-        scale = self.raw(f"{name}_scale", rows, slice(first, last))
-        whole = dequantize_nvfp4(data, scale, self.raw(f"{name}_scale_2").reshape(()))
-        return whole[:, start - first * NVFP4_BLOCK : stop - first * NVFP4_BLOCK]
-
-    def fp8_scales(self, name: str) -> str:
-        if self._slice(name).get_dtype() != "F8_E4M3":
-            return ""
-        if self.has(_scale_of(name)):
-            return "blocks"
-        if not self.has(single := f"{name}_scale"):
-            return ""
-        return "matrix" if self._shape(single) in ((), (1,)) else "rows"
+    def foreign(self, prefix: str) -> dict[str, str]:
+        """Tensors below a prefix that belong to a quantisation that is not read -> what it is called."""
+        if self._foreign is None:
+            self._foreign = foreign(self._where, self.declared)
+        return {name: called for name, called in self._foreign.items() if name.startswith(f"{prefix}.")}
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""
@@ -221,6 +188,8 @@ class CheckpointSource:
 
 class ModuleSource:
     """A module in memory, read as a checkpoint is: names are those of its state dict behind `prefix`."""
+
+    declared = Declared()
 
     def __init__(self, module: nn.Module, prefix: str) -> None:
         self._tensors: dict[str, Tensor] = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
@@ -244,21 +213,21 @@ class ModuleSource:
     def under(self, block: str) -> list[str]:
         return [name for name in self._tensors if name.startswith(f"{block}.")]
 
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return str(self._tensors[name].dtype), self.shape(name)
+
+    def told(self, name: str) -> str:
+        return name
+
+    def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
+        """`expert_parallel` takes plain numbers alone."""
+        return PlainMatrix(self, name, name, transposed=transposed, stacked=stacked)
+
     def companions(self, name: str) -> tuple[str, ...]:
         return ()
-
-    def fp8_scales(self, name: str) -> str:
-        return ""  # `expert_parallel` takes numbers alone
-
-
-def _scale_of(name: str) -> str:
-    return f"{name}_scale_inv"
-
-
-def _span(axis: int | slice, size: int) -> tuple[int, int]:
-    assert isinstance(axis, slice), "matrices are cut by slices"
-    start, stop, _ = axis.indices(size)
-    return start, stop
 
 
 def load_layers(
@@ -301,6 +270,7 @@ def load_layers(
         leaves = [leaf for *_, found in plan for leaf in found.items()]
         said = [left_out(leaves)] if leaves else []
         said += other_family(folder, family) if isinstance(family, str) else []
+        said += _quantised_again(source, plan)
         if said:
             warnings.warn(f"{folder}: {'; '.join(said)}", stacklevel=2)
     first = plan[0][0].context.layout.place == 0
@@ -341,18 +311,61 @@ def loading(path: str | Path, agreement: Agreement) -> Iterator[None]:
             raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def largest_input_scale(path: str | Path, family: str) -> float:
-    """Of all experts' gate and up projections in a calibrated checkpoint, all layers': what rows in fp8_tensor or nvfp4
-    may travel under (`Wire.input_scale`). Reads these scalars alone. Raises CheckpointError where there are none."""
+def _quantised_again(source: CheckpointSource, plan: Iterable[tuple[MoELayer, *Found]]) -> list[str]:
+    """A sentence if a scheme quantises numbers that the checkpoint has in other codes."""
+    for layer, block, form, _ in plan:
+        scheme = layer.expert_weights.scheme
+        words = rounds_again(form, source, block, layer.config, scheme)
+        if words is not None:
+            return [
+                f"experts are {words}, and quantization {scheme.name} quantises their numbers a second time; a "
+                f"quantization that has these bytes, or none, does not"
+            ]
+    return []
+
+
+def largest_input_scale(
+    path: str | Path,
+    family: str,
+    *,
+    layers: Collection[int] | None = None,
+    num_experts: int | None = None,
+    top: float | None = None,
+) -> float:
+    """What rows in fp8_tensor or nvfp4 may travel under (`Wire.input_scale`).
+
+    Reads the calibrated scales of the experts' gate and up projections alone.
+
+    Args:
+        path: folder of a calibrated checkpoint.
+        family: a name in `ep_moe.weights.families.FAMILIES`.
+        layers: numbers of the model's MoE layers; default all below `num_hidden_layers` in config.json. A checkpoint
+            may have others behind them, which predict more tokens (MTP).
+        num_experts: of a layer; default however many there are.
+        top: the largest number of the rows' format, 448 for E4M3 and 2688 for NVFP4. Scales that were calibrated for
+            another format are converted; default not.
+
+    Returns:
+        The largest scale of all these layers.
+
+    Raises:
+        CheckpointError: a scale is no positive number, or there is none.
+    """
     names, source = names_of(family), CheckpointSource(path)
-    formats = [known for known in names.experts if isinstance(known, PerExpert)]
-    ends = {input_scale(name) for known in formats for name in (known.gate, known.up)}
-    numbered = {
-        re.escape(f"{names.block}.{end}").replace(r"\{layer\}", r"\d+").replace(r"\{e\}", r"\d+") for end in ends
-    }
-    pattern = re.compile("|".join(sorted(numbered)) or r"\b\B")
-    found = [float(scalar(source, name)) for name in source.names() if pattern.fullmatch(name)]
-    if not found:
+    known = [each for each in names.experts if isinstance(each, PerExpert | Stacked)]
+    ours = {each.gate for each in known} | {each.up for each in known}
+    ours |= {each.gate_up for each in names.experts if isinstance(each, Fused)}
+    if layers is None:
+        layers = range(source.declared.layers) if source.declared.layers is not None else None
+    found = []
+    for name, weight, reciprocal, layer, expert in input_scales(source.names(), names.block, ours):
+        if (layers is None or layer in layers) and (num_experts is None or expert is None or expert < num_experts):
+            if (wrong := wrong_dtype(source, name, exponents=False)) is not None:
+                raise CheckpointError(f"{path}: {wrong}")
+            scales = factors(source, name, positive=reciprocal)
+            ratio = 1.0 if top is None or not source.has(weight) else source.matrix(weight).input_range / top
+            found.append(float((1 / scales if reciprocal else scales).max()) * ratio)
+    if not found or max(found) == 0:
         raise CheckpointError(f"{path} has no input scales of experts: it was not calibrated; choose another wire")
     return max(found)
 
@@ -365,8 +378,10 @@ def _slots(layer: MoELayer) -> int:
 def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
     """Copy this rank's experts, cut over etp, into their slots. An expert is read once, whatever its replicas."""
     weights, config = layer.expert_weights, layer.config
-    if weights.scheme.activations.calibrated and not found.holds(source, block, weights.scheme.name):
-        raise CheckpointError(f"{block}: {not_calibrated(weights.scheme)}")
+    if weights.scheme.activations.calibrated:
+        wrong = wrong_scheme(found, source, block, config, weights.scheme)
+        if wrong is not None:
+            raise CheckpointError(f"{block}: {wrong}")
     weights.updates += 1
     inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
     by_expert: dict[int, list[int]] = {}
@@ -386,23 +401,28 @@ def _expert(
 ) -> dict[str, Tensor]:
     """One expert's canonical tensors of this etp rank: the checkpoint's own bytes where it is quantised as the layer
     is, else its numbers, quantised here where the layer is."""
-    weights, config = layer.expert_weights, layer.config
-    if found.holds(source, block, weights.scheme.name):
-        return found.read_stored(source, block, config, expert, inner, weights.scheme.name)
+    weights, config, etp = layer.expert_weights, layer.config, layer.expert_weights.etp
     if weights.scheme.plain:
         return found.read(source, block, config, expert, inner)
-    # whole, so that a scale that belongs to a whole matrix is the same on every etp rank
-    whole = found.read(source, block, config, expert, (0, config.intermediate_size))
-    whole = weights.scheme.quantize({name: tensor.to(weights.device) for name, tensor in whole.items()}, weights.dtype)
-    etp = weights.etp
-    return {name: cut(config, name, tensor, etp.size, etp.rank) for name, tensor in whole.items()}
+    return read_quantized(
+        found,
+        source,
+        block,
+        config,
+        expert,
+        weights.scheme,
+        dtype=weights.dtype,
+        device=weights.device,
+        etp=(etp.size, etp.rank),
+    )
 
 
 @torch.no_grad()
 def _read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNames) -> None:
     if isinstance(layer.router, Router):
         for key, tensor in layer.router.state_dict().items():
-            tensor.copy_(source.read(f"{block}.{names.router[key]}"))
+            full = f"{block}.{names.router[key]}"
+            tensor.copy_(check_finite(source.told(full), source.read(full)))
     if layer.shared_experts is not None and names.shared is not None:
         for key, tensor in layer.shared_experts.state_dict().items():
             tensor.copy_(source.read(f"{block}.{names.shared}.{key}"))

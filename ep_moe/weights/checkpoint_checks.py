@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ep_moe.errors import CheckpointError
 from ep_moe.experts.shared import SharedExperts
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router
+from ep_moe.weights.declared import Declared, foreign_refusal
 from ep_moe.weights.families import CheckpointNames
 from ep_moe.weights.formats import ExpertFormat, Source, find_format, wrong_tensors
-from ep_moe.weights.schemes import Scheme
+from ep_moe.weights.kept import wrong_scheme
 from ep_moe.weights.unread import refusal, unread
 
 _ASKED_BY = {"bias": "bias", "e_score_correction_bias": "correction_bias"}  # a Router's tensor -> RoutingConfig's field
@@ -17,20 +20,33 @@ _ASKED_BY = {"bias": "bias", "e_score_correction_bias": "correction_bias"}  # a 
 Found = tuple[str, ExpertFormat, dict[str, str]]
 
 
-def checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer, family: str) -> Found:
+class CheckedSource(Source, Protocol):
+    """A checkpoint on disk."""
+
+    @property
+    def declared(self) -> Declared: ...
+
+    def foreign(self, prefix: str) -> dict[str, str]: ...
+
+
+def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: MoELayer, family: str) -> Found:
     """The block's prefix, the form of its experts, what the caller loads -> why. Raises CheckpointError."""
     block = names.block.format(layer=number)
+    if others := source.foreign(block):
+        name, called = next(iter(others.items()))
+        raise CheckpointError(foreign_refusal(block, name, called))
     found = find_format(source, block, names.experts)
     if found is None:
         markers = " or ".join(known.marker() for known in names.experts)
-        raise CheckpointError(f"{block} has no experts, {markers} is missing; is it another family's checkpoint?")
+        said = source.declared.said
+        hint = "dequantise it to bf16 if these are codes of that" if said else "is it another family's checkpoint?"
+        raise CheckpointError(f"{block} has no experts, {markers} is missing{said}; {hint}")
     wrong = (
         _wrong_layer(layer, found, block)
         or _wrong_router(source, names, block, layer)
         or _wrong_shared(source, names, block, layer)
-        or wrong_tensors(source, block, found.shapes(layer.config), found.codes)
-        or _spoilt(source, block, found, layer)
-        or _wrong_scheme(source, block, found, layer)
+        or found.wrong(source, block, layer.config)
+        or wrong_scheme(found, source, block, layer.config, layer.expert_weights.scheme)
     )
     if wrong is not None:
         raise CheckpointError(wrong)
@@ -38,14 +54,6 @@ def checked(source: Source, names: CheckpointNames, number: int, layer: MoELayer
     if missed:
         raise CheckpointError(refusal(missed, family))
     return block, found, leaves
-
-
-def not_calibrated(scheme: Scheme) -> str:
-    other = "fp8_dynamic" if scheme.name == "fp8_static" else "mxfp8"
-    return (
-        f"quantization {scheme.name} needs calibrated input scales, which are not there; "
-        f"write them with update_expert, or choose {other}"
-    )
 
 
 def _wrong_layer(layer: MoELayer, found: ExpertFormat, block: str) -> str | None:
@@ -83,18 +91,3 @@ def _wrong_shared(source: Source, names: CheckpointNames, block: str, layer: MoE
         return None
     shapes = {f"{names.shared}.{key}": tuple(tensor.shape) for key, tensor in shared.state_dict().items()}
     return wrong_tensors(source, block, shapes)
-
-
-def _spoilt(source: Source, block: str, found: ExpertFormat, layer: MoELayer) -> str | None:
-    for name in found.unread(layer.config):
-        if source.has(f"{block}.{name}"):
-            return f"{block}.{name} changes what the numbers mean; only symmetric groups, in order, can be read"
-    return None
-
-
-def _wrong_scheme(source: Source, block: str, found: ExpertFormat, layer: MoELayer) -> str | None:
-    scheme = layer.expert_weights.scheme
-    if not found.holds(source, block, scheme.name):
-        return not_calibrated(scheme) if scheme.activations.calibrated else None
-    wrong = wrong_tensors(source, block, found.stored_shapes(layer.config, scheme.name), found.stored_codes)
-    return None if wrong is None else f"{wrong}; quantization {scheme.name} needs it: {found.remedy}"

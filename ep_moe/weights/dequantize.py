@@ -10,16 +10,19 @@ INT4_GROUP = 128
 FP8 = torch.float8_e4m3fn
 
 
-def dequantize_fp8_blocks(weight: Tensor, scale: Tensor, *, row: int = 0, column: int = 0) -> Tensor:
-    """DeepSeek-V3's `weight_scale_inv`: one float32 factor per 128 x 128 block.
+def dequantize_fp8_blocks(
+    weight: Tensor, scale: Tensor, *, row: int = 0, column: int = 0, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
+) -> Tensor:
+    """One factor per block, 128 x 128 in DeepSeek-V3's `weight_scale_inv`.
 
     weight: float8 [r, c], the part of the matrix that starts at (row, column)
-    scale: the factors from block (row // 128, column // 128) on
+    scale: the factors from block (row // block[0], column // block[1]) on
+    block: its rows and columns
     Returns float32 [r, c].
     """
     rows, columns = weight.shape
-    row_block = (torch.arange(rows, device=weight.device) + row % FP8_BLOCK) // FP8_BLOCK
-    column_block = (torch.arange(columns, device=weight.device) + column % FP8_BLOCK) // FP8_BLOCK
+    row_block = (torch.arange(rows, device=weight.device) + row % block[0]) // block[0]
+    column_block = (torch.arange(columns, device=weight.device) + column % block[1]) // block[1]
     return weight.float() * scale.float()[row_block.unsqueeze(1), column_block]
 
 

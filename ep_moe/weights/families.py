@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ep_moe.errors import ConfigError
-from ep_moe.weights.formats import ExpertFormat, Fused, FusedMxfp4, PackedInt4, PerExpert
-from ep_moe.weights.modelopt import ModelOptNvfp4
-from ep_moe.weights.scaled_fp8 import ScaledFp8
+from ep_moe.weights.formats import ExpertFormat, Fused, PerExpert, Stacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +29,30 @@ _QWEN_NAMES = ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "ex
 _MIXTRAL_NAMES = ("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight")
 
 
-def _a_matrix_each(names: tuple[str, str, str]) -> tuple[ExpertFormat, ...]:
-    """Those with more tensors to a projection come first: what marks the others is there too."""
-    return ModelOptNvfp4(*names), PackedInt4(*names), ScaledFp8(*names), PerExpert(*names), Fused()
+# MLX
+_SWITCH = Stacked("switch_mlp.gate_proj.weight", "switch_mlp.up_proj.weight", "switch_mlp.down_proj.weight")
 
 
 FAMILIES: dict[str, CheckpointNames] = {
-    "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=_a_matrix_each(_QWEN_NAMES)),
+    "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=(PerExpert(*_QWEN_NAMES), Fused(), _SWITCH)),
     "mixtral": CheckpointNames(
         block="model.layers.{layer}.block_sparse_moe",
-        experts=_a_matrix_each(_MIXTRAL_NAMES),
+        experts=(PerExpert(*_MIXTRAL_NAMES), Fused(), _SWITCH),
     ),
     "deepseek_v3": CheckpointNames(
         block="model.layers.{layer}.mlp",
-        experts=_a_matrix_each(_QWEN_NAMES),
+        experts=(PerExpert(*_QWEN_NAMES), Fused(), _SWITCH),
         router={"weight": "gate.weight", "e_score_correction_bias": "gate.e_score_correction_bias"},
         shared="shared_experts",
     ),
     "gpt_oss": CheckpointNames(
         block="model.layers.{layer}.mlp",
-        experts=(FusedMxfp4(), Fused(transposed=True, interleaved=True, bias=True)),
+        experts=(Fused(transposed=True, interleaved=True, bias=True),),
         router={"weight": "router.weight", "bias": "router.bias"},
     ),
     "llama4_text": CheckpointNames(
         block="model.layers.{layer}.feed_forward",
-        experts=(Fused(transposed=True),),
+        experts=(PerExpert(*_QWEN_NAMES), Fused(transposed=True), _SWITCH),
         router={"weight": "router.weight"},
         shared="shared_expert",
     ),

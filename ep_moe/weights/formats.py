@@ -1,7 +1,8 @@
-"""How a checkpoint stores the experts of a block, and how to read one expert's piece of it and nothing more.
+"""How a checkpoint names the experts of a block, and how to read one expert's piece of it and nothing more.
 
 A format knows names relative to the block and turns slices into canonical tensors (`w13` gate first, `w2`, biases):
-plain numbers, or the very bytes of a quantised checkpoint where a layer is quantised alike.
+plain numbers, or the very bytes of a quantised checkpoint where a layer is quantised alike. How a matrix is stored is
+seen for each matrix of each expert (`weights.matrices`).
 `inner` is the [start, stop) of the intermediate size that an etp rank holds.
 """
 
@@ -9,29 +10,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.types import dtype_name
-from ep_moe.weights.dequantize import FP8_BLOCK, INT4_GROUP
-from ep_moe.weights.microscale import MX_BLOCK, dequantize_int4, dequantize_mxfp4
+from ep_moe.weights.factors import check_finite
+from ep_moe.weights.halves import join_halves
+from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.stored import ALL, StoredMatrix, span
 
 Inner = tuple[int, int]
-Codes = Mapping[str, torch.dtype]  # by how a name ends
-ALL = slice(None)
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_NONE: Codes = MappingProxyType({})
 
 
 class Source(Protocol):
     """Named tensors that can be read in part: a checkpoint on disk, or a module in memory."""
 
-    def has(self, name: str) -> bool: ...
+    def has(self, name: str) -> bool:
+        """Whether numbers of that name can be read, quantised or not."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -39,7 +39,7 @@ class Source(Protocol):
         """Of what `read` gives; None for one that torch has no name for."""
 
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index` (all of it without one), dequantised where the source stores block scales."""
+        """The part at `index` (all of it without one), dequantised where it is quantised."""
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """As `read`, but as it is stored."""
@@ -47,55 +47,154 @@ class Source(Protocol):
     def under(self, block: str) -> list[str]:
         """The names of a block's tensors."""
 
-    def companions(self, name: str) -> tuple[str, ...]:
-        """The tensors that `read` takes besides a tensor: the factors of its codes."""
+    def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
+        """A matrix, or one of each expert, and how it is stored. Raises CheckpointError."""
 
-    def fp8_scales(self, name: str) -> str:
-        """Of a float8 matrix, what has a factor of its own: "blocks" of 128 x 128, in `{name}_scale_inv`, or "rows" or
-        the "matrix", in `{name}_scale`. "" for other tensors."""
+    def companions(self, name: str) -> tuple[str, ...]:
+        """The tensors that `read` and `matrix` take besides a tensor, or for it."""
+
+    def told(self, name: str) -> str:
+        """The tensor's name and file, for a sentence."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of one expert: `rows` rows of a stored matrix, from `first`, each `step`-th."""
+
+    matrix: StoredMatrix
+    rows: int
+    expert: int | None = None
+    first: int = 0
+    step: int = 1
+
+    def keeps(self, scheme: str) -> bool:
+        return self.matrix.keeps(scheme) and (self.step == 1 or self.matrix.row_block == 1)
+
+    def numbers(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self.matrix.numbers(self._at(rows), columns, self.expert)[:: self.step]
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> dict[str, Tensor]:
+        found = self.matrix.codes(self._at(rows), columns, self.expert)
+        return {part: tensor[:: self.step] if tensor.dim() else tensor for part, tensor in found.items()}
+
+    def _at(self, rows: slice) -> slice:
+        start, stop = span(rows, self.rows)
+        if (start, stop, self.first, self.step) == (0, self.matrix.shape[-2], 0, 1):
+            return ALL
+        return slice(self.first + self.step * start, self.step * stop + (self.first if self.step == 1 else 0))
+
+
+class Projections(NamedTuple):
+    gate: Projection
+    up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor of matrices that a format expects. shape: of its numbers in the file, where they are plain"""
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    stacked: int = 1
+
+    def of(self, source: Source, block: str) -> StoredMatrix:
+        return source.matrix(f"{block}.{self.name}", transposed=self.transposed, stacked=self.stacked)
+
+    def fits(self, source: Source, block: str) -> bool:
+        """Whether it is there, with this shape."""
+        if not source.has(f"{block}.{self.name}"):
+            return False
+        found = self.of(source, block).shape
+        return self._in_file(found) == self.shape
+
+    def _in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
+
+    def wrong(self, source: Source, block: str) -> str | None:
+        """None, or by name why the numbers cannot be read."""
+        full = f"{block}.{self.name}"
+        if not source.has(full):
+            return f"{full} is missing; expected shape {list(self.shape)}"
+        stored = self.of(source, block)
+        wrong = stored.wrong()
+        if wrong is not None:
+            return wrong
+        found = self._in_file(stored.shape)
+        if found != self.shape:
+            kind = f", {stored.words}" if stored.quantized else ""
+            return f"{source.told(full)} must have shape {list(self.shape)}, got {list(found)}{kind}"
+        return None if stored.quantized else _wrong_dtype(source, full)
 
 
 class ExpertFormat(ABC):
-    """One way to store a block's experts. Names are relative to the block, without a leading dot.
+    """One way to name a block's experts. Names are relative to the block, without a leading dot.
 
-    codes, stored_codes: the dtypes of those tensors of `shapes` and `stored_shapes` that are no numbers, or must not be
-        rounded; bias: the experts have biases; remedy: where `stored_shapes` are not there
+    bias: the experts have biases
     """
 
-    codes: ClassVar[Codes] = _NONE
-    stored_codes: ClassVar[Codes] = _NONE
     bias: bool = False
-    remedy: ClassVar[str] = "choose another quantization"
 
     @abstractmethod
-    def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-        """Every tensor that must be there, with its shape."""
+    def matrices(self, config: MoEConfig) -> list[Matrix]:
+        """Every matrix that must be there."""
+
+    def vectors(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+        """Every other tensor that must be there, with its shape."""
+        return {}
 
     @abstractmethod
     def marker(self) -> str:
-        """The tensor by which a checkpoint in this format is known."""
+        """The numbers by which a checkpoint in this format is known."""
 
     @abstractmethod
-    def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
-        """One expert's canonical plain tensors, cut to `inner`."""
+    def projections(self, source: Source, block: str, config: MoEConfig, expert: int) -> Projections: ...
 
-    def stored_shapes(self, config: MoEConfig, scheme: str) -> dict[str, tuple[int, ...]]:
-        """What `read_stored` needs besides `shapes`."""
+    def biases(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
         return {}
 
-    def unread(self, config: MoEConfig) -> list[str]:
-        """Tensors that would change what the others mean, and are not read."""
-        return []
+    def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+        """Everything that must be there: numbers by name, with the shape of plain ones."""
+        return {one.name: one.shape for one in self.matrices(config)} | self.vectors(config)
 
-    def holds(self, source: Source, block: str, scheme: str) -> bool:
-        """Whether the checkpoint's bytes are those of a quantisation scheme, so that `read_stored` can take them."""
-        return False
+    def wrong(self, source: Source, block: str, config: MoEConfig) -> str | None:
+        """None, or by name the first tensor that is missing, has another shape, or cannot be read."""
+        wrong = next((wrong for one in self.matrices(config) if (wrong := one.wrong(source, block)) is not None), None)
+        return wrong or wrong_tensors(source, block, self.vectors(config))
+
+    def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
+        """One expert's canonical plain tensors, cut to `inner`."""
+        gate, up, down = self.projections(source, block, config, expert)
+        rows = slice(*inner)
+        if gate.step == 2:  # one read for both
+            both = gate.matrix.numbers(slice(2 * inner[0], 2 * inner[1]), ALL, expert)
+            halves = [both[0::2], both[1::2]]
+        else:
+            halves = [gate.numbers(rows), up.numbers(rows)]
+        w2 = down.numbers(ALL, rows)
+        return {"w13": torch.cat(halves), "w2": w2} | self.biases(source, block, config, expert, inner)
 
     def read_stored(
         self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
     ) -> dict[str, Tensor]:
-        """One expert's canonical tensors in a scheme that it `holds`, cut to `inner`; no number is changed."""
-        raise NotImplementedError(f"{type(self).__name__} stores plain numbers")
+        """One expert's canonical tensors in a scheme that its three projections keep, cut to `inner`.
+
+        No number is changed but where gate and up have scales of their own in a scheme that has one for both. Of two
+        input scales the larger is taken.
+        """
+        gate, up, down = self.projections(source, block, config, expert)
+        rows = slice(*inner)
+        if gate.step == 2:
+            both = gate.matrix.codes(slice(2 * inner[0], 2 * inner[1]), ALL, expert)
+            halves = [{part: t[start::2] if t.dim() else t for part, t in both.items()} for start in (0, 1)]
+        else:
+            halves = [gate.codes(rows), up.codes(rows)]
+        found = named("w13", join_halves(*halves)) | named("w2", down.codes(ALL, rows))
+        if SCHEMES[scheme].activations.calibrated:
+            inputs = [one.matrix.input_scale(one.expert) for one in (gate, up, down)]
+            found |= {"w13_input_scale": torch.maximum(inputs[0], inputs[1]), "w2_input_scale": inputs[2]}
+        return found | self.biases(source, block, config, expert, inner)
 
 
 @dataclass(frozen=True)
@@ -106,123 +205,45 @@ class PerExpert(ExpertFormat):
     up: str
     down: str
 
-    def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-        inner, hidden = config.intermediate_size, config.hidden_size
-        return {
-            name.format(e=expert): shape
-            for expert in range(config.num_experts)
-            for name, shape in ((self.gate, (inner, hidden)), (self.up, (inner, hidden)), (self.down, (hidden, inner)))
-        }
+    def matrices(self, config: MoEConfig) -> list[Matrix]:
+        wide, tall = _sizes(config)
+        shapes = {self.gate: wide, self.up: wide, self.down: tall}
+        return [Matrix(n.format(e=e), shape) for e in range(config.num_experts) for n, shape in shapes.items()]
 
     def marker(self) -> str:
         return self.gate.format(e=0)
 
-    def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
-        def part(name: str, *index: slice) -> Tensor:
-            return source.read(f"{block}.{name.format(e=expert)}", *index)
-
-        span = slice(*inner)
-        w13 = torch.cat([part(self.gate, span, ALL), part(self.up, span, ALL)])
-        return {"w13": w13, "w2": part(self.down, ALL, span)}
-
-    def stored_shapes(self, config: MoEConfig, scheme: str) -> dict[str, tuple[int, ...]]:
-        return {
-            f"{name}_scale_inv": (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-            for name, (rows, columns) in self.shapes(config).items()
-        }
-
-    def holds(self, source: Source, block: str, scheme: str) -> bool:
-        return scheme == "fp8_block" and source.fp8_scales(f"{block}.{self.marker()}") == "blocks"
-
-    def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
-    ) -> dict[str, Tensor]:
-        gate, up, down = (f"{block}.{name.format(e=expert)}" for name in (self.gate, self.up, self.down))
-        span, blocks = slice(*inner), slice(inner[0] // FP8_BLOCK, inner[1] // FP8_BLOCK)
-        return {
-            "w13": concatenate(source.raw(gate, span, ALL), source.raw(up, span, ALL)),
-            "w13_scale": torch.cat([source.raw(f"{name}_scale_inv", blocks, ALL) for name in (gate, up)]),
-            "w2": source.raw(down, ALL, span),
-            "w2_scale": source.raw(f"{down}_scale_inv", ALL, blocks),
-        }
+    def projections(self, source: Source, block: str, config: MoEConfig, expert: int) -> Projections:
+        (wide, _), (tall, _) = _sizes(config)
+        names = ((self.gate, wide), (self.up, wide), (self.down, tall))
+        return Projections(*(Projection(source.matrix(f"{block}.{n.format(e=expert)}"), rows) for n, rows in names))
 
 
 @dataclass(frozen=True)
-class PackedInt4(ExpertFormat):
-    """compressed-tensors' `pack-quantized` with 4 bits, symmetric, groups of 128: per projection `weight_packed` int32
-    [rows, columns / 8], eight numbers + 8 to a word from the low bits up, and `weight_scale` [rows, columns / 128]."""
+class Stacked(ExpertFormat):
+    """All experts in one tensor per projection: gate and up [E, I, H], down [E, H, I]."""
 
     gate: str
     up: str
     down: str
-    codes: ClassVar[Codes] = MappingProxyType({"_packed": torch.int32})
-    stored_codes: ClassVar[Codes] = MappingProxyType({"_scale": torch.bfloat16})
 
-    def unread(self, config: MoEConfig) -> list[str]:
-        ends, names = ("_zero_point", "_g_idx"), (self.gate, self.up, self.down)
-        return [f"{name.format(e=e)}{end}" for e in range(config.num_experts) for name in names for end in ends]
-
-    def stored_shapes(self, config: MoEConfig, scheme: str) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, shape in self.shapes(config).items() if name.endswith("_scale")}
-
-    def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-        inner, hidden = config.intermediate_size, config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {}
-        for expert in range(config.num_experts):
-            for name, rows, columns in (
-                (self.gate, inner, hidden),
-                (self.up, inner, hidden),
-                (self.down, hidden, inner),
-            ):
-                shapes[f"{name.format(e=expert)}_packed"] = (rows, columns // 8)
-                shapes[f"{name.format(e=expert)}_scale"] = (rows, columns // INT4_GROUP)
-        return shapes
+    def matrices(self, config: MoEConfig) -> list[Matrix]:
+        wide, tall = ((config.num_experts, *size) for size in _sizes(config))
+        return [Matrix(self.gate, wide), Matrix(self.up, wide), Matrix(self.down, tall)]
 
     def marker(self) -> str:
-        return f"{self.gate.format(e=0)}_packed"
+        return self.gate
 
-    def holds(self, source: Source, block: str, scheme: str) -> bool:
-        return scheme == "int4_fp8"
-
-    def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
-        # an etp piece may begin inside a group of 128: read whole groups, then cut
-        first, last = inner[0] // INT4_GROUP, -(-inner[1] // INT4_GROUP)
-        gate, up = (self._parts(source, block, name, expert, slice(*inner), ALL) for name in (self.gate, self.up))
-        down = dequantize_int4(*self._parts(source, block, self.down, expert, ALL, slice(first, last)))
-        start = first * INT4_GROUP
-        return {
-            "w13": torch.cat([dequantize_int4(*gate), dequantize_int4(*up)]),
-            "w2": down[:, inner[0] - start : inner[1] - start],
-        }
-
-    def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
-    ) -> dict[str, Tensor]:
-        span, groups = slice(*inner), slice(inner[0] // INT4_GROUP, inner[1] // INT4_GROUP)
-        gate, up = (self._parts(source, block, name, expert, span, ALL) for name in (self.gate, self.up))
-        w2, w2_scale = self._parts(source, block, self.down, expert, ALL, groups)
-        return {
-            "w13": torch.cat([gate[0], up[0]]),
-            "w13_scale": torch.cat([gate[1], up[1]]),
-            "w2": w2,
-            "w2_scale": w2_scale,
-        }
-
-    def _parts(
-        self, source: Source, block: str, name: str, expert: int, rows: slice, groups: slice
-    ) -> tuple[Tensor, Tensor]:
-        """Two's complement nibbles uint8 [rows, columns / 2], and scales, of whole groups of columns."""
-        full, words = f"{block}.{name.format(e=expert)}", INT4_GROUP // 8
-        columns = ALL if groups == ALL else slice(groups.start * words, groups.stop * words)
-        packed = source.raw(f"{full}_packed", rows, columns).contiguous().view(torch.uint8)
-        return packed ^ 0x88, source.raw(f"{full}_scale", rows, groups)
+    def projections(self, source: Source, block: str, config: MoEConfig, expert: int) -> Projections:
+        found = (one.of(source, block) for one in self.matrices(config))
+        return Projections(*(Projection(one, one.shape[-2], expert) for one in found))
 
 
 @dataclass(frozen=True)
 class Fused(ExpertFormat):
     """All experts in one tensor per matrix.
 
-    transposed: gate_up [E, H, 2I] and down [E, I, H], else [E, 2I, H] and [E, H, I]
+    transposed: gate_up [E, H, 2I] and down [E, I, H], else [E, 2I, H] and [E, H, I]; a file may have it the other way
     interleaved: gate and up alternate along 2I, else all of gate, then all of up
     bias: gate_up + "_bias" [E, 2I] and down + "_bias" [E, H] belong to it
     """
@@ -233,123 +254,61 @@ class Fused(ExpertFormat):
     interleaved: bool = False
     bias: bool = False
 
-    def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-        experts, rows, inner, hidden = config.num_experts, config.w13_rows, config.intermediate_size, config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            self.gate_up: (experts, hidden, rows) if self.transposed else (experts, rows, hidden),
-            self.down: (experts, inner, hidden) if self.transposed else (experts, hidden, inner),
-        }
-        if self.bias:
-            shapes |= {f"{self.gate_up}_bias": (experts, rows), f"{self.down}_bias": (experts, hidden)}
-        return shapes
+    def matrices(self, config: MoEConfig) -> list[Matrix]:
+        (inner, hidden), count = _sizes(config)[0], config.num_experts
+        shapes = [(count, config.w13_rows, hidden), (count, hidden, inner)]
+        seen = [(count, columns, rows) if self.transposed else (count, rows, columns) for _, rows, columns in shapes]
+        stacked = 1 if self.interleaved else 2
+        gate_up = Matrix(self.gate_up, seen[0], self.transposed, stacked)
+        return [gate_up, Matrix(self.down, seen[1], self.transposed)]
+
+    def vectors(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
+        if not self.bias:
+            return {}
+        count = config.num_experts
+        return {f"{self.gate_up}_bias": (count, config.w13_rows), f"{self.down}_bias": (count, config.hidden_size)}
 
     def marker(self) -> str:
         return self.gate_up
 
-    def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
-        def rows(name: str, start: int, stop: int) -> Tensor:
-            """Rows of the canonical (untransposed) matrix or vector."""
-            full = f"{block}.{name}"
-            if len(source.shape(full)) == 2 or not self.transposed:
-                return source.read(full, expert, slice(start, stop))
-            return source.read(full, expert, ALL, slice(start, stop)).t()
+    def projections(self, source: Source, block: str, config: MoEConfig, expert: int) -> Projections:
+        both, down = (one.of(source, block) for one in self._turned(source, block, config).matrices(config))
+        inner = config.intermediate_size
+        first, step = (1, 2) if self.interleaved else (inner, 1)
+        return Projections(
+            Projection(both, inner, expert, 0, step),
+            Projection(both, inner, expert, first, step),
+            Projection(down, config.hidden_size, expert),
+        )
 
-        def gate_first(name: str) -> Tensor:
-            if self.interleaved:
-                both = rows(name, 2 * inner[0], 2 * inner[1])
-                return torch.cat([both[0::2], both[1::2]])
+    def wrong(self, source: Source, block: str, config: MoEConfig) -> str | None:
+        return super(Fused, self._turned(source, block, config)).wrong(source, block, config)
+
+    def _turned(self, source: Source, block: str, config: MoEConfig) -> Fused:
+        """With rows and columns as the file has them: no sizes fit both ways in both matrices."""
+        other = replace(self, transposed=not self.transposed)
+        fits = [all(each.fits(source, block) for each in one.matrices(config)) for one in (self, other)]
+        return other if fits == [False, True] else self
+
+    def biases(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
+        if not self.bias:
+            return {}
+        name, down = f"{block}.{self.gate_up}_bias", f"{block}.{self.down}_bias"
+        if self.interleaved:
+            both = source.read(name, expert, slice(2 * inner[0], 2 * inner[1]))
+            both = torch.cat([both[0::2], both[1::2]])
+        else:
             up = config.intermediate_size
-            return torch.cat([rows(name, *inner), rows(name, up + inner[0], up + inner[1])])
-
-        down, span = f"{block}.{self.down}", slice(*inner)
-        w2 = source.read(down, expert, span).t() if self.transposed else source.read(down, expert, ALL, span)
-        tensors = {"w13": gate_first(self.gate_up), "w2": w2}
-        if self.bias:
-            tensors["w13_bias"] = gate_first(f"{self.gate_up}_bias")
-            tensors["w2_bias"] = source.read(f"{down}_bias", expert)
-        return tensors
-
-
-@dataclass(frozen=True)
-class FusedMxfp4(ExpertFormat):
-    """GPT-OSS as published: `_blocks` [E, rows, columns / 32, 16] and `_scales` [E, rows, columns / 32] of MXFP4, gate
-    and up rows alternating, and biases."""
-
-    gate_up: str = "experts.gate_up_proj"
-    down: str = "experts.down_proj"
-    bias: bool = True
-    codes: ClassVar[Codes] = MappingProxyType({"_blocks": torch.uint8, "_scales": torch.uint8})
-
-    def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-        experts, rows, inner, hidden = config.num_experts, config.w13_rows, config.intermediate_size, config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, out, contracted in ((self.gate_up, rows, hidden), (self.down, hidden, inner)):
-            blocks = contracted // MX_BLOCK
-            shapes |= {
-                f"{name}_blocks": (experts, out, blocks, MX_BLOCK // 2),
-                f"{name}_scales": (experts, out, blocks),
-                f"{name}_bias": (experts, out),
-            }
-        return shapes
-
-    def marker(self) -> str:
-        return f"{self.gate_up}_blocks"
-
-    def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
-        gate_up, down = f"{block}.{self.gate_up}", f"{block}.{self.down}"
-        rows = slice(2 * inner[0], 2 * inner[1])
-        both = dequantize_mxfp4(
-            source.read(f"{gate_up}_blocks", expert, rows), source.read(f"{gate_up}_scales", expert, rows)
-        )
-        # an etp piece may begin inside a block of 32: read whole blocks, then cut
-        first, last = inner[0] // MX_BLOCK, -(-inner[1] // MX_BLOCK)
-        columns = slice(first, last)
-        w2 = dequantize_mxfp4(
-            source.read(f"{down}_blocks", expert, ALL, columns), source.read(f"{down}_scales", expert, ALL, columns)
-        )
-        bias = source.read(f"{gate_up}_bias", expert, rows)
+            both = torch.cat([source.read(name, expert, slice(s + inner[0], s + inner[1])) for s in (0, up)])
         return {
-            "w13": torch.cat([both[0::2], both[1::2]]),
-            "w2": w2[:, inner[0] - first * MX_BLOCK : inner[1] - first * MX_BLOCK],
-            "w13_bias": torch.cat([bias[0::2], bias[1::2]]),
-            "w2_bias": source.read(f"{down}_bias", expert),
-        }
-
-    def holds(self, source: Source, block: str, scheme: str) -> bool:
-        return scheme in ("mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
-
-    def read_stored(
-        self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
-    ) -> dict[str, Tensor]:
-        gate_up, down = f"{block}.{self.gate_up}", f"{block}.{self.down}"
-        rows, columns = slice(2 * inner[0], 2 * inner[1]), slice(inner[0] // MX_BLOCK, inner[1] // MX_BLOCK)
-
-        def gate_first(part: str) -> Tensor:
-            both = source.raw(f"{gate_up}{part}", expert, rows)
-            return torch.cat([both[0::2], both[1::2]])
-
-        return {
-            "w13": gate_first("_blocks").flatten(1),
-            "w13_scale": gate_first("_scales"),
-            "w2": source.raw(f"{down}_blocks", expert, ALL, columns).flatten(1),
-            "w2_scale": source.raw(f"{down}_scales", expert, ALL, columns),
-            "w13_bias": gate_first("_bias"),
-            "w2_bias": source.raw(f"{down}_bias", expert),
+            "w13_bias": check_finite(source.told(name), both),
+            "w2_bias": check_finite(source.told(down), source.read(down, expert)),
         }
 
 
-def concatenate(*parts: Tensor) -> Tensor:
-    """torch.cat, also of float8, which some versions cannot."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts]).view(parts[0].dtype)
-
-
-def scalar(source: Source, name: str) -> Tensor:
-    return source.raw(name).reshape(()).float()
-
-
-def input_scale(weight: str) -> str:
-    """The name of a projection's calibrated scale, by that of its weight."""
-    return f"{weight.removesuffix('weight')}input_scale"
+def named(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parts of a matrix by the names of an expert's tensors."""
+    return {f"{name}{part}": tensor for part, tensor in parts.items()}
 
 
 def find_format(source: Source, block: str, formats: tuple[ExpertFormat, ...]) -> ExpertFormat | None:
@@ -357,20 +316,28 @@ def find_format(source: Source, block: str, formats: tuple[ExpertFormat, ...]) -
     return next((known for known in formats if source.has(f"{block}.{known.marker()}")), None)
 
 
-def wrong_tensors(
-    source: Source, block: str, expected: Mapping[str, tuple[int, ...]], codes: Codes = _NONE
-) -> str | None:
-    """None, or by name the first tensor that is missing, has another shape, or is neither numbers nor of its code's
-    dtype. A scalar may have the shape [1]."""
+def wrong_tensors(source: Source, block: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+    """None, or by name the first tensor that is missing, has another shape, or is no numbers."""
     for name, shape in expected.items():
         full = f"{block}.{name}"
         if not source.has(full):
             return f"{full} is missing; expected shape {list(shape)}"
-        if source.shape(full) != shape and (shape or source.shape(full) != (1,)):
-            return f"{full} must have shape {list(shape)}, got {list(source.shape(full))}"
-        code = next((dtype for end, dtype in codes.items() if name.endswith(end)), None)
-        allowed, dtype = NUMBERS if code is None else (code,), source.dtype(full)
-        if dtype not in allowed:
-            got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
-            return f"{full} must be {' or '.join(map(dtype_name, allowed))}, got {got}"
+        if source.shape(full) != shape:
+            return f"{source.told(full)} must have shape {list(shape)}, got {list(source.shape(full))}"
+        if (wrong := _wrong_dtype(source, full)) is not None:
+            return wrong
     return None
+
+
+def _wrong_dtype(source: Source, full: str) -> str | None:
+    dtype = source.dtype(full)
+    if dtype in NUMBERS:
+        return None
+    got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
+    return f"{source.told(full)} must be {' or '.join(map(dtype_name, NUMBERS))}, got {got}"
+
+
+def _sizes(config: MoEConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of gate and up, and of down."""
+    inner, hidden = config.intermediate_size, config.hidden_size
+    return (inner, hidden), (hidden, inner)

@@ -36,7 +36,7 @@ def unread(
         The first, and of the second the prefixes with the reason why they are left out. Both are empty for a block that
         is read whole.
     """
-    read, left = _expected(source, block, names, found, layer)
+    read, left = _expected(block, names, found, layer)
     read |= {companion for name in read for companion in source.companions(name)}
     missed: list[str] = []
     leaves: dict[str, str] = {}
@@ -52,13 +52,10 @@ def unread(
 
 
 def _expected(
-    source: Source, block: str, names: CheckpointNames, found: ExpertFormat, layer: MoELayer
+    block: str, names: CheckpointNames, found: ExpertFormat, layer: MoELayer
 ) -> tuple[set[str], dict[str, str]]:
     """What is read, by full name, and prefixes of what the caller loads -> why."""
-    scheme = layer.expert_weights.scheme.name
     read = set(found.shapes(layer.config))
-    if found.holds(source, block, scheme):
-        read |= found.stored_shapes(layer.config, scheme).keys()
     left = dict.fromkeys(names.elsewhere, "the family's entry leaves it to the caller")
     if isinstance(layer.router, Router):
         read |= {names.router[key] for key in layer.router.state_dict()}

@@ -1,0 +1,125 @@
+"""What a checkpoint's JSON files state about its quantisation, and the quantisations that are known and not read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BITSANDBYTES = "bitsandbytes (4 bits)"
+# how a tensor's name ends -> the quantisation that writes it, the surest first
+_FOREIGN = {
+    "qweight": "AWQ or GPTQ",
+    "qzeros": "AWQ or GPTQ",
+    "absmax": _BITSANDBYTES,
+    "quant_map": _BITSANDBYTES,
+    "SCB": "bitsandbytes (LLM.int8)",
+    "weight_format": "bitsandbytes (LLM.int8)",
+    "W_q": "HQQ",
+    "codebooks": "AQLM",
+    "_data": "quanto",
+    "_weight_qdata": "torchao",
+    "weight:_data": "torchao",
+    "weight_scales": "EETQ",
+    "centroids": "VPTQ",
+    "dense_weights": "SpQR",
+    "weight_quantizer": "Quark",
+    "scales": "MLX",
+}
+_CALLED = {"awq": "AWQ", "auto-round": "AutoRound", "gptq": "GPTQ"}
+_EXPONENTS = re.compile(r"ue8m0|mxfp[48]")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Of a folder's config.json and hf_quant_config.json.
+
+    method: the name of the quantisation, "" where none is stated
+    blocks: sizes of the blocks with a factor of their own, (rows, columns)
+    bits: of the packed integers
+    exponents: a factor stored as a byte is a power of two (E8M0)
+    layers: number of hidden layers, None where it is not stated
+    """
+
+    method: str = ""
+    blocks: tuple[tuple[int, int], ...] = ()
+    bits: frozenset[int] = frozenset()
+    exponents: bool = False
+    layers: int | None = None
+
+    @property
+    def said(self) -> str:
+        return f"; config.json states the quantisation {self.method!r}" if self.method else ""
+
+
+def read_declared(folder: Path) -> Declared:
+    """Files that are missing or that no JSON is in state nothing: layers need none."""
+    config, exported = _object(folder / "config.json"), _object(folder / "hf_quant_config.json")
+    texts = [config]
+    for key in ("thinker_config", "text_config"):
+        texts += [inner for one in texts if isinstance(inner := one.get(key), dict)]
+    keys = ("quantization_config", "compression_config", "quantization")
+    found = [one[key] for one in (*texts, exported) for key in keys if isinstance(one.get(key), dict)]
+    fields = {key: value for one in found for key, value in one.items()}
+    names = [str(fields[key]) for key in ("quant_method", "quant_algo", "format") if fields.get(key)]
+    layers = next((number for one in reversed(texts) if (number := one.get("num_hidden_layers")) is not None), None)
+    groups = [group for one in found for group in _weight_groups(one)]
+    sizes = [one.get("weight_block_size") for one in found] + [group.get("block_structure") for group in groups]
+    told = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
+    return Declared(
+        method=" ".join(dict.fromkeys(names)),
+        blocks=tuple(dict.fromkeys(pair for size in sizes if (pair := _pair(size)) is not None)),
+        bits=frozenset(bits for group in groups if isinstance(bits := group.get("num_bits"), int)),
+        exponents=any(_EXPONENTS.search(one.lower()) for one in told),
+        layers=layers if isinstance(layers, int) else None,
+    )
+
+
+def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
+    """Tensors of quantisations that are not read -> what those are called, the surest mark first."""
+    found: dict[str, str] = {}
+    for name in names:
+        *_, before, last = ("", *name.split("."))
+        mark = before if before == "weight_quantizer" else last
+        if mark in _FOREIGN:
+            found[name] = mark
+    surest = sorted(found.items(), key=lambda item: list(_FOREIGN).index(item[1]))
+    return {name: _called(_FOREIGN[mark], declared) for name, mark in surest}
+
+
+def _called(words: str, declared: Declared) -> str:
+    """config.json says which of two that have the same names."""
+    return next((called for method, called in _CALLED.items() if method in declared.method), words)
+
+
+def foreign_refusal(what: str, name: str, quantisation: str) -> str:
+    return (
+        f"{what} is quantised by {quantisation}, which is not read: {name} is there; dequantise the checkpoint to bf16 "
+        f"first, or take one in fp8, MXFP4, NVFP4 or symmetric INT4 of compressed-tensors"
+    )
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _weight_groups(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The entries `weights` of compressed-tensors' groups, each with its group's format."""
+    groups = found.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+            yield group["weights"] | {"format": group.get("format") or ""}
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        return None
+    rows, columns = size
+    return (rows, columns) if all(type(one) is int and one > 0 for one in size) else None
