@@ -44,9 +44,8 @@ class ContextClosed(EPMoEError, RuntimeError):
 
 
 class RankFailed(EPMoEError, RuntimeError):
-    """An exception left a layer's call on one rank, while its peers were in the same call, or ranks are in different
-    collectives. The message names the ranks, and the exception or the steps. The context cannot be used again, and each
-    further call raises this on all ranks."""
+    """An exception left a layer's call on one rank, while its peers were in the same call. The message names the rank
+    and the exception. The context cannot be used again, and each further call raises this on all ranks."""
 
 
 class OutOfMemory(EPMoEError, torch.OutOfMemoryError):

@@ -36,11 +36,6 @@ _FEWER_CALLS = (
     "Did a rank make fewer calls, because its batches or its generate ended earlier? Then keep it in step: "
     "layer(x[:0]), or for models of transformers idle_step(model) and generate without synced_gpus=False."
 )
-_OUT_OF_STEP = (
-    "the ranks are out of step: {}. Did an exception leave a forward or a backward of one rank, which caught it and "
-    "went on? The EPContext cannot be used again on any rank; let such an exception end all ranks, or make the context "
-    "and its layers anew"
-)
 COMPILING_S = 600.0  # beyond the deadline, where a library may compile kernels first
 
 
@@ -177,25 +172,8 @@ class Ledger:
         self.check()
         self._keeps, self._more_s = keep, more_s
         self.leave_at(Step(self._step.number + counted, self.where, phase, detail, False))
-        if counted and self._boards:
-            self._compare_steps()
         self._started = time.monotonic()
         return self._inside
-
-    def _compare_steps(self) -> None:
-        """Raise, here and on the peers, where a peer of this host is in another collective than the one that this rank
-        is about to enter: the two would take each other's numbers. Each rank notes its own step first, so that the
-        later of two sees both."""
-        step = self._step
-        assert self._board is not None
-        at, word = self._board.enter(step.number, step[1:4])
-        for rank, board in self._boards.items():  # each line is host time of an eager call
-            found = board.words[at]
-            if found != word and found >> 32 == word >> 32:
-                peer = board.read()
-                where = "elsewhere" if peer is None else Step(peer[0], *peer[1], peer[2])
-                text = f"rank {self._rank} is {step}, and rank {rank} is {where}"
-                raise self._publish(RankFailed(_OUT_OF_STEP.format(text)))
 
     def leave(self, error: BaseException | None) -> None:
         """The end of a step. error: what left it"""
@@ -237,13 +215,10 @@ class Ledger:
             return self._failure
         memory = is_out_of_memory(error, self._device)
         text = told(error, self._rank, self._step, self.where or where, self._device, memory=memory)
-        return self._publish((OutOfMemory if memory else RankFailed)(text))
-
-    def _publish(self, failure: EPMoEError) -> EPMoEError:
-        """What every rank raises from now on: this, or what another rank published before."""
+        failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
         if self._store is not None and not self.alone:
             with suppress(RuntimeError):  # the store is gone, and with it the job
-                entry = json.dumps({"memory": isinstance(failure, OutOfMemory), "text": str(failure)})
+                entry = json.dumps({"memory": memory, "text": text})
                 # of two ranks that fail the first one is the cause
                 failure = _failure(self._store.compare_set("failed", "", entry)) or failure
             self._failure = failure

@@ -1,8 +1,7 @@
-"""The newest steps of each rank of a host, in memory that its peers can read at any time.
+"""The newest step of each rank of a host, in memory that its peers can read after its process is gone.
 
-A heartbeat is up to seconds old when a process is killed. Here a rank writes a word for each step, and the ranks of its
-host have mapped these words beforehand. They outlive the process, and they show whether a peer is in another collective
-than the one that a rank is about to enter. The memory has no name in a file system, so a killed process leaves nothing
+A heartbeat is up to seconds old when a process is killed. Here a rank writes one word for each step, and the ranks of
+its host have mapped that word beforehand. The memory has no name in a file system, so a killed process leaves nothing
 behind. Linux only; elsewhere, and between hosts and containers, heartbeats are all there is.
 """
 
@@ -12,15 +11,12 @@ import json
 import mmap
 import os
 import secrets
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _BYTES = 1 << 14
-_TOKEN, _STEP, _LENGTH, _RING = 0, 1, 2, 3  # words
-_KEPT = 16  # words of the ring: a peer may be that many steps ahead
-_TEXT = 8 * (_RING + _KEPT)  # where the text begins
+_TOKEN, _STEP, _LENGTH, _TEXT = 0, 1, 2, 24  # words, and where the text begins
 _CODES = 1 << 15  # names of steps that fit beside a number and `done` into one word
 
 Place = tuple[str, str, str]  # where, phase, detail
@@ -36,7 +32,6 @@ class StepBoard:
         self._words = memoryview(self._memory).cast("q")
         self._words[_TOKEN] = token = secrets.randbits(62)
         self._codes: dict[Place, int] = {}
-        self._sums: dict[Place, int] = {}
         self._text = b""
         self.address = json.dumps({"host": _host(), "path": f"/proc/{os.getpid()}/fd/{self._file}", "token": token})
 
@@ -53,15 +48,6 @@ class StepBoard:
         if code is None:
             code = self._named(place)
         self._words[_STEP] = (number << 16) | (code << 1) | done
-
-    def enter(self, number: int, place: Place) -> tuple[int, int]:
-        """Note a step that all ranks make. Returns an index of `PeerBoard.words` and the word of peers in this step."""
-        found = self._sums.get(place)
-        if found is None:
-            found = self._sums[place] = zlib.crc32(json.dumps(place).encode())
-        at, word = _RING + number % _KEPT, (number & 0x7FFFFFFF) << 32 | found
-        self._words[at] = word
-        return at, word
 
     def _named(self, place: Place) -> int:
         """The place's number, which begins at 1; 0 where there is no room left for its name."""
@@ -87,7 +73,6 @@ class PeerBoard:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self.words = memoryview(memory).cast("q")
 
     @classmethod
     def at(cls, address: str) -> PeerBoard | None:
@@ -104,21 +89,23 @@ class PeerBoard:
         except (OSError, ValueError):
             return None
         board = cls(memory)
-        return board if board.words[_TOKEN] == found["token"] else None
+        return board if board._word(_TOKEN) == found["token"] else None
 
     def read(self) -> tuple[int, Place, bool] | None:
         """Number, place and done of its newest step; None before the first one, or where its name found no room."""
-        word = self.words[_STEP]
+        word = self._word(_STEP)
         code = word >> 1 & _CODES - 1
-        lines = self._memory[_TEXT : _TEXT + self.words[_LENGTH]].splitlines()
+        lines = self._memory[_TEXT : _TEXT + self._word(_LENGTH)].splitlines()
         if not 0 < code <= len(lines):
             return None
         where, phase, detail = json.loads(lines[code - 1])
         return word >> 16, (where, phase, detail), bool(word & 1)
 
+    def _word(self, at: int) -> int:
+        return int.from_bytes(self._memory[8 * at : 8 * at + 8], "little", signed=True)
+
     def close(self) -> None:
         with suppress(BufferError, ValueError):
-            self.words.release()
             self._memory.close()
 
 
