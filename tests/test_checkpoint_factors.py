@@ -266,6 +266,25 @@ def test_routers_and_biases_are_finite(tmp_path):
     ],
 )
 def test_mxfp4_as_gpt_oss(end, change, sentence, quantization, tmp_path):
+    tensors = gpt_oss()
+    name = next(name for name in tensors if name.endswith(end))
+    tensors[name] = change(tensors[name])
+    write(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_gpt_oss(tmp_path, quantization)
+
+
+@pytest.mark.parametrize("quantization", ["none", "mxfp4"])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_two_sets_of_codes_are_refused(name, quantization, tmp_path):
+    """Blocks were taken, and the plain numbers beside them left out without a word."""
+    shape = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * INNER), "down_proj": (EXPERTS, INNER, HIDDEN)}[name]
+    write(tmp_path, gpt_oss() | {f"{BLOCK}.experts.{name}": torch.randn(shape)})
+    with pytest.raises(CheckpointError, match=rf"{name}_blocks is there, and .*experts\.{name} too; remove the one"):
+        load_gpt_oss(tmp_path, quantization)
+
+
+def gpt_oss() -> dict[str, Tensor]:
     tensors = {f"{BLOCK}.router.weight": torch.randn(EXPERTS, HIDDEN), f"{BLOCK}.router.bias": torch.randn(EXPERTS)}
     for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
         tensors |= {
@@ -273,13 +292,13 @@ def test_mxfp4_as_gpt_oss(end, change, sentence, quantization, tmp_path):
             f"{BLOCK}.experts.{name}_scales": torch.full((EXPERTS, rows, columns // 32), 124, dtype=torch.uint8),
             f"{BLOCK}.experts.{name}_bias": torch.randn(EXPERTS, rows),
         }
-    name = next(name for name in tensors if name.endswith(end))
-    tensors[name] = change(tensors[name])
-    write(tmp_path, tensors)
+    return tensors
+
+
+def load_gpt_oss(folder, quantization: str) -> MoELayer:
     routing = RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True)
     fields = {"activation": Activation.SWIGLU_CLAMPED, "expert_bias": True, "routing": routing}
-    with pytest.raises(CheckpointError, match=sentence):
-        load(tmp_path, quantization, torch.bfloat16, "gpt_oss", **fields)
+    return load(folder, quantization, torch.bfloat16, "gpt_oss", **fields)
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_block"])
