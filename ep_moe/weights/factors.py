@@ -95,6 +95,18 @@ def check_factors(tensors: Tensors, name: str, numbers: Tensor, *, positive: boo
         )
 
 
+def check_lost(tensors: Tensors, name: str, data: str, lost: int) -> None:
+    """Raise CheckpointError where factors of 0 would lose numbers that are not 0.
+
+    lost: how many
+    """
+    if lost:
+        raise CheckpointError(
+            f"{tensors.told(name)} has factors of 0 for {lost} numbers of {data} that are not 0; the checkpoint is "
+            f"damaged: fetch or export it again"
+        )
+
+
 def check_finite(told: str, numbers: Tensor) -> Tensor:
     """Numbers that must be finite. Raises CheckpointError."""
     good = torch.isfinite(numbers)
