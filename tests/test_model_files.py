@@ -308,6 +308,34 @@ def moved(folder, elsewhere, name):
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
 
 
+def indexed(folder, *left_out, single=False):
+    """The weights as one shard, and an index that leaves some out."""
+    tensors = load_file(folder / SINGLE)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, folder / "one.safetensors")
+    names = dict.fromkeys(tensors.keys() - set(left_out), "one.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    if not single:
+        (folder / SINGLE).unlink()
+
+
+def test_tensors_that_the_index_does_not_name(checkpoints, tmp_path):
+    """A tied head was taken from the embedding in silence, though the shard has another."""
+    shutil.copytree(checkpoints["qwen3_moe single"].folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / SINGLE) | {"lm_head.weight": torch.randn(64, 32)}
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    indexed(tmp_path, "lm_head.weight")
+    with pytest.warns(UserWarning, match=rf"lm_head\.weight, model.*q_proj\.bias is not loaded: {INDEX} does not name"):
+        load(tmp_path)
+
+
+def test_a_single_file_beside_shards_is_refused(checkpoints, tmp_path):
+    """transformers reads the single file, and the shards were read here."""
+    shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
+    indexed(tmp_path, single=True)
+    with pytest.raises(CheckpointError, match=rf"holds {SINGLE}, and {INDEX} with other files; remove the one"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../other/x.safetensors", "{other}/x.safetensors", "a/../../other/x.safetensors"])
 def test_names_that_leave_the_folder(name, checkpoints, tmp_path):
     folder, other = tmp_path / "model", tmp_path / "other"

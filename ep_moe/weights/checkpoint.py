@@ -30,7 +30,7 @@ from ep_moe.weights.kept import read_quantized, rounds_again, wrong_scheme
 from ep_moe.weights.matrices import CODES, stored_matrix
 from ep_moe.weights.names import our_name
 from ep_moe.weights.stored import PlainMatrix, StoredMatrix, input_scales
-from ep_moe.weights.unread import left_out, other_family
+from ep_moe.weights.unread import left_out, listed, other_family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -63,6 +63,7 @@ class CheckpointSource:
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
+        self._listed: dict[str, str] | None = None  # what the index names
         self._matrices: dict[tuple[str, bool, int], StoredMatrix] = {}
         self._foreign: dict[str, str] | None = None
         self.declared = read_declared(self.folder)
@@ -71,7 +72,7 @@ class CheckpointSource:
     def _index(self) -> dict[str, tuple[str, str]]:
         """Our name of a tensor -> (file, name in the file)."""
         if (self.folder / INDEX).is_file():
-            files = weight_map(self.folder / INDEX)
+            files = self._listed = weight_map(self.folder / INDEX)
         elif (self.folder / SINGLE).is_file():
             files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
@@ -84,6 +85,10 @@ class CheckpointSource:
             where[ours] = file, name
         for file in set(files.values()):
             file_inside(self.folder, file)
+        if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
+            raise CheckpointError(
+                f"{self.folder} holds {SINGLE}, and {INDEX} with other files; remove the one that is not meant"
+            )
         return where
 
     def _file(self, file: str) -> Any:
@@ -95,6 +100,8 @@ class CheckpointSource:
                 self._open[file] = safe_open(path, framework="pt")
             except Exception as error:
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+            if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
+                warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
         return self._open[file]
 
     def has(self, name: str) -> bool:
