@@ -367,10 +367,12 @@ def largest_input_scale(
     found = []
     for name, weight, reciprocal, layer, expert in input_scales(source.names(), names.block, ours):
         if (layers is None or layer in layers) and (num_experts is None or expert is None or expert < num_experts):
-            if (wrong := wrong_dtype(source, name, exponents=False)) is not None:
+            matrix = source.matrix(weight) if source.has(weight) else None
+            wrong = wrong_dtype(source, name, exponents=False) if matrix is None else matrix.wrong_input_scale()
+            if wrong is not None:
                 raise CheckpointError(f"{path}: {wrong}")
             scales = factors(source, name, positive=reciprocal)
-            ratio = 1.0 if top is None or not source.has(weight) else source.matrix(weight).input_range / top
+            ratio = 1.0 if top is None or matrix is None else matrix.input_range / top
             found.append(float((1 / scales if reciprocal else scales).max()) * ratio)
     if not found or max(found) == 0:
         raise CheckpointError(f"{path} has no input scales of experts: it was not calibrated; choose another wire")
