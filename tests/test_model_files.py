@@ -18,6 +18,7 @@ from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
 from ep_moe.integrations.transformers import load_pretrained, read_config, read_moe_config
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX, SINGLE, CheckpointSource
+from ep_moe.weights.unread import unexpected
 from tests.checkpoint_files import quiet, save, tiny_model, written
 
 transformers = pytest.importorskip("transformers")
@@ -97,15 +98,32 @@ def test_weights_that_the_model_has_no_place_for_are_one_warning(tied, tmp_path)
         "model.layers.7.input_layernorm.weight": torch.ones(32),
         "model.layers.8.input_layernorm.weight": torch.ones(32),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "vision_model.norm.weight": torch.ones(32),
+        "score.weight": torch.ones(2, 32),
     }
     folder = with_tensors(tied, tmp_path / "model", lambda t: t.update(more))
     with pytest.warns(UserWarning, match="is not loaded") as found:
         load(folder)
     (said,) = [str(one.message) for one in found if "is not loaded" in str(one.message)]
     assert "model.layers.0.self_attn.q_proj.bias, model.layers.{n}.input_layernorm.weight (2 tensors)" in said
+    assert "score.weight" in said
     assert "inv_freq" not in said
-    assert "vision" not in said
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_parts_are_those_of_a_multimodal_model(nested, tied, tmp_path):
+    """They are ignored where config.json has a text model in another, at whatever depth."""
+    more = {name: torch.ones(32) for name in ("vision_model.norm.weight", "model.visual.merger.norm.weight")}
+    folder = with_tensors(
+        tied, tmp_path / "model", lambda t: t.update(more | {"model.layers.7.norm.weight": torch.ones(32)})
+    )
+    model = load(tied)
+    if nested:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"model_type": "other", "text_config": config}))
+    said = unexpected(model, CheckpointSource(folder), ["model.layers.0.mlp", "model.layers.1.mlp"])
+    assert said is not None
+    assert "model.layers.7.norm.weight" in said
+    assert all((name in said) != nested for name in more)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4_text"])

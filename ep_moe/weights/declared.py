@@ -44,6 +44,7 @@ class Declared:
     asymmetric: every packed integer has a zero point
     exponents: a factor stored as a byte is a power of two (E8M0)
     layers: number of hidden layers, None where it is not stated
+    multimodal: the text model is a part of another
     """
 
     method: str = ""
@@ -53,6 +54,7 @@ class Declared:
     asymmetric: bool = False
     exponents: bool = False
     layers: int | None = None
+    multimodal: bool = False
 
     @property
     def said(self) -> str:
@@ -82,6 +84,7 @@ def read_declared(folder: Path) -> Declared:
         asymmetric=bool(packed) and all(group.get("symmetric") is False for group in packed),
         exponents=any(_EXPONENTS.search(one.lower()) for one in told),
         layers=layers if isinstance(layers, int) else None,
+        multimodal=len(texts) > 1,
     )
 
 
