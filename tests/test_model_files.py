@@ -256,6 +256,23 @@ def test_paths_that_are_none(path):
         load(path)
 
 
+@pytest.mark.parametrize(
+    "name", ["block_sparse_moe.experts.1.w3.weight", "block_sparse_moe.gate.weight", "self_attn.q_proj.weight"]
+)
+def test_numbers_that_a_dtype_cannot_hold(name, checkpoints, tmp_path):
+    """They became infinite without a word."""
+    shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / SINGLE)
+    full = next(one for one in tensors if one.endswith(f"layers.1.{name}"))
+    tensors[full][0, 0] = -1e6
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    load(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(
+        CheckpointError, match=r"has numbers up to 1e\+06, and torch\.float16 ends at 6\.55e\+04; choose"
+    ):
+        load(tmp_path, dtype=torch.float16)
+
+
 def test_dtypes_that_no_model_has(checkpoints):
     with pytest.raises(ConfigError, match=r"dtype must be torch\.bfloat16, .*got torch\.int8"):
         load(checkpoints["mixtral single"].folder, dtype=torch.int8)

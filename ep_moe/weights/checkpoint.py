@@ -21,7 +21,7 @@ from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
 from ep_moe.weights.checkpoint_checks import Found, checked
 from ep_moe.weights.declared import Declared, foreign, read_declared
-from ep_moe.weights.factors import check_finite, factors, wrong_dtype
+from ep_moe.weights.factors import check_finite, check_fits, factors, wrong_dtype
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.folder import file_inside, weight_map
 from ep_moe.weights.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
@@ -412,7 +412,8 @@ def _expert(
     is, else its numbers, quantised here where the layer is."""
     weights, config, etp = layer.expert_weights, layer.config, layer.expert_weights.etp
     if weights.scheme.plain:
-        return found.read(source, block, config, expert, inner)
+        plain = found.read(source, block, config, expert, inner)
+        return {n: check_fits(f"{block}, expert {expert}, {n}", numbers, weights.dtype) for n, numbers in plain.items()}
     return read_quantized(
         found,
         source,
@@ -431,7 +432,9 @@ def _read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNam
     if isinstance(layer.router, Router):
         for key, tensor in layer.router.state_dict().items():
             full = f"{block}.{names.router[key]}"
-            tensor.copy_(check_finite(source.told(full), source.read(full)))
+            numbers = check_finite(source.told(full), source.read(full))
+            tensor.copy_(check_fits(source.told(full), numbers, tensor.dtype))
     if layer.shared_experts is not None and names.shared is not None:
         for key, tensor in layer.shared_experts.state_dict().items():
-            tensor.copy_(source.read(f"{block}.{names.shared}.{key}"))
+            full = f"{block}.{names.shared}.{key}"
+            tensor.copy_(check_fits(source.told(full), source.read(full), tensor.dtype))

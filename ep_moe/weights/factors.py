@@ -118,6 +118,19 @@ def check_finite(told: str, numbers: Tensor) -> Tensor:
     return numbers
 
 
+def check_fits(told: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that a layer's dtype must hold: those of float16 end at 65504. Raises CheckpointError."""
+    narrower = dtype == torch.float16 or numbers.dtype == torch.float64
+    if not narrower or numbers.dtype == dtype or not numbers.numel():
+        return numbers
+    largest, top = numbers.abs().nan_to_num(posinf=0.0).amax().item(), torch.finfo(dtype).max
+    if largest > top:
+        raise CheckpointError(
+            f"{told} has numbers up to {largest:.4g}, and {dtype} ends at {top:.4g}; choose another dtype"
+        )
+    return numbers
+
+
 def check_codes(tensors: Tensors, name: str, codes: Tensor) -> None:
     """E4M3 codes: none is NaN. Raises CheckpointError."""
     wrong = (codes.view(torch.uint8) & 0x7F) == 0x7F
