@@ -227,6 +227,11 @@ def nvfp4(rows: int, columns: int, generator: torch.Generator) -> dict[str, Tens
         (nvfp4, "weight_scale_2", torch.tensor(float("inf")), "nvfp4", "must be finite.*got inf"),
         (nvfp4, "weight_scale_2", torch.ones(2), "none", r"must have shape \[\], got \[2\]"),
         (nvfp4, "weight_scale_2", torch.ones((), dtype=torch.int32), "none", "must be factors in float32"),
+        (int4, "weight_scale", torch.zeros(INNER, 2).bfloat16(), "none", "has factors of 0 for .* that are not 0"),
+        (int4, "weight_scale", torch.zeros(INNER, 2).bfloat16(), "int4_fp8", "has factors of 0 for .* that are not 0"),
+        (nvfp4, "weight_scale", torch.zeros(INNER, 16).to(FP8), "none", "has factors of 0 for .* that are not 0"),
+        (nvfp4, "weight_scale_2", torch.tensor(0.0), "none", "has factors of 0 for .* that are not 0"),
+        (nvfp4, "weight_scale_2", torch.tensor(0.0), "nvfp4", "has factors of 0 for .* that are not 0"),
         (nvfp4, "input_scale", torch.tensor(0.0), "nvfp4", "must be finite and greater than 0, got 0"),
         (nvfp4, "input_scale", torch.tensor(float("nan")), "nvfp4", "must be finite.*got nan"),
         (nvfp4, "input_scale", torch.ones((), dtype=torch.uint8), "nvfp4", "must be factors in float32.*got U8"),
@@ -238,6 +243,14 @@ def test_each_companion_is_looked_at(make, end, value, quantization, sentence, t
     write(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*experts\.1\.up_proj\.{end} {sentence}"):
         load(tmp_path, quantization, torch.bfloat16)
+
+
+def test_a_scale_of_nvfp4_that_rounds_to_0(tmp_path):
+    """That of a block whose numbers are small beside the matrix's."""
+    tensors = each(nvfp4)
+    tensors[f"{ONE}.weight_scale"].view(torch.uint8)[:, 3] = 0
+    write(tmp_path, tensors)
+    assert (stored(load(tmp_path, "none"), 1)["w13"][INNER:, 48:64] == 0).all()
 
 
 def test_routers_and_biases_are_finite(tmp_path):
@@ -266,6 +279,25 @@ def test_routers_and_biases_are_finite(tmp_path):
     ],
 )
 def test_mxfp4_as_gpt_oss(end, change, sentence, quantization, tmp_path):
+    tensors = gpt_oss()
+    name = next(name for name in tensors if name.endswith(end))
+    tensors[name] = change(tensors[name])
+    write(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_gpt_oss(tmp_path, quantization)
+
+
+@pytest.mark.parametrize("quantization", ["none", "mxfp4"])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_two_sets_of_codes_are_refused(name, quantization, tmp_path):
+    """Blocks were taken, and the plain numbers beside them left out without a word."""
+    shape = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * INNER), "down_proj": (EXPERTS, INNER, HIDDEN)}[name]
+    write(tmp_path, gpt_oss() | {f"{BLOCK}.experts.{name}": torch.randn(shape)})
+    with pytest.raises(CheckpointError, match=rf"{name}_blocks is there, and .*experts\.{name} too; remove the one"):
+        load_gpt_oss(tmp_path, quantization)
+
+
+def gpt_oss() -> dict[str, Tensor]:
     tensors = {f"{BLOCK}.router.weight": torch.randn(EXPERTS, HIDDEN), f"{BLOCK}.router.bias": torch.randn(EXPERTS)}
     for name, rows, columns in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
         tensors |= {
@@ -273,13 +305,13 @@ def test_mxfp4_as_gpt_oss(end, change, sentence, quantization, tmp_path):
             f"{BLOCK}.experts.{name}_scales": torch.full((EXPERTS, rows, columns // 32), 124, dtype=torch.uint8),
             f"{BLOCK}.experts.{name}_bias": torch.randn(EXPERTS, rows),
         }
-    name = next(name for name in tensors if name.endswith(end))
-    tensors[name] = change(tensors[name])
-    write(tmp_path, tensors)
+    return tensors
+
+
+def load_gpt_oss(folder, quantization: str) -> MoELayer:
     routing = RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True)
     fields = {"activation": Activation.SWIGLU_CLAMPED, "expert_bias": True, "routing": routing}
-    with pytest.raises(CheckpointError, match=sentence):
-        load(tmp_path, quantization, torch.bfloat16, "gpt_oss", **fields)
+    return load(folder, quantization, torch.bfloat16, "gpt_oss", **fields)
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_block"])

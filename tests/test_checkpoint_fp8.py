@@ -226,6 +226,20 @@ def test_input_scales_are_numbers(number, sentence, tmp_path):
         largest_input_scale(tmp_path, "qwen3_moe")
 
 
+def test_one_input_scale_for_each_matrix(tmp_path):
+    """The larger of two numbers, or of two names, was taken for the range of rows."""
+    matrices = experts()
+    matrices[1]["gate_proj"]["input_scale"] = torch.tensor([0.25, 5.0])
+    save(tmp_path, matrices)
+    with pytest.raises(CheckpointError, match=r"experts\.1\.gate_proj\.input_scale must have shape \[\], got \[2\]"):
+        largest_input_scale(tmp_path, "qwen3_moe")
+    matrices = experts()
+    matrices[1]["gate_proj"]["activation_scale"] = torch.tensor(5.0)
+    save(tmp_path, matrices)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.input_scale is there, and .*activation_scale too; remove"):
+        largest_input_scale(tmp_path, "qwen3_moe")
+
+
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, ()), (torch.float64, (1,)), (torch.float16, (1, 1))])
 def test_input_scales_of_any_float_dtype(dtype, shape, tmp_path):
     matrices = experts()

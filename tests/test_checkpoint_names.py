@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -517,12 +518,25 @@ def test_other_pack_quantized_is_named(change, sentence, tmp_path):
         load(tmp_path, "deepseek_v3")
 
 
-def test_bits_that_config_states_are_named(tmp_path):
-    tensors, _ = kimi(32)
-    weights = {"num_bits": 8, "group_size": 32, "symmetric": True, "strategy": "group"}
+STATED = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, "strategy": "group"}
+
+
+@pytest.mark.parametrize(
+    ("group", "stated", "sentence"),
+    [
+        (32, {"num_bits": 8}, "pack-quantized with 8 bits, which is not read"),
+        (64, {}, r"weight_scale has a factor for each 64 columns, and config\.json states group_size 32"),
+        (32, {"group_size": None, "strategy": "channel"}, r"each 32 columns, and config\.json states group_size 256"),
+        (32, {"symmetric": False}, r"has no zero points, and config\.json states symmetric: false"),
+        (32, {}, None),
+    ],
+)
+def test_what_config_states_of_integers(group, stated, sentence, tmp_path):
+    tensors, _ = kimi(group)
+    weights = STATED | stated
     how = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
     write(tmp_path, tensors, how, "deepseek_v3")
-    with pytest.raises(CheckpointError, match="pack-quantized with 8 bits, which is not read"):
+    with pytest.raises(CheckpointError, match=sentence) if sentence else contextlib.nullcontext():
         load(tmp_path, "deepseek_v3")
 
 

@@ -18,6 +18,7 @@ from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
 from ep_moe.integrations.transformers import load_pretrained, read_config, read_moe_config
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.checkpoint import INDEX, SINGLE, CheckpointSource
+from ep_moe.weights.unread import unexpected
 from tests.checkpoint_files import quiet, save, tiny_model, written
 
 transformers = pytest.importorskip("transformers")
@@ -97,15 +98,32 @@ def test_weights_that_the_model_has_no_place_for_are_one_warning(tied, tmp_path)
         "model.layers.7.input_layernorm.weight": torch.ones(32),
         "model.layers.8.input_layernorm.weight": torch.ones(32),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "vision_model.norm.weight": torch.ones(32),
+        "score.weight": torch.ones(2, 32),
     }
     folder = with_tensors(tied, tmp_path / "model", lambda t: t.update(more))
     with pytest.warns(UserWarning, match="is not loaded") as found:
         load(folder)
     (said,) = [str(one.message) for one in found if "is not loaded" in str(one.message)]
     assert "model.layers.0.self_attn.q_proj.bias, model.layers.{n}.input_layernorm.weight (2 tensors)" in said
+    assert "score.weight" in said
     assert "inv_freq" not in said
-    assert "vision" not in said
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_parts_are_those_of_a_multimodal_model(nested, tied, tmp_path):
+    """They are ignored where config.json has a text model in another, at whatever depth."""
+    more = {name: torch.ones(32) for name in ("vision_model.norm.weight", "model.visual.merger.norm.weight")}
+    folder = with_tensors(
+        tied, tmp_path / "model", lambda t: t.update(more | {"model.layers.7.norm.weight": torch.ones(32)})
+    )
+    model = load(tied)
+    if nested:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"model_type": "other", "text_config": config}))
+    said = unexpected(model, CheckpointSource(folder), ["model.layers.0.mlp", "model.layers.1.mlp"])
+    assert said is not None
+    assert "model.layers.7.norm.weight" in said
+    assert all((name in said) != nested for name in more)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4_text"])
@@ -238,6 +256,23 @@ def test_paths_that_are_none(path):
         load(path)
 
 
+@pytest.mark.parametrize(
+    "name", ["block_sparse_moe.experts.1.w3.weight", "block_sparse_moe.gate.weight", "self_attn.q_proj.weight"]
+)
+def test_numbers_that_a_dtype_cannot_hold(name, checkpoints, tmp_path):
+    """They became infinite without a word."""
+    shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / SINGLE)
+    full = next(one for one in tensors if one.endswith(f"layers.1.{name}"))
+    tensors[full][0, 0] = -1e6
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    load(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(
+        CheckpointError, match=r"has numbers up to 1e\+06, and torch\.float16 ends at 6\.55e\+04; choose"
+    ):
+        load(tmp_path, dtype=torch.float16)
+
+
 def test_dtypes_that_no_model_has(checkpoints):
     with pytest.raises(ConfigError, match=r"dtype must be torch\.bfloat16, .*got torch\.int8"):
         load(checkpoints["mixtral single"].folder, dtype=torch.int8)
@@ -306,6 +341,34 @@ def moved(folder, elsewhere, name):
     shutil.move(folder / SINGLE, elsewhere / "x.safetensors")
     names = load_file(elsewhere / "x.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
+
+
+def indexed(folder, *left_out, single=False):
+    """The weights as one shard, and an index that leaves some out."""
+    tensors = load_file(folder / SINGLE)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, folder / "one.safetensors")
+    names = dict.fromkeys(tensors.keys() - set(left_out), "one.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    if not single:
+        (folder / SINGLE).unlink()
+
+
+def test_tensors_that_the_index_does_not_name(checkpoints, tmp_path):
+    """A tied head was taken from the embedding in silence, though the shard has another."""
+    shutil.copytree(checkpoints["qwen3_moe single"].folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / SINGLE) | {"lm_head.weight": torch.randn(64, 32)}
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    indexed(tmp_path, "lm_head.weight")
+    with pytest.warns(UserWarning, match=rf"lm_head\.weight, model.*q_proj\.bias is not loaded: {INDEX} does not name"):
+        load(tmp_path)
+
+
+def test_a_single_file_beside_shards_is_refused(checkpoints, tmp_path):
+    """transformers reads the single file, and the shards were read here."""
+    shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
+    indexed(tmp_path, single=True)
+    with pytest.raises(CheckpointError, match=rf"holds {SINGLE}, and {INDEX} with other files; remove the one"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../other/x.safetensors", "{other}/x.safetensors", "a/../../other/x.safetensors"])

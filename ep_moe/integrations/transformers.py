@@ -43,6 +43,7 @@ from ep_moe.weights.checkpoint import (
     read_experts,
 )
 from ep_moe.weights.declared import foreign_refusal
+from ep_moe.weights.factors import check_fits
 from ep_moe.weights.families import names_of
 from ep_moe.weights.formats import NUMBERS, find_format
 from ep_moe.weights.hub import HubOptions, model_folder
@@ -441,7 +442,7 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 and "
                 f"fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"
             )
-        tensor.copy_(source.read(name))
+        tensor.copy_(check_fits(source.told(name), source.read(name), tensor.dtype))
     # ties to what the file has; two that differ stay apart, with transformers' own warning
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if missing:

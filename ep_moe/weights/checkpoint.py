@@ -21,7 +21,7 @@ from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
 from ep_moe.weights.checkpoint_checks import Found, checked
 from ep_moe.weights.declared import Declared, foreign, read_declared
-from ep_moe.weights.factors import check_finite, factors, wrong_dtype
+from ep_moe.weights.factors import check_finite, check_fits, factors, wrong_dtype
 from ep_moe.weights.families import CheckpointNames, names_of
 from ep_moe.weights.folder import file_inside, weight_map
 from ep_moe.weights.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
@@ -30,7 +30,7 @@ from ep_moe.weights.kept import read_quantized, rounds_again, wrong_scheme
 from ep_moe.weights.matrices import CODES, stored_matrix
 from ep_moe.weights.names import our_name
 from ep_moe.weights.stored import PlainMatrix, StoredMatrix, input_scales
-from ep_moe.weights.unread import left_out, other_family
+from ep_moe.weights.unread import left_out, listed, other_family
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -63,6 +63,7 @@ class CheckpointSource:
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
+        self._listed: dict[str, str] | None = None  # what the index names
         self._matrices: dict[tuple[str, bool, int], StoredMatrix] = {}
         self._foreign: dict[str, str] | None = None
         self.declared = read_declared(self.folder)
@@ -71,7 +72,7 @@ class CheckpointSource:
     def _index(self) -> dict[str, tuple[str, str]]:
         """Our name of a tensor -> (file, name in the file)."""
         if (self.folder / INDEX).is_file():
-            files = weight_map(self.folder / INDEX)
+            files = self._listed = weight_map(self.folder / INDEX)
         elif (self.folder / SINGLE).is_file():
             files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
@@ -84,6 +85,10 @@ class CheckpointSource:
             where[ours] = file, name
         for file in set(files.values()):
             file_inside(self.folder, file)
+        if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
+            raise CheckpointError(
+                f"{self.folder} holds {SINGLE}, and {INDEX} with other files; remove the one that is not meant"
+            )
         return where
 
     def _file(self, file: str) -> Any:
@@ -95,6 +100,8 @@ class CheckpointSource:
                 self._open[file] = safe_open(path, framework="pt")
             except Exception as error:
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+            if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
+                warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
         return self._open[file]
 
     def has(self, name: str) -> bool:
@@ -360,10 +367,12 @@ def largest_input_scale(
     found = []
     for name, weight, reciprocal, layer, expert in input_scales(source.names(), names.block, ours):
         if (layers is None or layer in layers) and (num_experts is None or expert is None or expert < num_experts):
-            if (wrong := wrong_dtype(source, name, exponents=False)) is not None:
+            matrix = source.matrix(weight) if source.has(weight) else None
+            wrong = wrong_dtype(source, name, exponents=False) if matrix is None else matrix.wrong_input_scale()
+            if wrong is not None:
                 raise CheckpointError(f"{path}: {wrong}")
             scales = factors(source, name, positive=reciprocal)
-            ratio = 1.0 if top is None or not source.has(weight) else source.matrix(weight).input_range / top
+            ratio = 1.0 if top is None or matrix is None else matrix.input_range / top
             found.append(float((1 / scales if reciprocal else scales).max()) * ratio)
     if not found or max(found) == 0:
         raise CheckpointError(f"{path} has no input scales of experts: it was not calibrated; choose another wire")
@@ -403,7 +412,8 @@ def _expert(
     is, else its numbers, quantised here where the layer is."""
     weights, config, etp = layer.expert_weights, layer.config, layer.expert_weights.etp
     if weights.scheme.plain:
-        return found.read(source, block, config, expert, inner)
+        plain = found.read(source, block, config, expert, inner)
+        return {n: check_fits(f"{block}, expert {expert}, {n}", numbers, weights.dtype) for n, numbers in plain.items()}
     return read_quantized(
         found,
         source,
@@ -422,7 +432,9 @@ def _read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNam
     if isinstance(layer.router, Router):
         for key, tensor in layer.router.state_dict().items():
             full = f"{block}.{names.router[key]}"
-            tensor.copy_(check_finite(source.told(full), source.read(full)))
+            numbers = check_finite(source.told(full), source.read(full))
+            tensor.copy_(check_fits(source.told(full), numbers, tensor.dtype))
     if layer.shared_experts is not None and names.shared is not None:
         for key, tensor in layer.shared_experts.state_dict().items():
-            tensor.copy_(source.read(f"{block}.{names.shared}.{key}"))
+            full = f"{block}.{names.shared}.{key}"
+            tensor.copy_(check_fits(source.told(full), source.read(full), tensor.dtype))

@@ -40,15 +40,21 @@ class Declared:
     method: the name of the quantisation, "" where none is stated
     blocks: sizes of the blocks with a factor of their own, (rows, columns)
     bits: of the packed integers
+    groups: columns with a factor in common in packed integers, 0 for a whole row
+    asymmetric: every packed integer has a zero point
     exponents: a factor stored as a byte is a power of two (E8M0)
     layers: number of hidden layers, None where it is not stated
+    multimodal: the text model is a part of another
     """
 
     method: str = ""
     blocks: tuple[tuple[int, int], ...] = ()
     bits: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()
+    asymmetric: bool = False
     exponents: bool = False
     layers: int | None = None
+    multimodal: bool = False
 
     @property
     def said(self) -> str:
@@ -69,12 +75,16 @@ def read_declared(folder: Path) -> Declared:
     groups = [group for one in found for group in _weight_groups(one)]
     sizes = [one.get("weight_block_size") for one in found] + [group.get("block_structure") for group in groups]
     told = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
+    packed = [group for group in groups if group.get("type", "int") == "int" and "num_bits" in group]
     return Declared(
         method=" ".join(dict.fromkeys(names)),
         blocks=tuple(dict.fromkeys(pair for size in sizes if (pair := _pair(size)) is not None)),
         bits=frozenset(bits for group in groups if isinstance(bits := group.get("num_bits"), int)),
+        groups=frozenset(max(0, _whole(group.get("group_size"))) for group in packed),
+        asymmetric=bool(packed) and all(group.get("symmetric") is False for group in packed),
         exponents=any(_EXPONENTS.search(one.lower()) for one in told),
         layers=layers if isinstance(layers, int) else None,
+        multimodal=len(texts) > 1,
     )
 
 
@@ -116,6 +126,10 @@ def _weight_groups(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and isinstance(group.get("weights"), dict):
             yield group["weights"] | {"format": group.get("format") or ""}
+
+
+def _whole(size: Any) -> int:
+    return size if type(size) is int else 0
 
 
 def _pair(size: Any) -> tuple[int, int] | None:

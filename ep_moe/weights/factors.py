@@ -95,6 +95,18 @@ def check_factors(tensors: Tensors, name: str, numbers: Tensor, *, positive: boo
         )
 
 
+def check_lost(tensors: Tensors, name: str, data: str, lost: int) -> None:
+    """Raise CheckpointError where factors of 0 would lose numbers that are not 0.
+
+    lost: how many
+    """
+    if lost:
+        raise CheckpointError(
+            f"{tensors.told(name)} has factors of 0 for {lost} numbers of {data} that are not 0; the checkpoint is "
+            f"damaged: fetch or export it again"
+        )
+
+
 def check_finite(told: str, numbers: Tensor) -> Tensor:
     """Numbers that must be finite. Raises CheckpointError."""
     good = torch.isfinite(numbers)
@@ -102,6 +114,19 @@ def check_finite(told: str, numbers: Tensor) -> Tensor:
         raise CheckpointError(
             f"{told} must be finite, got {numbers[~good].flatten()[0].item()} at {int((~good).sum())} of "
             f"{numbers.numel()} places that were read; the checkpoint is damaged: fetch or export it again"
+        )
+    return numbers
+
+
+def check_fits(told: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that a layer's dtype must hold: those of float16 end at 65504. Raises CheckpointError."""
+    narrower = dtype == torch.float16 or numbers.dtype == torch.float64
+    if not narrower or numbers.dtype == dtype or not numbers.numel():
+        return numbers
+    largest, top = numbers.abs().nan_to_num(posinf=0.0).amax().item(), torch.finfo(dtype).max
+    if largest > top:
+        raise CheckpointError(
+            f"{told} has numbers up to {largest:.4g}, and {dtype} ends at {top:.4g}; choose another dtype"
         )
     return numbers
 

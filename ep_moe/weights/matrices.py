@@ -15,6 +15,11 @@ CODES = ("_packed", "_blocks")
 def stored_matrix(tensors: Tensors, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
     """The matrix `name`, or those of all experts. Raises CheckpointError where it cannot be told."""
     packed = f"{name}_packed"
+    present = [each for each in (name, *(f"{name}{end}" for end in CODES)) if tensors.holds(each)]
+    if len(present) > 1:
+        raise CheckpointError(
+            f"{tensors.told(present[1])} is there, and {present[0]} too; remove the one that is not meant"
+        )
     if tensors.holds(f"{name}_blocks"):
         return Mxfp4Matrix(tensors, name, blocks=True, transposed=transposed, stacked=stacked)
     if tensors.holds(packed):
@@ -28,8 +33,6 @@ def stored_matrix(tensors: Tensors, name: str, *, transposed: bool = False, stac
 
 
 def _packed_matrix(tensors: Tensors, name: str, packed: str, transposed: bool, stacked: int) -> StoredMatrix:
-    if tensors.holds(name):
-        raise CheckpointError(f"{tensors.told(packed)} is there, and {name} too; remove the one that is not meant")
     dtype, shape = tensors.header(packed)
     if len(shape) > 1 and any(map(tensors.holds, beside_of(name, "_global_scale"))) and dtype == "U8":
         return Nvfp4Matrix(tensors, name, packed=True, transposed=transposed, stacked=stacked)

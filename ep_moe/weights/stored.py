@@ -90,14 +90,21 @@ class StoredMatrix(ABC):
 
     def wrong_input_scale(self) -> str | None:
         """None, or why the calibrated factor cannot be read. One must be there."""
+        found = [pair[0] for pair in self._input_scales() if self.tensors.holds(pair[0])]
+        if len(found) > 1:
+            told = self.tensors.told(found[0])
+            return f"{told} is there, and {' and '.join(found[1:])} too; remove what is not meant"
         name = self.input_scale_name
         _, shape = self.tensors.header(name)
         if torch.Size(shape).numel() != 1 and (len(self.shape) == 2 or shape[:1] != self.shape[:1] or len(shape) != 1):
             return f"{self.tensors.told(name)} must have shape [], got {list(shape)}"
         return wrong_dtype(self.tensors, name, exponents=False)
 
+    def _input_scales(self) -> list[tuple[str, bool]]:
+        return [(f"{_stem(self.name)}{end}", reciprocal) for end, reciprocal in _INPUT_SCALES]
+
     def _input_scale(self) -> tuple[str, bool]:
-        found = [(f"{_stem(self.name)}{end}", reciprocal) for end, reciprocal in _INPUT_SCALES]
+        found = self._input_scales()
         return next((pair for pair in found if self.tensors.holds(pair[0])), found[0])
 
     # --- for subclasses ---

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ep_moe.errors import CheckpointError
 from ep_moe.weights.dequantize import INT4_GROUP
-from ep_moe.weights.factors import Tensors, check_factors, scalar_factor, wrong_dtype
+from ep_moe.weights.factors import Tensors, check_factors, check_lost, scalar_factor, wrong_dtype
 from ep_moe.weights.microscale import (
     MX_BLOCK,
     NVFP4_BLOCK,
@@ -126,7 +126,12 @@ class Nvfp4Matrix(_Packed):
         scale = self._raw(self.scale, rows, self._blocks(columns), expert).contiguous()
         check_factors(self.tensors, self.scale, scale.float())
         number = scalar_factor(self.tensors, self.global_scale, expert, positive=self.reciprocal)
-        return self._data(rows, columns, expert), scale, number
+        data = self._data(rows, columns, expert)
+        # the scale of a block of small numbers may round to 0, those of a whole matrix cannot
+        if number == 0 or not scale.float().any():
+            lost = int((dequantize_nvfp4(data, torch.ones_like(scale), 1.0) != 0).sum())
+            check_lost(self.tensors, self.global_scale if number == 0 else self.scale, self.data, lost)
+        return data, scale, number
 
 
 class Mxfp4Matrix(_Packed):
@@ -228,7 +233,20 @@ class Int4Matrix(_Packed):
                 f"{told} is compressed-tensors pack-quantized with {what}, which is not read: only 4 bits, eight to a "
                 f"word, are; dequantise the checkpoint to bf16 first"
             )
-        return self._wrong_blocks() or wrong_dtype(self.tensors, self.scale, exponents=False)
+        return self._wrong_blocks() or self._wrong_stated() or wrong_dtype(self.tensors, self.scale, exponents=False)
+
+    def _wrong_stated(self) -> str | None:
+        """What config.json says of the numbers, and the tensors do not."""
+        declared, told = self.tensors.declared, self.tensors.told(self.data)
+        if declared.asymmetric:
+            return f"{told} has no zero points, and config.json states symmetric: false; fetch the checkpoint again"
+        groups = {size or self.shape[-1] for size in declared.groups}
+        if groups and self.block not in groups:
+            return (
+                f"{self.tensors.told(self.scale)} has a factor for each {self.block} columns, and config.json states "
+                f"group_size {' and '.join(map(str, sorted(groups)))}; fetch the checkpoint again"
+            )
+        return None
 
     def keeps(self, scheme: str) -> bool:
         return _GROUPS.get(scheme) == self.block and self.tensors.header(self.scale)[0] == "BF16"
@@ -248,7 +266,10 @@ class Int4Matrix(_Packed):
         """Two's complement nibbles and scales."""
         scale = self._raw(self.scale, rows, self._blocks(columns), expert)
         check_factors(self.tensors, self.scale, scale.float())
-        return {"": self._data(rows, columns, expert).view(torch.uint8) ^ 0x88, "_scale": scale}
+        data = self._data(rows, columns, expert).view(torch.uint8) ^ 0x88
+        if (scale == 0).any():
+            check_lost(self.tensors, self.scale, self.data, int((dequantize_int4(data, scale == 0) != 0).sum()))
+        return {"": data, "_scale": scale}
 
 
 def _present(tensors: Tensors, name: str, end: str) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.errors import CheckpointError
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
-from ep_moe.weights.factors import EXPONENTS, Tensors, check_codes, factors, scalar_factor, wrong_dtype
+from ep_moe.weights.factors import EXPONENTS, Tensors, check_codes, check_lost, factors, scalar_factor, wrong_dtype
 from ep_moe.weights.microscale import MX_BLOCK
 from ep_moe.weights.stored import ALL, StoredMatrix, beside_of, span
 
@@ -159,8 +158,4 @@ class ScaledFp8(StoredMatrix):
         """A factor of 0 belongs to zeros: others would be lost."""
         if (scale == 0).any():
             lost = self._spread((codes.float() != 0).float(), (scale == 0).float(), rows, columns)
-            if lost.any():
-                raise CheckpointError(
-                    f"{self.tensors.told(self.scale)} has factors of 0 for {int(lost.sum())} numbers of {self.data} "
-                    f"that are not 0; the checkpoint is damaged: fetch or export it again"
-                )
+            check_lost(self.tensors, self.scale, self.data, int(lost.sum()))

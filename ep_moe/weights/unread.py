@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ep_moe.errors import CheckpointError
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router
+from ep_moe.weights.declared import Declared
 from ep_moe.weights.families import ALIASES, CheckpointNames
 from ep_moe.weights.folder import read_object
 from ep_moe.weights.formats import ExpertFormat, Source
@@ -113,6 +114,9 @@ def other_family(folder: Path, family: str) -> list[str]:
 
 
 class _Listed(Protocol):
+    @property
+    def declared(self) -> Declared: ...
+
     def names(self) -> list[str]: ...
 
     def companions(self, name: str) -> tuple[str, ...]: ...
@@ -125,13 +129,16 @@ def unexpected(model: Any, source: _Listed, blocks: Iterable[str]) -> str | None
     """
     known = set(model.state_dict())
     known |= {companion for name in known for companion in source.companions(name)}
-    roots = {name.partition(".")[0] for name in known}
+    parts = {_part(name) for name in known}
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
     inside = tuple(f"{block}." for block in blocks)
-    extra = [
-        name
-        for name in source.names()
-        if name.partition(".")[0] in roots and name not in known and not name.startswith(inside)
-    ]
+    extra = [name for name in source.names() if name not in known and not name.startswith(inside)]
+    if source.declared.multimodal:
+        extra = [name for name in extra if _part(name) in parts]
     extra = [n for n in extra if not _HARMLESS.search(n) and not any(each.search(n) for each in ignored)]
     return f"{listed(extra)} is not loaded: {type(model).__name__} has no such weights" if extra else None
+
+
+def _part(name: str) -> str:
+    """The part of a model that a tensor belongs to, such as `model.layers` or `lm_head.weight`."""
+    return ".".join(name.split(".")[:2])
