@@ -308,7 +308,7 @@ def fused_ids_off_by_one(layer: MoELayer) -> None:
 
 
 def logical_ids_for_physical(layer: MoELayer) -> None:
-    layer.placement.forward = lambda routing: PhysicalRouting(PhysicalIds(routing.ids), routing.weights)
+    layer.placement.forward = lambda routing, *_: PhysicalRouting(PhysicalIds(routing.ids), routing.weights)
 
 
 def weights_forgotten(layer: MoELayer) -> None:

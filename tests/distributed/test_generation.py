@@ -23,7 +23,7 @@ LAYOUTS = {
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 WAYS = {
     "greedy": {},
-    "static cache": {"cache_implementation": "static"},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
     "no cache": {"use_cache": False},
     "beams": {"num_beams": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 2},

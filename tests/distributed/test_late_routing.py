@@ -34,7 +34,7 @@ class Late:
         self.looks, self._forward = 0, placement.forward
         placement.forward = self.forward
 
-    def forward(self, routing: Routing) -> LateRouting:
+    def forward(self, routing: Routing, mask: object = None) -> LateRouting:
         return LateRouting(routing.ids, routing.weights, SimpleNamespace(place=partial(self._place, routing.weights)))
 
     def _place(self, weights: torch.Tensor, ids: LogicalIds) -> torch.Tensor:

@@ -96,7 +96,7 @@ def a_stale_replica(layer: MoELayer) -> None:
 
 
 def logical_ids_taken_for_physical(layer: MoELayer) -> None:
-    layer.placement.forward = lambda routing: PhysicalRouting(PhysicalIds(routing.ids), routing.weights)
+    layer.placement.forward = lambda routing, *_: PhysicalRouting(PhysicalIds(routing.ids), routing.weights)
 
 
 @distributed(2)
