@@ -73,7 +73,8 @@ def test_what_ends_a_sequence_and_who_looks_on(world_size):
 
     with context:
         ids = prompt(context.layout, 1)
-        stop = [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= 8 + 3 * context.layout.dp_rank)]
+        length = 8 + 3 * context.layout.dp_rank
+        stop = [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= length, device=ids.device)]
         found, expected = (
             m.generate(
                 ids, max_new_tokens=9, stopping_criteria=stop, streamer=s, return_dict_in_generate=True, **GREEDY
@@ -127,7 +128,7 @@ def test_a_rank_without_sequences_and_one_that_raises(world_size):
         def broken(ids, scores, **_):
             if ids.shape[1] >= 7:
                 raise ValueError("planted")
-            return torch.zeros(len(ids), dtype=torch.bool)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         if context.layout.dp_rank:
             with pytest.raises(ValueError, match="planted"):
@@ -208,7 +209,7 @@ def test_an_idle_step(family, world_size):
         ids, busy = prompt(context.layout, 2), context.layout.dp_rank == 1
         with torch.no_grad():
             found = model(ids).logits if busy else idle_step(model)
-            expected = plain(ids).logits if busy else torch.zeros(())
+            expected = plain(ids).logits if busy else torch.zeros((), device=found.device)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         tokens = [sum(layer.stats().expert_load) / layer.config.top_k for layer in moe_layers(model)]
         assert tokens == [2 * 6] * len(tokens)

@@ -133,6 +133,10 @@ def test_padding_of_a_model(family, world_size):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context, torch.no_grad():
             model = expert_parallel(tiny_model(family).to(rank_device()), context)
             ids, mask = padded(context.layout)
+            try:
+                plain(ids, attention_mask=mask)
+            except TypeError as error:  # transformers 5.17's own Llama-4 takes no padding
+                pytest.skip(f"transformers itself fails: {error}")
             tokens = 21 + 27 * (context.layout.dp - 1)
             expected, found = (m(ids, attention_mask=mask).logits for m in (plain, model))
             torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=BOUND, atol=BOUND)
@@ -158,8 +162,12 @@ def test_padding_in_training_is_computed_and_not_counted(world_size):
             model = expert_parallel(tiny_model(family).to(rank_device()), context).train()
             model.gradient_checkpointing_enable()
             ids, mask = padded(context.layout)
-            outputs = [m(ids, attention_mask=mask, output_router_logits=True, use_cache=False) for m in (plain, model)]
-            for name in ("logits", "router_logits"):
+            logits = "router_logits" in (
+                plain.model._can_record_outputs or {}
+            )  # no DeepSeek's in transformers 5.17
+            how = {"attention_mask": mask, "use_cache": False} | ({"output_router_logits": True} if logits else {})
+            outputs = [m(ids, **how) for m in (plain, model)]
+            for name in ("logits", "router_logits") if logits else ("logits",):
                 torch.testing.assert_close(outputs[1][name], outputs[0][name], rtol=BOUND, atol=BOUND)
             for out in outputs:
                 out.logits.square().mean().backward()
