@@ -162,9 +162,7 @@ def test_padding_in_training_is_computed_and_not_counted(world_size):
             model = expert_parallel(tiny_model(family).to(rank_device()), context).train()
             model.gradient_checkpointing_enable()
             ids, mask = padded(context.layout)
-            logits = "router_logits" in (
-                plain.model._can_record_outputs or {}
-            )  # no DeepSeek's in transformers 5.17
+            logits = "router_logits" in (plain.model._can_record_outputs or {})  # no DeepSeek's in transformers 5.17
             how = {"attention_mask": mask, "use_cache": False} | ({"output_router_logits": True} if logits else {})
             outputs = [m(ids, **how) for m in (plain, model)]
             for name in ("logits", "router_logits") if logits else ("logits",):
