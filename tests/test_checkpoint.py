@@ -67,7 +67,9 @@ def test_any_layer_of_a_checkpoint_in_another_dtype(checkpoints):
     config = dataclasses.replace(checkpoint.config, shared_intermediate_size=0)
     with EPContext.from_groups(device=rank_device()) as context:
         layer = MoELayer(config, context, dtype=torch.bfloat16)
+        before = layer.expert_weights.updates
         load_layers({2: layer}, checkpoint.folder, checkpoint.family, progress=False)
+        assert layer.expert_weights.updates > before, "EPLB moves nothing that was loaded meanwhile"
         for slot, expert in enumerate(layer.expert_weights.local_experts):
             assert torch.equal(layer.expert_weights.w13[slot].cpu(), expected["experts"]["w13"][expert].bfloat16())
         # the correction bias stays in float32, whose last bits decide between experts

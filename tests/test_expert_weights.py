@@ -255,6 +255,22 @@ def test_update_writes_an_expert_twice_on_one_rank():
     assert torch.equal(weights.w13[1], integer_expert(config, 1)["w13"])
 
 
+def test_whatever_may_write_weights_counts_as_an_update():
+    """EPLB moves nothing that was written meanwhile. Ranks that hold nothing of it count too."""
+    config = shape(bias=False)
+    for ranks in ([[0, 1, 2, 3, 4]], [[0, 1, 2, 3, 4], []]):
+        weights = ExpertWeights(config, ExpertMap.from_ranks(ranks, 5), ep_rank=len(ranks) - 1)
+        whole = filled(config, ExpertMap.linear(5, 1)).state_dict()
+        for write in (
+            weights.reset_parameters,
+            lambda weights=weights: weights.update_expert(0, integer_expert(config, 0)),
+            lambda weights=weights, whole=whole: weights.load_state_dict(whole),
+        ):
+            before = weights.updates
+            write()
+            assert weights.updates > before
+
+
 def test_update_of_some_tensors_leaves_the_others():
     config = shape()
     weights = filled(config, REDUNDANT)

@@ -2,11 +2,13 @@
 
 # ruff: noqa: F811
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from ep_moe import EPContext, ExpertMap, InputError, MoELayer, Routing
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, Routing
 from ep_moe.types import LogicalIds
 from tests.helpers import fill, integer_rows
 from tests.single_layer import CPU, EXPERTS, HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
@@ -25,6 +27,35 @@ def test_destroyed_context_refuses_forwards_and_layers():
     ):
         with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
             call()
+
+
+def test_a_bound_ends_with_its_block():
+    context = EPContext.local(CPU)
+    context.max_tokens = context.step_tokens = 9
+    with context.at_most(4):
+        assert context.step_tokens == 4
+        with pytest.raises(KeyError), context.at_most(2):
+            raise KeyError(context.step_tokens)
+        assert context.step_tokens == 4
+    assert context.step_tokens == 9
+    for wrong in (0, 10, 2.5):
+        with pytest.raises(ConfigError), context.at_most(wrong):
+            pass
+    assert context.step_tokens == 9
+
+
+def test_recorded_calls_end_with_what_they_stand_for():
+    """Whether there are kernels here that can be recorded or not."""
+    for end in (
+        lambda layer: layer.let_go(),
+        lambda layer: layer.use(SimpleNamespace(use=lambda tuned: None), []),
+        lambda layer: layer.context.destroy(),
+    ):
+        layer = MoELayer(shape(), EPContext.local(CPU))
+        layer.repeated._calls["seen"] = layer.captured._calls["seen"] = None
+        end(layer)
+        assert not layer.repeated._calls
+        assert not layer.captured._calls
 
 
 def test_destroyed_context_makes_no_dispatcher():

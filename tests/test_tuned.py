@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +24,15 @@ from ep_moe import (
     Wire,
     cli,
     load_model_config,
+    registry,
+    select,
 )
 from ep_moe.parallel.groups import TorchrunEnv
-from ep_moe.picks import _room
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.picks import Pick, Picks, _room, tuned_picks
 from ep_moe.run import DEMO
 from ep_moe.tuned import Measured, Tuned, bucket_index, choose, layer_facts, machine_facts, versions
+from ep_moe.weights.schemes import scheme_of
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=2)
@@ -132,6 +137,36 @@ def test_buckets_of_one_transport_share_its_buffers():
     ]
     assert [_room(one, used) for one in used] == [128, 16, 128, 512, 8192]
     assert _room(line(1, "k", 1, "allgather"), used) == 8192, "no buffers of its own: as other layers have it"
+
+
+def test_calls_in_parts_as_large_as_their_bound_are_in_one():
+    """Parts of a bucket that the context's bound cuts short, too."""
+    named = {"all2all": "local", "experts": "reference"}
+    for buckets, most, parts in (
+        ([line(4, "reference", 5, pipeline=4), line(9, "reference", 7)], 9, [None, None]),
+        ([line(4, "reference", 5), line(16, "reference", 7, pipeline=9)], 9, [None, None]),
+        ([line(16, "reference", 7, pipeline=12)], 9, [None]),
+    ):
+        keywords = {"max_tokens": most, "scheme": scheme_of("none"), "wire": Wire()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(select, "choose", lambda *_, **given: {name: given[name] for name in named} == named)
+            found = tuned_picks(tuned(*buckets), CONFIG, RankLayout(world=1, rank=0), CPU, torch.float32, keywords)
+        assert [pick.pipeline for pick in found._picks] == parts
+        assert found.last.tokens == most
+
+
+def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
+    """For the call that needs most: two in flight where calls are in parts."""
+    kind = SimpleNamespace(buffer_bytes=lambda room: 10 * room, calls_in_parts=lambda room: 2 if room < 64 else 3)
+    monkeypatch.setattr(registry, "load", lambda *_: kind)
+    choice = select.Choice("p2p", "k", "chosen", "")
+    other = dataclasses.replace(choice, all2all="other")
+    picks = Picks(
+        [Pick(1, choice, None, 16), Pick(2, choice, 16, 16), Pick(3, choice, None, 16), Pick(4, choice, 64, 64),
+         Pick(5, other, None, 16)]
+    )  # fmt: skip
+    expected = {("p2p", 16): 2 * 160, ("p2p", 64): 3 * 640, ("other", 16): 160}
+    assert picks.transport_bytes(lambda pick: pick.room) == expected
 
 
 # --- the file ----------------------------------------------------------------------------------------------------

@@ -143,11 +143,16 @@ def test_every_layout(name, world_size):
 
         config = EPLBConfig(interval=6, window=4, sync_every=2, bytes_per_step=ROW)
         with ExpertBalancer(layers, context, config, planner=planner) as balancer:
+            priced, plan = [], balancer._plan
+            balancer._plan = lambda call: (priced.append(call.args[-1]), plan(call))[1]
             for step in range(40):
                 for layer in layers:
                     check_call(layer, context, tokens=5, what=f"step {step}")
                 balancer.step()
             balancer.settle()
+            held = layers[0].expert_weights
+            whole = sum(tensor[0].numel() * tensor.itemsize for tensor in held.tensors.values()) * held.etp.size
+            assert all(whole <= size < 1.2 * whole for size in priced), "an expert is priced with all of its pieces"
             stats = balancer.stats()
             assert stats.rebalances >= 2 or ep == 1
             for layer in layers:

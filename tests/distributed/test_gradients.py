@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
+from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.cutting import cut
 from tests.distributed.cases import batch_of, batches, everywhere
@@ -200,3 +201,15 @@ def test_two_calls_before_their_backwards(world_size):
         for name, parameter in layer.expert_weights.named_parameters():
             total = alone[0][f"expert_weights.{name}"] + alone[1][f"expert_weights.{name}"]
             assert_same(parameter.grad, total, name)
+
+
+@distributed(2)
+def test_a_sum_of_gradients_leaves_what_it_is_given(world_size):
+    """The gradient that comes in is the caller's, and may be used by another branch; it is summed with the peers'."""
+    with EPContext.from_groups(ParallelConfig(tp=2), device=rank_device()) as context:
+        rank = context.links["tp"].rank
+        x = torch.ones(3, 4, device=context.device, requires_grad=True)
+        given = torch.full((3, 4), 1.0 + rank, device=context.device)
+        (sum_gradients(x, context.links["tp"]) + x).backward(given)
+        assert_same(given, torch.full_like(given, 1.0 + rank), "what was given")
+        assert_same(x.grad, torch.full_like(given, 3.0 + 1.0 + rank), "both branches")

@@ -18,6 +18,7 @@ from ep_moe import (
     ConfigError,
     EPContext,
     EPMoEError,
+    InputError,
     MoEConfig,
     MoELayer,
     ParallelConfig,
@@ -354,6 +355,23 @@ def test_a_ledger_turns_communication_failures_only():
     assert ledger.number == 3
     with ledger.step("gather", counted=False):
         assert str(ledger._step) == "in gather of moe0 (step 3)"
+
+
+@pytest.mark.parametrize("left", [RuntimeError("NCCL communicator was aborted"), InputError("noise"), None])
+def test_what_the_watch_found_is_what_an_aborted_step_raises(left):
+    """What a collective raises or leaves behind after the abort is no news of its own."""
+    ledger = Ledger()
+
+    def step():
+        with ledger.step("dispatch"):
+            ledger._failure = PeerTimeout("what the watch found")
+            if left is not None:
+                raise left
+
+    with pytest.raises(PeerTimeout, match=r"^what the watch found$"):
+        step()
+    with pytest.raises(PeerTimeout, match=r"^what the watch found$"):
+        ledger.step("combine")
 
 
 def test_a_failure_that_was_survived_has_no_say_in_the_next_one():

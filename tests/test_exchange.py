@@ -1,0 +1,97 @@
+"""A call's way without ranks: what an exchange hands its dispatcher, and the bound that a dispatcher takes."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_moe import InputError, Wire
+from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.exchange import Exchange
+from ep_moe.parallel.link import Link
+from ep_moe.testing.transport_rows import geometry
+from ep_moe.types import PhysicalIds, PhysicalRouting
+
+FORMAT = Wire(dispatch="fp8_row")
+
+
+class Refused(Exception):
+    """What a dispatcher raises for the problem that it is given."""
+
+
+def exchange(tokens: int, *, most: int, bound: int):
+    """One whose dispatcher notes what it is given, and refuses. Returns it with the notes."""
+    given = []
+
+    def note(x, routing, problem=None, *, x_scale=None, max_tokens=None):
+        given.append((x, routing, x_scale, max_tokens))
+        raise Refused(problem)
+
+    dispatcher = SimpleNamespace(
+        geometry=SimpleNamespace(max_tokens=most, wire=FORMAT, hidden_size=16, dtype=torch.float32),
+        capabilities=SimpleNamespace(places=False, rounds=frozenset()),
+        dispatch_start=note,
+        dispatch=lambda x, routing, x_scale=None, max_tokens=None: note(
+            x, routing, None, x_scale=x_scale, max_tokens=max_tokens
+        ),
+        refuse=lambda problem: None,
+    )
+    context = SimpleNamespace(step_tokens=bound, stage_times=None)
+    experts = SimpleNamespace(capabilities=SimpleNamespace(peer_out=False))
+    routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
+    return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), given
+
+
+@pytest.mark.parametrize(("most", "bound", "width"), [(8, 8, 8), (4, 8, 4)], ids=["in one part", "in parts"])
+def test_a_refused_call_sends_no_rows_and_no_scales(most, bound, width):
+    """In parts the rows are replaced before they are cut; scales of rows in fp8 go with them."""
+    call, given = exchange(6, most=most, bound=bound)
+    assert call.x_scale is not None
+    with pytest.raises(Refused):
+        call.refuse("planted")
+    ((x, routing, x_scale, max_tokens),) = given
+    assert (len(x), len(routing.ids), len(routing.weights)) == (0, 0, 0)
+    assert x_scale is None or len(x_scale) == 0
+    assert max_tokens == width
+
+
+def test_rows_in_parts_go_with_their_scales_and_routing():
+    call, given = exchange(6, most=4, bound=8)
+    with pytest.raises(Refused):
+        call._start(slice(4, 8))
+    ((x, routing, x_scale, max_tokens),) = given
+    assert torch.equal(x.view(torch.uint8), call.x[4:6].view(torch.uint8))
+    assert torch.equal(x_scale, call.x_scale[4:6])
+    assert (len(routing.ids), len(routing.weights), max_tokens) == (2, 2, 4)
+
+
+class Noting(LocalDispatcher):
+    """Notes the bound and the problem of each call."""
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        self.given = problem, max_tokens
+        return super()._dispatch(x, x_scale, routing, problem, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "taken"),
+    [(None, 3, 8), (5, 3, 5), (8, 3, 8), (5, 6, 5), (None, 9, 8), (9, 3, 8), (0, 0, 8), (-1, 3, 8)],
+)
+def test_the_bound_that_a_transport_is_given(asked, rows, taken, monkeypatch):
+    """That of the call, and where it is what is wrong, the geometry's: the peers' is not known on this rank."""
+    dispatcher: Dispatcher = Noting(dataclasses.replace(geometry(1, 2, torch.float32), max_tokens=8), Link.alone())
+    monkeypatch.setattr(
+        type(dispatcher), "capabilities", dataclasses.replace(LocalDispatcher.capabilities, static=True)
+    )
+    hidden = dispatcher.geometry.hidden_size
+    routing = PhysicalRouting(PhysicalIds(torch.zeros(rows, 2, dtype=torch.int64)), torch.ones(rows, 2))
+    wrong = rows > taken or (asked is not None and not 1 <= asked <= 8)
+    try:
+        dispatcher.dispatch(torch.ones(rows, hidden), routing, max_tokens=asked)
+        assert not wrong
+    except InputError:
+        assert wrong
+    problem, bound = dispatcher.given
+    assert (problem is not None, bound) == (wrong, taken)
