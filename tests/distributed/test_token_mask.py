@@ -57,9 +57,11 @@ def test_a_masked_layer_on_every_layout(world_size):
                     where = f"{sizes} {all2all} send_masked={send}"
                     assert_same(load(layer), expected, where)
                     found = found.view(6, 16)
-                    torch.testing.assert_close(found[tokens], whole[tokens], rtol=BOUND, atol=BOUND)
+                    # sums of some 34 terms in another order, whose terms are as large as the largest output
+                    apart = {"rtol": 0, "atol": BOUND * float(whole.abs().max())}
+                    torch.testing.assert_close(found[tokens], whole[tokens], **apart)
                     shared = whole if send else layer.shared_experts(x)
-                    torch.testing.assert_close(found[~tokens], shared[~tokens], rtol=BOUND, atol=BOUND, msg=where)
+                    torch.testing.assert_close(found[~tokens], shared[~tokens], **apart, msg=where)
 
 
 @distributed(2)
