@@ -15,7 +15,7 @@ from ep_moe.eplb.planner import plan
 from ep_moe.eplb.price import H200, LayerTime, Machine, Price, verdict
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_count, check_kind, check_not_negative, check_positive, check_share, set_counts
+from ep_moe.field_checks import check_count, check_kind, check_not_negative, check_positive, check_share
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.targets import check_picture
 
@@ -33,7 +33,8 @@ class Question:
     machine: Machine = H200
 
     def __post_init__(self) -> None:
-        set_counts(self, nodes=1, groups=1, within_steps=1)
+        for name in ("nodes", "groups", "within_steps"):  # as the command's options are called
+            object.__setattr__(self, name, check_count(name, getattr(self, name), at_least=1))
         check_positive("bytes_per_weight", self.bytes_per_weight)
         check_not_negative("tolerance", self.tolerance)
         check_share("enough", self.enough)
