@@ -29,7 +29,7 @@ from ep_moe.initial_seed import fresh_numbers
 from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
 from ep_moe.kernels.launches import aligned
 from ep_moe.layer_checks import NO_ROUTING, choice_problem, id_problem, logits_problem, mask_problem, rows_problem
-from ep_moe.layer_choice import Asked, agree, home_of
+from ep_moe.layer_choice import Asked, agree, device_of
 from ep_moe.observe import stage
 from ep_moe.parallel.link import NO_GRADIENTS
 from ep_moe.parallel.tokens import Share
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
     dp rank's tokens, as any replicated module does (average or sum them over dp as usual).
     """
 
-    @on_device_of(lambda self, config, context, **_: home_of(context))
+    @on_device_of(lambda self, config, context, **_: device_of(context))
     def __init__(
         self,
         config: MoEConfig,
@@ -220,7 +220,7 @@ class MoELayer(nn.Module):
                 return self._call(x, routing, mask)
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing, mask)
-        # what is replayed has no logits, and looks at no mask
+        # a replay gives no router logits, and does not check a mask
         if not self.logit_taps and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
             if (replayed := self.captured.replay(x, routing, mask)) is not None:
                 return replayed

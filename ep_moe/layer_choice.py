@@ -42,7 +42,7 @@ class Asked:
     device: Any = None
 
 
-def home_of(context: EPContext) -> torch.device:
+def device_of(context: EPContext) -> torch.device:
     """A context's device."""
     check_kind("MoELayer: context", context, EPContext)
     return context.device

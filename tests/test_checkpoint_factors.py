@@ -165,6 +165,15 @@ def test_factors_that_scale_nothing_are_refused(quantization, value, sentence, t
         load(tmp_path, quantization, torch.bfloat16)
 
 
+def test_a_factor_whose_numbers_no_float32_holds_is_refused(tmp_path):
+    tensors = as_e8m0(each(blocks))
+    tensors[f"{ONE}.weight_scale_inv"] = torch.tensor([[0.5, 3e38]])
+    write(tmp_path, tensors)
+    sentence = r"experts\.1\.up_proj\.weight times .*experts\.1\.up_proj\.weight_scale_inv must be finite, got -?inf"
+    with pytest.raises(CheckpointError, match=sentence):
+        load(tmp_path, "none")
+
+
 def test_a_factor_of_0_for_zeros_alone(tmp_path):
     """Exporters write it for a block without another number."""
     tensors = each(

@@ -1,4 +1,4 @@
-"""Whatever a user gives in the place of a number, a flag or a tensor: one sentence that names field and value."""
+"""A value of a wrong type or range is refused in one sentence that names field and value."""
 
 from pathlib import Path
 
@@ -110,10 +110,10 @@ TABLE = [
         "plan: load",
     ),
     (lambda v: plan([[1] * 8], v), (None, "x", [None], 3), "plan: current"),
-    (lambda v: plan([[1] * 8], MAPS, groups=v), NO_COUNT, "plan needs groups"),
-    (lambda v: plan([[1] * 8], MAPS, nodes=v), NO_COUNT, "plan needs nodes"),
-    (lambda v: plan([[1] * 8], MAPS, tolerance=v), NO_NUMBER, "plan needs a tolerance"),
-    (lambda v: plan([[1] * 8], MAPS, enough=v), (*NO_NUMBER, 0, 1.5), "plan needs enough"),
+    (lambda v: plan([[1] * 8], MAPS, groups=v), NO_COUNT, "plan: groups"),
+    (lambda v: plan([[1] * 8], MAPS, nodes=v), NO_COUNT, "plan: nodes"),
+    (lambda v: plan([[1] * 8], MAPS, tolerance=v), NO_NUMBER, "plan: tolerance"),
+    (lambda v: plan([[1] * 8], MAPS, enough=v), (*NO_NUMBER, 0, 1.5), "plan: enough"),
     (lambda v: plan([[1] * 8], MAPS, dead_ranks=v), (None, "0", 3, [True], [2], [0.0], [2**63]), "dead_ranks"),
     (lambda v: plan([[1] * 8], MAPS, slots=v), ("text", [True, True], [4.0, 4.0], [4], [-1, 8], {}), "plan"),
     (lambda v: loads_by_rank(v, MAPS), ("a", None, [[1.7e308] * 8]), "load"),

@@ -33,7 +33,7 @@ from ep_moe.eplb.candidates import (
 from ep_moe.eplb.keep import keep_slots
 from ep_moe.eplb.packing import ABSENT, Bools, Floats, Ints
 from ep_moe.errors import ConfigError, NoRoom
-from ep_moe.field_checks import as_number, as_whole, shown
+from ep_moe.field_checks import check_divides, check_not_negative, check_share, shown
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
 _PASSES = 4  # over layers that end above the goal
@@ -77,16 +77,9 @@ def plan(
     current = _checked_maps(current)
     loads = _checked_load(load, current)
     room = _checked_room(current, slots, dead_ranks)
-    for name, count, what, whole in (
-        ("groups", groups, "experts", loads.shape[1]),
-        ("nodes", nodes, "ranks", current[0].num_ranks),
-    ):
-        if as_whole(count) is None or count < 1 or whole % count:
-            raise ConfigError(f"plan needs {name} that divide the {what}, got {name}={shown(count)} for {whole} {what}")
-    if (as_number(tolerance) or 0) < 0 or as_number(tolerance) is None:
-        raise ConfigError(f"plan needs a tolerance of at least 0, got {shown(tolerance)}")
-    if not 0 < (as_number(enough) or 0) <= 1:
-        raise ConfigError(f"plan needs enough above 0 and at most 1, got {shown(enough)}")
+    groups = check_divides("plan: groups", groups, loads.shape[1], "experts")
+    nodes = check_divides("plan: nodes", nodes, current[0].num_ranks, "ranks")
+    tolerance, enough = check_not_negative("plan: tolerance", tolerance), check_share("plan: enough", enough)
     now = _tables(current, int(room.max()))
     now[(now == EMPTY) & (np.arange(now.shape[2]) >= room[:, :, None])] = ABSENT
     if groups % nodes or not _fits(room, loads.shape[1], nodes):

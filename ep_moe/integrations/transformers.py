@@ -442,7 +442,7 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 and "
                 f"fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"
             )
-        tensor.copy_(check_fits(source.told(name), source.read(name), tensor.dtype))
+        tensor.copy_(check_fits(source.location(name), source.read(name), tensor.dtype))
     # ties to what the file has; two that differ stay apart, with transformers' own warning
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if missing:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep_moe.config import Tokens
 from ep_moe.parallel.link import Link, all_gather_single
-from ep_moe.weights.checksum import WORDS, checksum, factors
+from ep_moe.weights.checksum import WORDS, checksum, place_factors
 
 NAMES = ("x", "routing.ids", "routing.weights", "mask", "mask with send_masked")  # what a call may pass
 _SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
@@ -72,7 +72,7 @@ class RowComparison:
         if not compared:
             return [argument_bits(passed), 0]
         if self._factors is None or self._factors.device != device:
-            self._factors = factors(WORDS, device)
+            self._factors = place_factors(WORDS, device)
         sums = [
             checksum(tensor if tensor.is_floating_point() else tensor.long(), device, self._factors)
             for tensor in passed.values()

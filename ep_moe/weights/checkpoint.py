@@ -134,9 +134,9 @@ class CheckpointSource:
         stored = self._slice(name)
         return str(stored.get_dtype()), tuple(stored.get_shape())
 
-    def told(self, name: str) -> str:
+    def location(self, name: str) -> str:
         if name not in self._where:
-            return next((self.told(f"{name}{end}") for end in CODES if self.holds(f"{name}{end}")), name)
+            return next((self.location(f"{name}{end}") for end in CODES if self.holds(f"{name}{end}")), name)
         file, name_in_file = self._where[name]
         return f"{file}: {name_in_file}"
 
@@ -226,7 +226,7 @@ class ModuleSource:
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         return str(self._tensors[name].dtype), self.shape(name)
 
-    def told(self, name: str) -> str:
+    def location(self, name: str) -> str:
         return name
 
     def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
@@ -432,9 +432,9 @@ def _read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNam
     if isinstance(layer.router, Router):
         for key, tensor in layer.router.state_dict().items():
             full = f"{block}.{names.router[key]}"
-            numbers = check_finite(source.told(full), source.read(full))
-            tensor.copy_(check_fits(source.told(full), numbers, tensor.dtype))
+            numbers = check_finite(source.location(full), source.read(full))
+            tensor.copy_(check_fits(source.location(full), numbers, tensor.dtype))
     if layer.shared_experts is not None and names.shared is not None:
         for key, tensor in layer.shared_experts.state_dict().items():
             full = f"{block}.{names.shared}.{key}"
-            tensor.copy_(check_fits(source.told(full), source.read(full), tensor.dtype))
+            tensor.copy_(check_fits(source.location(full), source.read(full), tensor.dtype))

@@ -74,7 +74,7 @@ def read_declared(folder: Path) -> Declared:
     layers = next((number for one in reversed(texts) if (number := one.get("num_hidden_layers")) is not None), None)
     groups = [group for one in found for group in _weight_groups(one)]
     sizes = [one.get("weight_block_size") for one in found] + [group.get("block_structure") for group in groups]
-    told = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
+    stated = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
     packed = [group for group in groups if group.get("type", "int") == "int" and "num_bits" in group]
     return Declared(
         method=" ".join(dict.fromkeys(names)),
@@ -82,7 +82,7 @@ def read_declared(folder: Path) -> Declared:
         bits=frozenset(bits for group in groups if isinstance(bits := group.get("num_bits"), int)),
         groups=frozenset(max(0, _whole(group.get("group_size"))) for group in packed),
         asymmetric=bool(packed) and all(group.get("symmetric") is False for group in packed),
-        exponents=any(_EXPONENTS.search(one.lower()) for one in told),
+        exponents=any(_EXPONENTS.search(one.lower()) for one in stated),
         layers=layers if isinstance(layers, int) else None,
         multimodal=len(texts) > 1,
     )

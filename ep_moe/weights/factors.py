@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ep_moe.errors import CheckpointError
 from ep_moe.weights.declared import Declared
-from ep_moe.weights.microscale import e8m0_values
+from ep_moe.weights.microscale import E4M3_MAX, e8m0_values
 
+ALWAYS_FINITE = torch.finfo(torch.float32).max / E4M3_MAX  # times any code
 FLOATS = ("F32", "BF16", "F16", "F64")
 EXPONENTS = "F8_E8M0"
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "F8_E8M0": "float8_e8m0fnu"}
@@ -30,7 +31,7 @@ class Tensors(Protocol):
 
     def raw(self, name: str, *index: int | slice) -> Tensor: ...
 
-    def told(self, name: str) -> str:
+    def location(self, name: str) -> str:
         """The tensor's name and file, for a sentence."""
 
 
@@ -50,12 +51,12 @@ def wrong_dtype(tensors: Tensors, name: str, *, exponents: bool = True, bytes_to
         if bytes_too or tensors.declared.exponents:
             return None
         return (
-            f"{tensors.told(name)} must be factors in float32, bfloat16, float16 or float8_e8m0fnu, got uint8; bytes "
-            f'are exponents (E8M0) only where quantization_config in config.json states scale_fmt "ue8m0" or an MX '
-            f"format"
+            f"{tensors.location(name)} must be factors in float32, bfloat16, float16 or float8_e8m0fnu, got uint8; "
+            f'bytes are exponents (E8M0) only where quantization_config in config.json states scale_fmt "ue8m0" or an '
+            f"MX format"
         )
     wanted = ", ".join(_NAMES[one] for one in (*FLOATS, EXPONENTS)[: 5 if exponents else 4])
-    return f"{tensors.told(name)} must be factors in {wanted}, got {_NAMES.get(dtype, dtype)}"
+    return f"{tensors.location(name)} must be factors in {wanted}, got {_NAMES.get(dtype, dtype)}"
 
 
 def factors(tensors: Tensors, name: str, *index: int | slice, positive: bool = False) -> Tensor:
@@ -79,7 +80,7 @@ def scalar_factor(tensors: Tensors, name: str, expert: int | None = None, *, pos
     if count == 1:
         return factors(tensors, name, positive=positive).reshape(())
     if expert is None or not shape or count != shape[0]:
-        raise CheckpointError(f"{tensors.told(name)} must have shape [], got {list(shape)}")
+        raise CheckpointError(f"{tensors.location(name)} must have shape [], got {list(shape)}")
     return factors(tensors, name, expert, positive=positive).reshape(())
 
 
@@ -89,7 +90,7 @@ def check_factors(tensors: Tensors, name: str, numbers: Tensor, *, positive: boo
         found = numbers[~good].flatten()[0].item()
         wanted = "greater than 0" if positive else "at least 0"
         raise CheckpointError(
-            f"{tensors.told(name)} must be finite and {wanted}, got {found} at {int((~good).sum())} of "
+            f"{tensors.location(name)} must be finite and {wanted}, got {found} at {int((~good).sum())} of "
             f"{numbers.numel()} places that were read; the checkpoint is damaged, or was quantised wrongly: fetch or "
             f"export it again"
         )
@@ -102,23 +103,23 @@ def check_lost(tensors: Tensors, name: str, data: str, lost: int) -> None:
     """
     if lost:
         raise CheckpointError(
-            f"{tensors.told(name)} has factors of 0 for {lost} numbers of {data} that are not 0; the checkpoint is "
+            f"{tensors.location(name)} has factors of 0 for {lost} numbers of {data} that are not 0; the checkpoint is "
             f"damaged: fetch or export it again"
         )
 
 
-def check_finite(told: str, numbers: Tensor) -> Tensor:
+def check_finite(location: str, numbers: Tensor) -> Tensor:
     """Numbers that must be finite. Raises CheckpointError."""
     good = torch.isfinite(numbers)
     if not good.all():
         raise CheckpointError(
-            f"{told} must be finite, got {numbers[~good].flatten()[0].item()} at {int((~good).sum())} of "
+            f"{location} must be finite, got {numbers[~good].flatten()[0].item()} at {int((~good).sum())} of "
             f"{numbers.numel()} places that were read; the checkpoint is damaged: fetch or export it again"
         )
     return numbers
 
 
-def check_fits(told: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def check_fits(location: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers that a layer's dtype must hold: those of float16 end at 65504. Raises CheckpointError."""
     narrower = dtype == torch.float16 or numbers.dtype == torch.float64
     if not narrower or numbers.dtype == dtype or not numbers.numel():
@@ -126,7 +127,7 @@ def check_fits(told: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     largest, top = numbers.abs().nan_to_num(posinf=0.0).amax().item(), torch.finfo(dtype).max
     if largest > top:
         raise CheckpointError(
-            f"{told} has numbers up to {largest:.4g}, and {dtype} ends at {top:.4g}; choose another dtype"
+            f"{location} has numbers up to {largest:.4g}, and {dtype} ends at {top:.4g}; choose another dtype"
         )
     return numbers
 
@@ -136,6 +137,6 @@ def check_codes(tensors: Tensors, name: str, codes: Tensor) -> None:
     wrong = (codes.view(torch.uint8) & 0x7F) == 0x7F
     if wrong.any():
         raise CheckpointError(
-            f"{tensors.told(name)} must be finite, got NaN at {int(wrong.sum())} of {codes.numel()} places that were "
-            f"read; the checkpoint is damaged, or was quantised wrongly: fetch or export it again"
+            f"{tensors.location(name)} must be finite, got NaN at {int(wrong.sum())} of {codes.numel()} places that "
+            f"were read; the checkpoint is damaged, or was quantised wrongly: fetch or export it again"
         )

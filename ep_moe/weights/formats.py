@@ -53,7 +53,7 @@ class Source(Protocol):
     def companions(self, name: str) -> tuple[str, ...]:
         """The tensors that `read` and `matrix` take besides a tensor, or for it."""
 
-    def told(self, name: str) -> str:
+    def location(self, name: str) -> str:
         """The tensor's name and file, for a sentence."""
 
 
@@ -124,7 +124,7 @@ class Matrix:
         found = self._in_file(stored.shape)
         if found != self.shape:
             kind = f", {stored.words}" if stored.quantized else ""
-            return f"{source.told(full)} must have shape {list(self.shape)}, got {list(found)}{kind}"
+            return f"{source.location(full)} must have shape {list(self.shape)}, got {list(found)}{kind}"
         return None if stored.quantized else _wrong_dtype(source, full)
 
 
@@ -301,8 +301,8 @@ class Fused(ExpertFormat):
             up = config.intermediate_size
             both = torch.cat([source.read(name, expert, slice(s + inner[0], s + inner[1])) for s in (0, up)])
         return {
-            "w13_bias": check_finite(source.told(name), both),
-            "w2_bias": check_finite(source.told(down), source.read(down, expert)),
+            "w13_bias": check_finite(source.location(name), both),
+            "w2_bias": check_finite(source.location(down), source.read(down, expert)),
         }
 
 
@@ -323,7 +323,7 @@ def wrong_tensors(source: Source, block: str, expected: Mapping[str, tuple[int, 
         if not source.has(full):
             return f"{full} is missing; expected shape {list(shape)}"
         if source.shape(full) != shape:
-            return f"{source.told(full)} must have shape {list(shape)}, got {list(source.shape(full))}"
+            return f"{source.location(full)} must have shape {list(shape)}, got {list(source.shape(full))}"
         if (wrong := _wrong_dtype(source, full)) is not None:
             return wrong
     return None
@@ -334,7 +334,7 @@ def _wrong_dtype(source: Source, full: str) -> str | None:
     if dtype in NUMBERS:
         return None
     got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
-    return f"{source.told(full)} must be {' or '.join(map(dtype_name, NUMBERS))}, got {got}"
+    return f"{source.location(full)} must be {' or '.join(map(dtype_name, NUMBERS))}, got {got}"
 
 
 def _sizes(config: MoEConfig) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -73,7 +73,7 @@ def _wrong_mixture(projections: Projections, block: str, scheme: Scheme) -> str 
     if gate.keeps(scheme.name) != up.keeps(scheme.name) and not _rows_apart(scheme):
         codes, plain = (gate, up) if gate.keeps(scheme.name) else (up, gate)
         return (
-            f"{codes.matrix.tensors.told(codes.matrix.name)} is {codes.matrix.words}, and {plain.matrix.name} is "
+            f"{codes.matrix.tensors.location(codes.matrix.name)} is {codes.matrix.words}, and {plain.matrix.name} is "
             f"{plain.matrix.words}; quantization {scheme.name} has one scale for both: {_OTHER}"
         )
     return None
@@ -152,6 +152,6 @@ def _one_half(
         if one.keeps(scheme.name):
             halves.append({part: tensor.to(device) for part, tensor in one.codes(slice(*inner)).items()})
         else:
-            numbers = check_finite(one.matrix.tensors.told(one.matrix.name), one.numbers(slice(*inner)))
+            numbers = check_finite(one.matrix.tensors.location(one.matrix.name), one.numbers(slice(*inner)))
             halves.append(scheme.weights.quantize(numbers.to(device), dtype))
     return named("w13", {part: concatenate(*(half[part] for half in halves)) for part in halves[0]})

@@ -13,12 +13,12 @@ CODES = ("_packed", "_blocks")
 
 
 def stored_matrix(tensors: Tensors, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
-    """The matrix `name`, or those of all experts. Raises CheckpointError where it cannot be told."""
+    """The matrix `name`, or those of all experts. Raises CheckpointError where none can be chosen."""
     packed = f"{name}_packed"
     present = [each for each in (name, *(f"{name}{end}" for end in CODES)) if tensors.holds(each)]
     if len(present) > 1:
         raise CheckpointError(
-            f"{tensors.told(present[1])} is there, and {present[0]} too; remove the one that is not meant"
+            f"{tensors.location(present[1])} is there, and {present[0]} too; remove the one that is not meant"
         )
     if tensors.holds(f"{name}_blocks"):
         return Mxfp4Matrix(tensors, name, blocks=True, transposed=transposed, stacked=stacked)
@@ -41,6 +41,6 @@ def _packed_matrix(tensors: Tensors, name: str, packed: str, transposed: bool, s
     if len(shape) > 1 and dtype == "U8":
         return Mxfp4Matrix(tensors, name, blocks=False, transposed=transposed, stacked=stacked)
     raise CheckpointError(
-        f"{tensors.told(packed)} is {dtype} of shape {list(shape)}; of packed matrices INT4 (int32), NVFP4 and MXFP4 "
-        f"(uint8) are read: dequantise the checkpoint to bf16 first"
+        f"{tensors.location(packed)} is {dtype} of shape {list(shape)}; of packed matrices INT4 (int32), NVFP4 and "
+        f"MXFP4 (uint8) are read: dequantise the checkpoint to bf16 first"
     )

@@ -63,7 +63,7 @@ class StoredMatrix(ABC):
 
     def differs(self, scheme: str) -> str:
         """Why `codes` does not give the bytes of a scheme that other matrices of the block are in."""
-        return f"{self.tensors.told(self.name)} is {self.words}"
+        return f"{self.tensors.location(self.name)} is {self.words}"
 
     # --- tensors ---
 
@@ -92,12 +92,12 @@ class StoredMatrix(ABC):
         """None, or why the calibrated factor cannot be read. One must be there."""
         found = [pair[0] for pair in self._input_scales() if self.tensors.holds(pair[0])]
         if len(found) > 1:
-            told = self.tensors.told(found[0])
-            return f"{told} is there, and {' and '.join(found[1:])} too; remove what is not meant"
+            location = self.tensors.location(found[0])
+            return f"{location} is there, and {' and '.join(found[1:])} too; remove what is not meant"
         name = self.input_scale_name
         _, shape = self.tensors.header(name)
         if torch.Size(shape).numel() != 1 and (len(self.shape) == 2 or shape[:1] != self.shape[:1] or len(shape) != 1):
-            return f"{self.tensors.told(name)} must have shape [], got {list(shape)}"
+            return f"{self.tensors.location(name)} must have shape [], got {list(shape)}"
         return wrong_dtype(self.tensors, name, exponents=False)
 
     def _input_scales(self) -> list[tuple[str, bool]]:
@@ -161,7 +161,7 @@ class PlainMatrix(StoredMatrix):
         dtype, shape = self.tensors.header(self.data)
         if dtype in _CODES and len(shape) > 1 and self.name.endswith(("weight", "_proj")):
             return (
-                f"{self.tensors.told(self.data)} must be bfloat16 or float16 or float32 or float64, got "
+                f"{self.tensors.location(self.data)} must be bfloat16 or float16 or float32 or float64, got "
                 f"{_CODES[dtype]}, codes of a quantisation that is not read{self.tensors.declared.said}; dequantise "
                 f"the checkpoint to bf16 first"
             )
@@ -169,8 +169,8 @@ class PlainMatrix(StoredMatrix):
         beside = [scale for end in ends for scale in beside_of(self.name, end) if self.tensors.holds(scale)]
         if beside and dtype in FLOATS:
             return (
-                f"{self.tensors.told(self.data)} has plain numbers ({dtype}), and {beside[0]} beside it would scale "
-                f"them; remove what does not belong to the checkpoint"
+                f"{self.tensors.location(self.data)} has plain numbers ({dtype}), and {beside[0]} beside it would "
+                f"scale them; remove what does not belong to the checkpoint"
             )
         return None
 

@@ -39,12 +39,12 @@ class _Packed(StoredMatrix):
 
     def _wrong_blocks(self) -> str | None:
         """The dtype and the shape of the factors."""
-        shape, told = self.shape, self.tensors.told(self.data)
+        shape, location = self.shape, self.tensors.location(self.data)
         wanted = [*shape[:-1], shape[-1] // self.block]
         found = list(self._seen(self.tensors.header(self.scale)[1])) if self.tensors.holds(self.scale) else "nothing"
         if shape[-1] % self.block or found != wanted:
             return (
-                f"{told} is {self.words} of shape {list(self.tensors.header(self.data)[1])}; only matrices with "
+                f"{location} is {self.words} of shape {list(self.tensors.header(self.data)[1])}; only matrices with "
                 f"{self.scale} of shape {wanted}, one factor per {self.block} columns, can be read, got {found} there"
             )
         return None
@@ -97,15 +97,15 @@ class Nvfp4Matrix(_Packed):
             return wrong
         dtype, _ = self.tensors.header(self.scale)
         if dtype != "F8_E4M3":
-            return f"{self.tensors.told(self.scale)} must be float8_e4m3fn, got {dtype}"
+            return f"{self.tensors.location(self.scale)} must be float8_e4m3fn, got {dtype}"
         _, shape = self.tensors.header(self.global_scale)
         if torch.Size(shape).numel() != 1 and (len(self.shape) == 2 or torch.Size(shape).numel() != self.shape[0]):
-            return f"{self.tensors.told(self.global_scale)} must have shape [], got {list(shape)}"
+            return f"{self.tensors.location(self.global_scale)} must have shape [], got {list(shape)}"
         smoothing = f"{self.name.removesuffix('weight')}pre_quant_scale"
         if self.tensors.holds(smoothing):
             return (
-                f"{self.tensors.told(smoothing)} is a factor of the layer's input (NVFP4_AWQ), which is not supported; "
-                f"export the model with the algorithm NVFP4"
+                f"{self.tensors.location(smoothing)} is a factor of the layer's input (NVFP4_AWQ), which is not "
+                f"supported; export the model with the algorithm NVFP4"
             )
         return wrong_dtype(self.tensors, self.global_scale, exponents=False)
 
@@ -160,14 +160,15 @@ class Mxfp4Matrix(_Packed):
     def wrong(self) -> str | None:
         for name in self.parts():
             if not self.tensors.holds(name):
-                return f"{name} is missing; {self.tensors.told(self.data)} is {self.words}"
+                return f"{name} is missing; {self.tensors.location(self.data)} is {self.words}"
         dtype, shape = self.tensors.header(self.data)
         if dtype != "U8" or (self.blocks and (len(shape) != 4 or shape[-1] != MX_BLOCK // 2)):
             wanted = f"[..., {MX_BLOCK // 2}]" if self.blocks else "[rows, columns / 2]"
-            return f"{self.tensors.told(self.data)} must be uint8 of shape {wanted}, got {dtype} {list(shape)}"
+            return f"{self.tensors.location(self.data)} must be uint8 of shape {wanted}, got {dtype} {list(shape)}"
         scales = self.tensors.header(self.scale)[0]
         if scales not in ("U8", "F8_E8M0"):
-            return f"{self.tensors.told(self.scale)} must be exponents (E8M0), as uint8 or float8_e8m0fnu, got {scales}"
+            location = self.tensors.location(self.scale)
+            return f"{location} must be exponents (E8M0), as uint8 or float8_e8m0fnu, got {scales}"
         return self._wrong_blocks() or wrong_dtype(self.tensors, self.scale, bytes_too=self.blocks)
 
     def keeps(self, scheme: str) -> bool:
@@ -181,7 +182,7 @@ class Mxfp4Matrix(_Packed):
         scale = self._raw(self.scale, rows, self._blocks(columns), expert).contiguous()
         if (scale == 0xFF).any():
             raise CheckpointError(
-                f"{self.tensors.told(self.scale)} has the exponent 255 (NaN) at {int((scale == 0xFF).sum())} of "
+                f"{self.tensors.location(self.scale)} has the exponent 255 (NaN) at {int((scale == 0xFF).sum())} of "
                 f"{scale.numel()} places that were read; the checkpoint is damaged: fetch or export it again"
             )
         return {"": self._data(rows, columns, expert), "_scale": scale}
@@ -220,31 +221,31 @@ class Int4Matrix(_Packed):
         for end in ("_zero_point", "_g_idx"):
             if self.tensors.holds(f"{self.name}{end}"):
                 return (
-                    f"{self.tensors.told(self.name + end)} changes what the numbers mean; of compressed-tensors "
+                    f"{self.tensors.location(self.name + end)} changes what the numbers mean; of compressed-tensors "
                     f"pack-quantized only symmetric groups, in order, can be read"
                 )
-        bits, told = self.tensors.declared.bits, self.tensors.told(self.data)
+        bits, location = self.tensors.declared.bits, self.tensors.location(self.data)
         rows, columns = self.shape[-2:]
         shape = f"{self.name}_shape"
         stated = self.tensors.raw(shape).tolist() if self.tensors.holds(shape) and len(self.shape) == 2 else None
         if (bits and 4 not in bits) or (stated is not None and stated != [rows, columns]):
             what = f"{', '.join(map(str, sorted(bits)))} bits" if bits and 4 not in bits else f"the shape {stated}"
             return (
-                f"{told} is compressed-tensors pack-quantized with {what}, which is not read: only 4 bits, eight to a "
-                f"word, are; dequantise the checkpoint to bf16 first"
+                f"{location} is compressed-tensors pack-quantized with {what}, which is not read: only 4 bits, eight "
+                f"to a word, are; dequantise the checkpoint to bf16 first"
             )
         return self._wrong_blocks() or self._wrong_stated() or wrong_dtype(self.tensors, self.scale, exponents=False)
 
     def _wrong_stated(self) -> str | None:
         """What config.json says of the numbers, and the tensors do not."""
-        declared, told = self.tensors.declared, self.tensors.told(self.data)
+        declared, location = self.tensors.declared, self.tensors.location(self.data)
         if declared.asymmetric:
-            return f"{told} has no zero points, and config.json states symmetric: false; fetch the checkpoint again"
+            return f"{location} has no zero points, and config.json states symmetric: false; fetch the checkpoint again"
         groups = {size or self.shape[-1] for size in declared.groups}
         if groups and self.block not in groups:
             return (
-                f"{self.tensors.told(self.scale)} has a factor for each {self.block} columns, and config.json states "
-                f"group_size {' and '.join(map(str, sorted(groups)))}; fetch the checkpoint again"
+                f"{self.tensors.location(self.scale)} has a factor for each {self.block} columns, and config.json "
+                f"states group_size {' and '.join(map(str, sorted(groups)))}; fetch the checkpoint again"
             )
         return None
 
@@ -256,7 +257,7 @@ class Int4Matrix(_Packed):
         if dtype == "BF16" or _GROUPS.get(scheme) != self.block:
             return None
         got = {"F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
-        return f"{self.tensors.told(self.scale)} must be bfloat16, got {got}"
+        return f"{self.tensors.location(self.scale)} must be bfloat16, got {got}"
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
         found = self.codes(rows, columns, expert)

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from ep_moe.weights.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
-from ep_moe.weights.factors import EXPONENTS, Tensors, check_codes, check_lost, factors, scalar_factor, wrong_dtype
+from ep_moe.weights.factors import (
+    ALWAYS_FINITE,
+    EXPONENTS,
+    Tensors,
+    check_codes,
+    check_finite,
+    check_lost,
+    factors,
+    scalar_factor,
+    wrong_dtype,
+)
 from ep_moe.weights.microscale import MX_BLOCK
 from ep_moe.weights.stored import ALL, StoredMatrix, beside_of, span
 
@@ -83,9 +93,9 @@ class ScaledFp8(StoredMatrix):
         return self._block != (0, 0)
 
     def wrong(self) -> str | None:
-        told = self.tensors.told(self.data)
+        location = self.tensors.location(self.data)
         if len(self._found) > 1:
-            return f"{told} has two sets of factors, {' and '.join(self._found)}; remove the one that is not meant"
+            return f"{location} has two sets of factors, {' and '.join(self._found)}; remove the one that is not meant"
         if self._each:
             return wrong_dtype(self.tensors, self.scale)
         *_, rows, columns = (1, 1, *self.shape)
@@ -93,7 +103,7 @@ class ScaledFp8(StoredMatrix):
         blocked, single = beside_of(self.name, "_scale_inv")[-1], beside_of(self.name, "_scale")[-1]
         found = list(self.tensors.header(self.scale)[1]) if self.scale else "nothing"
         return (
-            f"{told} is float8 of shape {list(self.tensors.header(self.data)[1])}; only matrices with {blocked} of "
+            f"{location} is float8 of shape {list(self.tensors.header(self.data)[1])}; only matrices with {blocked} of "
             f"shape {[-(-rows // row), -(-columns // column)]}, one factor per {row} x {column} block, or with "
             f"{single}, one factor or one per row or block, can be read, got {found} in "
             f"{self.scale or f'{blocked} and {single}'}"
@@ -108,7 +118,8 @@ class ScaledFp8(StoredMatrix):
 
     def differs(self, scheme: str) -> str:
         if scheme in ("fp8_static", "fp8_dynamic"):
-            return f"{self.tensors.told(self.scale)} must have shape [], got {list(self.tensors.header(self.scale)[1])}"
+            shape = self.tensors.header(self.scale)[1]
+            return f"{self.tensors.location(self.scale)} must have shape [], got {list(shape)}"
         return super().differs(scheme)
 
     def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
@@ -116,7 +127,10 @@ class ScaledFp8(StoredMatrix):
         check_codes(self.tensors, self.data, codes)
         scale = self._scale(rows, columns, expert)
         self._check_zeros(codes, scale, rows, columns)
-        return self._spread(codes, scale, rows, columns)
+        numbers = self._spread(codes, scale, rows, columns)
+        if (scale > ALWAYS_FINITE).any():
+            check_finite(f"{self.tensors.location(self.data)} times {self.scale}", numbers)
+        return numbers
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
         codes, scale = self._raw(self.data, rows, columns, expert), self._scale(rows, columns, expert)
