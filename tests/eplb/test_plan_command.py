@@ -60,7 +60,7 @@ def test_a_plan_that_does_not_pay_is_refused(file):
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_named(file):
-    assert "nodes=4 for 2 ranks" in ask(file, "--ranks", "2", "--nodes", "4", code=1)  # nothing can be
+    assert "nodes must divide the 2 ranks, got 4" in ask(file, "--ranks", "2", "--nodes", "4", code=1)  # nothing can be
 
 
 @pytest.mark.parametrize(
