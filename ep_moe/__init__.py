@@ -41,7 +41,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.tuned import Tuned
+from ep_moe.selection.tuned import Tuned
 from ep_moe.types import Activation, Routing
 
 __all__ = [

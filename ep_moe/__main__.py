@@ -1,3 +1,3 @@
-from ep_moe.cli import app
+from ep_moe.cli.app import app
 
 app()

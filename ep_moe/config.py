@@ -13,8 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ep_moe.errors import ConfigError
-from ep_moe.field_checks import (
+from ep_moe.checks import (
     INT32,
     MOST_EXPERTS,
     check_kind,
@@ -25,6 +24,7 @@ from ep_moe.field_checks import (
     set_positive,
     shown,
 )
+from ep_moe.errors import ConfigError
 from ep_moe.types import Activation
 
 Config = TypeVar("Config")
@@ -260,7 +260,7 @@ class ParallelConfig:
 class ModelConfig:
     """A published model, as far as its MoE layers go; `configs/*.toml` hold these.
 
-    family: the row of `ep_moe.weights.families` that names its tensors
+    family: the row of `ep_moe.checkpoint.families` that names its tensors
     dense_layers: layers without experts
     """
 

@@ -16,14 +16,12 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe import registry
-from ep_moe.all2all.side_stream import SideStream
+from ep_moe.checks import as_whole, shown
 from ep_moe.config import ParallelConfig, Tokens
-from ep_moe.devices import as_device, gpu_index, on_device, on_device_of
 from ep_moe.errors import ConfigError, ContextClosed, EPMoEError, OutOfMemory, PeerTimeout
-from ep_moe.field_checks import as_whole, shown
-from ep_moe.observe import StageTimes
-from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.consensus import Agreement
 from ep_moe.parallel.failed import is_out_of_memory
+from ep_moe.parallel.flight_recorder import COMPILING_S, Ledger
 from ep_moe.parallel.groups import (
     DEADLINE_S,
     Links,
@@ -35,11 +33,13 @@ from ep_moe.parallel.groups import (
     numbered,
 )
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.ledger import COMPILING_S, Ledger
 from ep_moe.parallel.mesh import axis_groups, members, read_mesh
-from ep_moe.parallel.tokens import TokenFlow
+from ep_moe.parallel.token_flow import TokenFlow
+from ep_moe.runtime.devices import as_device, gpu_index, on_device, on_device_of
+from ep_moe.runtime.profiling import StageTimes
+from ep_moe.runtime.side_stream import SideStream
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
-from ep_moe.workspace import Workspaces
 
 if TYPE_CHECKING:
     from ep_moe.all2all.base import Dispatcher, Geometry

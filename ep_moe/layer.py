@@ -12,37 +12,45 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ep_moe import registry, select
+from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, Geometry
-from ep_moe.autocast import call_cast
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
-from ep_moe.devices import as_device, elsewhere, on_device, on_device_of
 from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.exchange import Exchange
+from ep_moe.execution.autocast import call_cast
+from ep_moe.execution.captured import CapturedCalls
+from ep_moe.execution.exchange import Exchange
+from ep_moe.execution.initial_seed import fresh_numbers
+from ep_moe.execution.layer_checks import (
+    NO_ROUTING,
+    choice_problem,
+    id_problem,
+    logits_problem,
+    mask_problem,
+    rows_problem,
+)
+from ep_moe.execution.rank_checks import RankChecks
+from ep_moe.execution.repeated import RepeatedCalls
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.shared import SharedExperts
-from ep_moe.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
-from ep_moe.graphs.captured import CapturedCalls
-from ep_moe.graphs.repeated import RepeatedCalls
-from ep_moe.initial_seed import fresh_numbers
-from ep_moe.kernel_tuning import Kernel, tuned_on_one_rank
-from ep_moe.kernels.launches import aligned
-from ep_moe.layer_checks import NO_ROUTING, choice_problem, id_problem, logits_problem, mask_problem, rows_problem
-from ep_moe.layer_choice import Asked, agree, device_of
-from ep_moe.observe import stage
-from ep_moe.parallel.link import NO_GRADIENTS
-from ep_moe.parallel.tokens import Share
-from ep_moe.picks import Pick
+from ep_moe.experts.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
+from ep_moe.experts.shared_experts import SharedExperts
+from ep_moe.parallel.rank_group import NO_GRADIENTS
+from ep_moe.parallel.token_flow import Share
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats, layer_stats
-from ep_moe.rank_checks import RankChecks
+from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.router import Router
-from ep_moe.tuned import Tuned
+from ep_moe.runtime.devices import as_device, elsewhere, on_device, on_device_of
+from ep_moe.runtime.launch_cache import aligned
+from ep_moe.runtime.profiling import stage
+from ep_moe.selection import explain as select
+from ep_moe.selection.kernel_tuning import Kernel, tuned_on_one_rank
+from ep_moe.selection.picks import Pick
+from ep_moe.selection.resolve import Asked, agree, device_of
+from ep_moe.selection.tuned import Tuned
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, TokenMask, dtype_name, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import PLAIN, scheme_of
 
 
 class MoELayer(nn.Module):
@@ -60,7 +68,7 @@ class MoELayer(nn.Module):
     wire: how rows are written while they travel; default plain, in the layer's dtype
     pipeline: a call of more tokens per rank travels in parts of so many, of which one is computed while the next
         travels and the last returns; needs a transport with fixed buffers, which need be no larger. Default: one part
-    quantization: a name in `ep_moe.weights.schemes.SCHEMES`, how the experts are stored and computed
+    quantization: a name in `ep_moe.quant.schemes.SCHEMES`, how the experts are stored and computed
     options: how the expert kernel runs (deterministic, chunk_rows)
     name: what errors call this layer
     device, dtype: of the parameters and activations; default the context's device (or meta) and torch's default dtype
@@ -629,6 +637,8 @@ def _passed(rows: Tensor, routing: Routing | None, mask: TokenMask | None) -> di
 
 def _compiled() -> Any:
     """Imported for compiled graphs alone: it brings all of torch's compiler."""
-    from ep_moe import compiled
+    from ep_moe.execution import compiled
 
+    # run, not traced: a pool is looked into, and modules loaded
+    torch.compiler.assume_constant_result(MoELayer._connect)  # type: ignore[no-untyped-call]
     return compiled

@@ -27,24 +27,24 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "deepep": "ep_moe.all2all.deepep:DeepEPDispatcher",
         "deepep_static": "ep_moe.all2all.deepep:DeepEPStaticDispatcher",
         "flashinfer_nvlink": "ep_moe.all2all.flashinfer_nvlink:FlashInferNVLinkDispatcher",
-        "nvlink_p2p": "ep_moe.all2all.nvlink_p2p:NVLinkP2PDispatcher",
+        "nvlink_p2p": "ep_moe.all2all.nvlink_p2p.dispatcher:NVLinkP2PDispatcher",
         "pplx": "ep_moe.all2all.pplx:PplxDispatcher",
         "torch_a2a": "ep_moe.all2all.torch_a2a:TorchAll2AllDispatcher",
     },
     "experts": {
-        "bf16_triton": "ep_moe.experts.bf16_triton:Bf16TritonExperts",
-        "fp8_tensor_triton": "ep_moe.experts.fp8_tensor_triton:Fp8TensorTritonExperts",
-        "fp8_block_triton": "ep_moe.experts.fp8_block_triton:Fp8BlockTritonExperts",
-        "fp8_dynamic_triton": "ep_moe.experts.fp8_dynamic_triton:Fp8DynamicTritonExperts",
-        "flashinfer_cutlass": "ep_moe.experts.flashinfer_cutlass:FlashInferCutlassExperts",
-        "flashinfer_cutedsl": "ep_moe.experts.flashinfer_cutedsl:FlashInferCuteDslExperts",
-        "flashinfer_trtllm": "ep_moe.experts.flashinfer_trtllm:FlashInferTrtllmExperts",
+        "bf16_triton": "ep_moe.experts.hopper.bf16_triton:Bf16TritonExperts",
+        "fp8_tensor_triton": "ep_moe.experts.hopper.fp8_tensor_triton:Fp8TensorTritonExperts",
+        "fp8_block_triton": "ep_moe.experts.hopper.fp8_block_triton:Fp8BlockTritonExperts",
+        "fp8_dynamic_triton": "ep_moe.experts.hopper.fp8_dynamic_triton:Fp8DynamicTritonExperts",
+        "flashinfer_cutlass": "ep_moe.experts.flashinfer.cutlass:FlashInferCutlassExperts",
+        "flashinfer_cutedsl": "ep_moe.experts.flashinfer.cutedsl:FlashInferCuteDslExperts",
+        "flashinfer_trtllm": "ep_moe.experts.flashinfer.trtllm:FlashInferTrtllmExperts",
         "reference": "ep_moe.experts.reference:ReferenceExperts",
     },
     "fused": {
-        "flashinfer_mega_bf16": "ep_moe.fused.flashinfer_mega:FlashInferMegaBf16",
-        "flashinfer_mega_fp8": "ep_moe.fused.flashinfer_mega:FlashInferMegaFp8",
-        "flashinfer_trtllm_monolithic": "ep_moe.fused.flashinfer_trtllm:FlashInferTrtllmMonolithic",
+        "flashinfer_mega_bf16": "ep_moe.experts.fused.flashinfer_mega:FlashInferMegaBf16",
+        "flashinfer_mega_fp8": "ep_moe.experts.fused.flashinfer_mega:FlashInferMegaFp8",
+        "flashinfer_trtllm_monolithic": "ep_moe.experts.fused.flashinfer_trtllm:FlashInferTrtllmMonolithic",
     },
 }
 
@@ -55,7 +55,7 @@ _RESERVED = {"auto": "the choice of the best", "inside": "the transport of fused
 _BASES: dict[Kind, str] = {
     "dispatchers": "ep_moe.all2all.base:Dispatcher",
     "experts": "ep_moe.experts.base:Experts",
-    "fused": "ep_moe.fused.base:FusedExperts",
+    "fused": "ep_moe.experts.fused.base:FusedExperts",
 }
 
 

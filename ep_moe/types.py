@@ -97,7 +97,7 @@ class WireIds:
 
     ids: int32 [N, K], contiguous; base: this rank's first physical id
     told, calls: int32 [R] and int32 [2] on the device, where ids and weights come before the rows: they are here once
-        all of `told` are one more than calls[0]. A kernel that starts early (`early_triton`) may read them then; before
+        all of `told` are one more than calls[0]. A kernel that starts early (`pdl`) may read them then; before
         it ends it has awaited the kernel ahead of it, for those that read rows. calls[1] is zero, for its programs to
         wait for each other, and left so
     """

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.execution import captured as captured_calls
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.graphs import captured as captured_calls
 from ep_moe.types import LogicalIds, Routing
 from tests.graph_emulation import Again
 from tests.helpers import assert_same

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ep_moe import Activation, MoEConfig, MoELayer
+from ep_moe.checkpoint.reader import INDEX, SINGLE
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.weights.checkpoint import INDEX, SINGLE
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text")
 SIZES = {"hidden_size": 32, "num_experts": 8}

@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.execution import captured
+from ep_moe.execution.graph_inputs import InputMemory
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.graphs import captured
-from ep_moe.graphs.inputs import InputMemory
 from tests.distributed.test_layer_static import on_the_cpu
 
 GRAPHS = captured.Recorder

@@ -268,7 +268,7 @@ def library(name: str) -> Any:
 
 def on_the_cpu(*kinds: Any) -> None:
     """Within a rank's process."""
-    from ep_moe.fused import flashinfer_mega
+    from ep_moe.experts.fused import flashinfer_mega
 
     flashinfer_mega.library = library
     for kind in kinds:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 
 FLAGS = 256  # bytes at the end, which begin at zero
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ep_moe.all2all.base import Geometry
 from ep_moe.parallel.collectives import as_bytes
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 
 
 class AllToAll:

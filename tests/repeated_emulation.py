@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.all2all import nvlink_p2p
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p import dispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
-from ep_moe.experts.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
-from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.graphs import repeated
+from ep_moe.execution import repeated
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.parallel.flight_recorder import Ledger
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.ledger import Ledger
 from ep_moe.placement.placement import Placement
 from ep_moe.types import LogicalIds, Routing
 from tests.test_launches import Driver
@@ -113,7 +113,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(repeated, "Recorder", Recording(made))
     monkeypatch.setattr(Placement, "_tables", unpinned)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
-    monkeypatch.setattr(nvlink_p2p, "make_memory", make_memory)
+    monkeypatch.setattr(dispatcher, "make_memory", make_memory)
     monkeypatch.setattr(NVLinkP2PDispatcher, "platform_problem", classmethod(lambda cls, layout: None))
     anywhere = {"devices": frozenset({"cpu"})}
     able = dataclasses.replace(NVLinkP2PDispatcher.capabilities, **anywhere)

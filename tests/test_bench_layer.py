@@ -23,9 +23,9 @@ from ep_moe.bench.experts import Rates
 from ep_moe.bench.layer_report import Line
 from ep_moe.bench.overlap import beside
 from ep_moe.config import load_model_config
-from ep_moe.experts import cutlass_op
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
-from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8, library
+from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8, library
 from ep_moe.testing import distributed
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests import mega_emulation

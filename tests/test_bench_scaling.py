@@ -34,7 +34,7 @@ from ep_moe.bench.scaling_model import (
     wire_bound_from,
 )
 from ep_moe.config import Wire, load_model_config
-from ep_moe.eplb.price import Machine
+from ep_moe.eplb.cost import Machine
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"

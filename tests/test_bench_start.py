@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ep_moe.bench import start
 from ep_moe.bench.start import one_sentence
-from ep_moe.cli import app
+from ep_moe.cli.app import app
 from ep_moe.errors import ConfigError
 
 NEED_RANKS = ("layer", "all2all", "overlap", "rebalance")

@@ -17,18 +17,18 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts import few_rows
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.stream_gemm import FEW, FEW_E4M3, FEW_LARGE, ring_for
-from ep_moe.kernels.fp8_rows import round_blocks
-from ep_moe.kernels.fp8_rows_triton import round_by
+from ep_moe.experts.hopper import gemm_skinny
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.gemm_streaming import FEW, FEW_E4M3, FEW_LARGE, ring_for
+from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.fp8_rows_triton import round_by
+from ep_moe.quant.schemes import PLAIN, SCHEMES
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PeerCells, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import PLAIN, SCHEMES
-from ep_moe.workspace import Workspaces
 
 if not torch.cuda.is_available():
     import triton.language as tl
@@ -42,7 +42,7 @@ if not torch.cuda.is_available():
         return _dot(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = _wide_dot
-    few_rows.DENSE = few_rows.UNSORTED  # what the interpreter can run, it runs: of Gluon and CUDA it knows nothing
+    gemm_skinny.DENSE = gemm_skinny.UNSORTED  # what the interpreter can run; it has no Gluon and no CUDA
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 BF16 = torch.bfloat16
@@ -289,13 +289,13 @@ def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
 
 
 def test_how_a_call_is_cut():
-    of, of_blocks = few_rows.Cut.of, few_rows.Cut.of_blocks
-    assert [of(count, 0).first.stages for count in (few_rows.FEWEST, few_rows.FEWEST + 1)] == [6, 4]
+    of, of_blocks = gemm_skinny.Cut.of, gemm_skinny.Cut.of_blocks
+    assert [of(count, 0).first.stages for count in (gemm_skinny.FEWEST, gemm_skinny.FEWEST + 1)] == [6, 4]
     assert [of_blocks(count, 1000, 2048, 1).first.block_n for count in (64, 65)] == [64, 128]
-    assert of(few_rows.FEWEST, 1000) is not None
-    assert of(few_rows.FEWEST + 1, few_rows.DENSE) is None
-    assert of(few_rows.UNSORTED, 0) is not None
-    assert of(few_rows.UNSORTED + 1, 0) is None
+    assert of(gemm_skinny.FEWEST, 1000) is not None
+    assert of(gemm_skinny.FEWEST + 1, gemm_skinny.DENSE) is None
+    assert of(gemm_skinny.UNSORTED, 0) is not None
+    assert of(gemm_skinny.UNSORTED + 1, 0) is None
     qwen, deepseek = (1, 1536, 2048), (1, 4096, 7168)
     for shape, dtype, few in (
         (qwen, BF16, FEW), (qwen, torch.float8_e4m3fn, FEW_E4M3), (deepseek, BF16, FEW_LARGE),
@@ -304,10 +304,10 @@ def test_how_a_call_is_cut():
         w13 = torch.empty(shape, dtype=dtype, device="meta")
         assert [ring_for(count, w13).rows for count in (10, 22, 23, few)] == [16, 32, 64, 64]
         assert ring_for(few + 1, w13) is None
-    light = few_rows.LIGHT
-    assert not of_blocks(few_rows.UNSORTED, 1000, 7168, 2 * light).sort
+    light = gemm_skinny.LIGHT
+    assert not of_blocks(gemm_skinny.UNSORTED, 1000, 7168, 2 * light).sort
     assert [of_blocks(10000, count, 2048, light).first.block_m for count in (10, 11)] == [16, 64]
-    assert of_blocks(10000, few_rows.FEW_BLOCKS + 1, 2048, light) is None
+    assert of_blocks(10000, gemm_skinny.FEW_BLOCKS + 1, 2048, light) is None
     assert of_blocks(10000, 1, 2176, light) is None
     assert of_blocks(10000, 10, 2048, 2 * light) is not None
     assert of_blocks(10000, 11, 2048, 2 * light) is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ep_moe.errors import BackendUnavailable
-from ep_moe.graphs.call_graph import CallGraph
+from ep_moe.execution.cuda_graph import CallGraph
 
 STREAM = SimpleNamespace(cuda_stream=5, device=torch.device("cpu"))
 FIRST, LAST = [4096, 2**40 + 16, 7], [2**62, 0]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe import InputError, MoELayer
-from ep_moe.all2all.lanes import Lane
-from ep_moe.observe import StageTimes
+from ep_moe.all2all.buffer_slots import Lane
+from ep_moe.runtime.profiling import StageTimes
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import LogicalIds, Routing, TokenMask
-from ep_moe.workspace import Workspaces
 from tests.captured_emulation import CONFIG, COUNTED, CPU, layer, replayed, rows, served  # noqa: F401 (a fixture)
 from tests.graph_emulation import GRAPHS, Again
 from tests.helpers import assert_same, integer_routing

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig
+from ep_moe.checkpoint import reader as reader
+from ep_moe.checkpoint.reader import load_layers
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights import checkpoint as reader
-from ep_moe.weights.checkpoint import load_layers
 from tests.checkpoint_files import FAMILIES, LAYERS, check_layer, make_layers, written
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import Activation, CheckpointError, EPContext, MoEConfig, MoELayer, RoutingConfig
+from ep_moe.checkpoint.reader import SINGLE, load_layers
 from ep_moe.config import RoutingMethod
-from ep_moe.weights.checkpoint import SINGLE, load_layers
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.quant.schemes import SCHEMES
 from tests.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")

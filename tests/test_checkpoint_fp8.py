@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.formats import PerExpert, find_format
+from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, largest_input_scale, load_layers
 from ep_moe.errors import CheckpointError
-from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, largest_input_scale, load_layers
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.cutting import cut
-from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import PerExpert, find_format
-from ep_moe.weights.schemes import SCHEMES
 from tests.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
-from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, load_layers
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.formats import find_format
+from ep_moe.checkpoint.kept import read_quantized
+from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, load_layers
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.cutting import cut
-from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import find_format
-from ep_moe.weights.kept import read_quantized
-from ep_moe.weights.schemes import SCHEMES
 from tests.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")

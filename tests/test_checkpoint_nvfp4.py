@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.formats import PerExpert, find_format
+from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, load_layers
 from ep_moe.errors import CheckpointError
-from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, load_layers
+from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.cutting import cut
-from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import PerExpert, find_format
-from ep_moe.weights.microscale import dequantize_nvfp4, quantize_nvfp4
-from ep_moe.weights.schemes import SCHEMES
 from tests.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")

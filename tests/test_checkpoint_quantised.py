@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
+from ep_moe.checkpoint.reader import CheckpointSource, load_layers
 from ep_moe.errors import CheckpointError
-from ep_moe.weights.checkpoint import CheckpointSource, load_layers
-from ep_moe.weights.schemes import SCHEMES, Mxfp4
+from ep_moe.quant.schemes import SCHEMES, Mxfp4
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 256, 128, 3

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import Activation, CheckpointError, ConfigError, EPContext, InputError, MoEConfig, MoELayer, RoutingConfig
+from ep_moe.checkpoint.reader import load_layers
 from ep_moe.config import ParallelConfig, RoutingMethod
-from ep_moe.weights.checkpoint import load_layers
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.quant.schemes import SCHEMES
 
 H, I, E = 128, 128, 2  # noqa: E741
 P = "model.layers.0.mlp"

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext, MoEConfig, MoELayer
+from ep_moe.checkpoint import families
+from ep_moe.checkpoint import reader as reader
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, load_layers
+from ep_moe.checkpoint.unread import HARMLESS, listed
+from ep_moe.checkpoint.validate import checked
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
-from ep_moe.weights import checkpoint as reader
-from ep_moe.weights import families
-from ep_moe.weights.checkpoint import SINGLE, CheckpointSource, load_layers
-from ep_moe.weights.checkpoint_checks import checked
-from ep_moe.weights.families import names_of
-from ep_moe.weights.unread import HARMLESS, listed
 from tests.checkpoint_files import CONFIGS, FAMILIES, LAYERS, make_layers, tiny_model, written
 
 H, I, E = 128, 128, 4  # noqa: E741

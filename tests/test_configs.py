@@ -10,8 +10,8 @@ import pytest
 from safetensors import safe_open
 
 from ep_moe import Activation, ConfigError, ModelConfig, MoEConfig, ParallelConfig, RoutingConfig, RoutingMethod, Tokens
+from ep_moe.checkpoint.families import names_of
 from ep_moe.config import from_table, load_model_config, model_configs
-from ep_moe.weights.families import names_of
 
 # what a field holds where a row of PUBLISHED says nothing of it
 USUAL = {

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
-from ep_moe.experts import cutedsl_op
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer_cutedsl import FlashInferCuteDslExperts
-from ep_moe.experts.wire_rows import round_rows
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
-from ep_moe.select import choose, explain
+from ep_moe.experts.flashinfer import cutedsl_op
+from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.wire import round_rows
+from ep_moe.selection.explain import choose, explain
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
-from ep_moe.weights import cutedsl
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.layouts import cutedsl
 from tests.cutedsl_emulation import Wrapper
 
 SLOTS, ROWS, TOP_K, NVFP4, BF16 = 5, 24, 3, SCHEMES["nvfp4"], torch.bfloat16

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from ep_moe import Activation, ConfigError, ExpertMap, InputError, MoEConfig
 from ep_moe.experts.activations import activate
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import FP8, SCHEMES, Rounding, Scheme
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.weights import sm90_mixed_gemm as mixed
-from ep_moe.weights.cutlass_sm90 import BOUND, SM90_SCHEMES, CutlassSm90, activation_bound
 from ep_moe.weights.cutting import cut, join
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.layouts import cutlass_mixed as mixed
+from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.cutlass_sm90 import BOUND, SM90_SCHEMES, CutlassSm90, activation_bound
 from ep_moe.weights.parts import split_parts
-from ep_moe.weights.prepare import Preparation
-from ep_moe.weights.schemes import FP8, SCHEMES, Rounding, Scheme
 from tests import cutlass_emulation as emulation
 
 BF16, F16 = torch.bfloat16, torch.float16

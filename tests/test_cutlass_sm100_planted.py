@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
-from ep_moe.experts import cutlass_op, flashinfer_cutlass
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.experts.flashinfer import cutlass, cutlass_op
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.experts.layouts import widened
-from ep_moe.experts.wire_rows import round_rows
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
-from ep_moe.select import explain
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.wire import round_rows
+from ep_moe.selection.explain import explain
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
-from ep_moe.weights import cutlass_sm90, cutlass_sm100
-from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.layouts import cutlass_sm90, cutlass_sm100
+from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES
 from tests.test_flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.test_flashinfer_cutlass_planted import before_run, ratio, times_the_limit
 
@@ -352,4 +352,4 @@ def test_which_gpu_a_scheme_needs():
     both = {name for name, found in able.items() if found == ((9, 0), (10, 7))}
     assert both == {"none", "fp8_static", "fp8_dynamic"}
     assert all(able[name] == ((9, 0), (9, 0)) for name in able.keys() - both - set(SM100_SCHEMES))
-    assert flashinfer_cutlass.SM100_SCHEMES == SM100_SCHEMES
+    assert cutlass.SM100_SCHEMES == SM100_SCHEMES

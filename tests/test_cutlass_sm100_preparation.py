@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, ExpertMap, MoEConfig
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.weights import cutlass_sm100
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES, CutlassSm90
-from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES, CutlassSm100
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.layouts import cutlass_sm100
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES, CutlassSm90
+from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES, CutlassSm100
 
 BF16 = torch.bfloat16
 SIZES = [(256, 128), (192, 320), (128, 384)]  # the second leaves tiles of scales half filled

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_moe.weights.dequantize import dequantize_fp8_blocks
-from ep_moe.weights.microscale import dequantize_mxfp4
+from ep_moe.quant.dequantize import dequantize_fp8_blocks
+from ep_moe.quant.microscale import dequantize_mxfp4
 
 
 def fp8_matrix(rows: int, columns: int, seed: int = 0):

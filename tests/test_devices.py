@@ -9,7 +9,7 @@ from torch import nn
 
 import ep_moe
 from ep_moe import Activation, ConfigError, EPContext, InputError, MoEConfig, MoELayer
-from ep_moe.devices import as_device, elsewhere, on_device, on_device_of, with_index
+from ep_moe.runtime.devices import as_device, elsewhere, on_device, on_device_of, with_index
 from tests.helpers import fill
 
 ROOT = Path(ep_moe.__file__).parent
@@ -22,7 +22,7 @@ NAMED = {
 # those that time say so: they measure on the device that is current
 MEANT = {
     "bench/timing.py": {"torch.cuda.synchronize()", "start.record()", "end.record()", "torch.cuda.current_stream()"},
-    "parallel/link.py": {"dist.barrier(group, device_ids=ids)"},
+    "parallel/rank_group.py": {"dist.barrier(group, device_ids=ids)"},
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _relies(call: ast.Call) -> bool:
 def test_the_package_names_the_device(path):
     found = set(relying(path.read_text()))
     assert found <= MEANT.get(path.relative_to(ROOT).as_posix(), set()), (
-        "name the device, or use ep_moe.parallel.link.barrier"
+        "name the device, or use ep_moe.parallel.rank_group.barrier"
     )
 
 

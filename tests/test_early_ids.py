@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts import bf16_op, fp8_block_op, fp8_tensor_op, pair_kernels_triton
+from ep_moe.experts.hopper import bf16_op, fp8_block_op, fp8_tensor_op, route_sort_triton
 
 ROWS, TOP_K, SLOTS, HIDDEN, INNER = 160, 4, 8, 256, 256
 E4M3 = torch.float8_e4m3fn
@@ -48,7 +48,7 @@ def test_the_first_sort_waits_for_ids_alone(early, parts, step):
     made = []
 
     def launch(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
-        if kernel is pair_kernels_triton.place_pairs:
+        if kernel is route_sort_triton.place_pairs:
             made.append(dict(zip(kernel.arg_names, args, strict=False)))
 
     told, calls = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

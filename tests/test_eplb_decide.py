@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ConfigError, EPLBConfig, ExpertMap, MoEConfig
-from ep_moe.eplb import H200, LayerTime, decide, traffic, verdict
-from ep_moe.eplb.decide import Background, Decision, laid_out
-from ep_moe.eplb.pieces import pieces
-from ep_moe.eplb.schedule import itinerary
+from ep_moe.eplb import H200, LayerTime, traffic, verdict
+from ep_moe.eplb.migration import background as decide
+from ep_moe.eplb.migration.background import Background, Decision, laid_out
+from ep_moe.eplb.migration.pieces import pieces
+from ep_moe.eplb.migration.schedule import itinerary
 from tests.test_eplb_pieces import pairs
 
 unhurried = settings(deadline=None)

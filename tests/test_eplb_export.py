@@ -1,7 +1,7 @@
 """A balancer's numbers in other people's formats."""
 
 from ep_moe.eplb.export import prometheus_text, to_tensorboard
-from ep_moe.eplb.pact import State
+from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.stats import BalancerStats
 from ep_moe.placement.stats import LayerStats
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ep_moe import ExpertMap, MoEConfig, Placement
-from ep_moe.eplb.migrate import Migration, Mover
-from ep_moe.eplb.schedule import itinerary
-from ep_moe.eplb.staging import Room, Staging
-from ep_moe.eplb.store import SlotStore
-from ep_moe.parallel.link import Link
+from ep_moe.eplb.migration.schedule import itinerary
+from ep_moe.eplb.migration.slots import SlotStore
+from ep_moe.eplb.migration.staging import Room, Staging
+from ep_moe.eplb.migration.transfer import Migration, Mover
+from ep_moe.parallel.rank_group import Link
 from ep_moe.weights.expert_weights import ExpertWeights
 
 OLD, NEW = ExpertMap.from_ranks([[0, 1, 2, 3]], 4), ExpertMap.from_ranks([[3, 1, 0, 2]], 4)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ep_moe.eplb.pact import Call, Facts, State, Trouble, Verdict, judge
+from ep_moe.eplb.migration.consensus import Call, Facts, State, Trouble, Verdict, judge
 
 FACTS = Facts(7, 31, State.MOVING, 2, True, Trouble.NONE, 0)
 RANKS = (4, 5, 6)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ExpertMap, Placement
-from ep_moe.eplb.pieces import pieces
-from ep_moe.eplb.schedule import changed_slots, itinerary
+from ep_moe.eplb.migration.pieces import pieces
+from ep_moe.eplb.migration.schedule import changed_slots, itinerary
 from ep_moe.placement.expert_map import EMPTY
 
 unhurried = settings(deadline=None)

@@ -16,8 +16,8 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import ExpertMap, MoEConfig
-from ep_moe.eplb import row_triton, store
-from ep_moe.eplb.store import Checksum, SlotStore
+from ep_moe.eplb.migration import row_triton, slots
+from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.weights.expert_weights import ExpertWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")
@@ -136,7 +136,7 @@ def store_of(weights):
 
 @pytest.fixture
 def weights(monkeypatch):
-    monkeypatch.setattr(store, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(slots, "_is_on_gpu", lambda tensor: True)
     config = MoEConfig(hidden_size=12, intermediate_size=20, num_experts=3, top_k=1, expert_bias=True)
     held = ExpertWeights(config, ExpertMap.from_ranks([[0, 1, 2]], 3), device=DEVICE).requires_grad_(False)
     for index, parameter in enumerate(held.parameters()):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ExpertMap
-from ep_moe.eplb.schedule import MAX_ROUNDS, Transfer, batches, changed_slots, moves, rounds
+from ep_moe.eplb.migration.schedule import MAX_ROUNDS, Transfer, batches, changed_slots, moves, rounds
 
 unhurried = settings(deadline=None)
 

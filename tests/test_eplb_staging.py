@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ExpertMap
-from ep_moe.eplb import plan, staging
-from ep_moe.eplb.pieces import pieces
-from ep_moe.eplb.schedule import changed_slots, itinerary
-from ep_moe.eplb.staging import Room, Staging
+from ep_moe.eplb import plan
+from ep_moe.eplb.migration import staging
+from ep_moe.eplb.migration.pieces import pieces
+from ep_moe.eplb.migration.schedule import changed_slots, itinerary
+from ep_moe.eplb.migration.staging import Room, Staging
 from tests.test_eplb_pieces import pairs
 
 unhurried = settings(deadline=None)

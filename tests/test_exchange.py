@@ -9,8 +9,8 @@ import torch
 from ep_moe import InputError, Wire
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
-from ep_moe.exchange import Exchange
-from ep_moe.parallel.link import Link
+from ep_moe.execution.exchange import Exchange
+from ep_moe.parallel.rank_group import Link
 from ep_moe.testing.transport_rows import geometry
 from ep_moe.types import PhysicalIds, PhysicalRouting
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from ep_moe import Activation, ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer
 from ep_moe.experts.activations import activate
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.cutting import cut, cut_dim, join
 from ep_moe.weights.expert_weights import ExpertWeights

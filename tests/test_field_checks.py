@@ -24,9 +24,9 @@ from ep_moe import (
     Wire,
     load_model_config,
 )
-from ep_moe.eplb.balance import balancedness, loads_by_rank, traffic
-from ep_moe.eplb.planner import plan
-from ep_moe.eplb.price import Machine
+from ep_moe.eplb.cost import Machine
+from ep_moe.eplb.planner.plan import plan
+from ep_moe.eplb.planner.score import balancedness, loads_by_rank, traffic
 from ep_moe.training import (
     BiasUpdate,
     clip_grad_norm_,

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES, Scheme
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES
 from tests.cutlass_sm100_emulation import emulate_call
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ep_moe import MoEConfig
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.link import Link
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.schemes import PLAIN, SCHEMES
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 from tests.test_flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.test_flashinfer_cutlass_planted import before_run, each_scheme, times_the_limit
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts import cutlass_op
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
+from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received
-from ep_moe.weights import cutlass_sm90
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
+from ep_moe.weights.layouts import cutlass_sm90
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 from tests.test_flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_moe.weights.microscale import dequantize_mxfp4, dequantize_nvfp4
-from ep_moe.weights.scale_layouts import ScaleLayout, arrange
+from ep_moe.quant.microscale import dequantize_mxfp4, dequantize_nvfp4
+from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 

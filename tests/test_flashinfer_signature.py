@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from ep_moe.all2all.flashinfer_nvlink import TOP_KS
-from ep_moe.experts import cutedsl_op, cutlass_op, flashinfer_cutedsl
-from ep_moe.experts.flashinfer_cutedsl import FlashInferCuteDslExperts
-from ep_moe.experts.flashinfer_cutlass import ACTIVATIONS, FlashInferCutlassExperts
+from ep_moe.experts.flashinfer import cutedsl as flashinfer_cutedsl
+from ep_moe.experts.flashinfer import cutedsl_op, cutlass_op
+from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
+from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExperts
 from ep_moe.types import Activation
-from ep_moe.weights.cutedsl import interleave, mma_view
-from ep_moe.weights.scale_layouts import ScaleLayout, arrange
+from ep_moe.weights.layouts.cutedsl import interleave, mma_view
+from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 

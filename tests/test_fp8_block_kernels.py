@@ -13,8 +13,8 @@ from tests.interpreter import interpreter_problem
 if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
-from ep_moe.experts import fp8_block_kernels as kernels
-from ep_moe.experts import pair_kernels
+from ep_moe.experts.hopper import gemm_fp8_block as kernels
+from ep_moe.experts.hopper import route_sort
 from ep_moe.types import Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -234,7 +234,7 @@ def check_reduce(rows, top_k, size, device=DEVICE, dtype=torch.bfloat16, weighte
     if weights is not None:
         valid &= weights != 0
     slots = slots.where(valid, -1)
-    pair_kernels.reduce(y, ids, weights, 7, 6, out, slots=slots)
+    route_sort.reduce(y, ids, weights, 7, 6, out, slots=slots)
     factor = torch.where(valid, 1.0 if weights is None else weights.double(), 0.0)
     parts = y.double()[slots.clamp(0, rows * top_k - 1).long()] * factor.unsqueeze(-1)
     expected = parts.sum(1)
@@ -255,7 +255,7 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
     source = torch.full((pairs,), -7, dtype=torch.int32, device=device)
     slots = torch.full((rows, top_k), -7, dtype=torch.int32, device=device)
     ends = torch.full((experts,), -7, dtype=torch.int32, device=device)
-    space = torch.full((pair_kernels.group_workspace(pairs, experts),), -7, dtype=torch.int32, device=device)
+    space = torch.full((route_sort.group_workspace(pairs, experts),), -7, dtype=torch.int32, device=device)
     weights = None
     sent = ids
     if base:
@@ -263,7 +263,7 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
         others = torch.where(torch.rand(rows, top_k, device=device) < 0.5, base - 1, base + experts)
         sent = torch.where(ids < 0, others, ids + base)
         ids = torch.where(weights == 0, -1, ids)
-    pair_kernels.group_pairs(sent, experts, source, slots, ends, space, base=base, weights=weights, told=told)
+    route_sort.group_pairs(sent, experts, source, slots, ends, space, base=base, weights=weights, told=told)
     flat = torch.where(ids < 0, experts, ids).flatten().long()
     order = flat.argsort(stable=True)
     total = int((flat < experts).sum())
@@ -327,7 +327,7 @@ def test_copy_rows(size):
     x = torch.randn(5, size, device=DEVICE)
     slots = torch.tensor([[3, -1], [0, 6], [-1, -1], [7, 2], [1, -1]], dtype=torch.int32, device=DEVICE)
     room = torch.full((8, size), torch.nan, device=DEVICE)
-    pair_kernels.copy_rows(x, slots, room[:7])  # place 7 is beyond, places 4 and 5 are nobody's
+    route_sort.copy_rows(x, slots, room[:7])  # place 7 is beyond, places 4 and 5 are nobody's
     assert torch.equal(room[[3, 0, 6, 2, 1]], x[[0, 1, 1, 3, 4]])
     assert bool(room[[4, 5, 7]].isnan().all())
 
@@ -375,7 +375,7 @@ def test_programs_wait_for_each_other():
     lists = room[:4098], room[4098:8196].view(2049, 2), room[8196:8201]
     told = torch.tensor([8], dtype=torch.int32), calls
     launch = lambda kernel, grid, *args, **by_name: made.append((kernel, grid, args, by_name))  # noqa: E731
-    pair_kernels.group_pairs(ids, 5, *lists, room[8201:], told=told, launch=launch)
+    route_sort.group_pairs(ids, 5, *lists, room[8201:], told=told, launch=launch)
     ((kernel, grid, args, by_name),) = made
     assert grid == (1,)
     check_awaited(lambda: kernel[2,](*args, **by_name), calls[1], 2)
@@ -383,7 +383,7 @@ def test_programs_wait_for_each_other():
 
 def test_group_in_few_programs(monkeypatch):
     """Each takes several parts of the pairs."""
-    monkeypatch.setattr(pair_kernels, "PROGRAMS", 10)
+    monkeypatch.setattr(route_sort, "PROGRAMS", 10)
     check_group(1500, 3, 40, base=64)
 
 
@@ -396,7 +396,7 @@ def test_no_rows():
     check_group(0, 2, 3)
     none = torch.empty(0, 128, device=DEVICE)
     kernels.quantize_rows(none.bfloat16(), none.to(E4M3), torch.empty(0, 1, device=DEVICE))
-    pair_kernels.reduce(none.bfloat16(), torch.empty(0, 2, dtype=torch.int32, device=DEVICE), None, 0, 3, none)
+    route_sort.reduce(none.bfloat16(), torch.empty(0, 2, dtype=torch.int32, device=DEVICE), None, 0, 3, none)
     _, _, b, b_scale = random_operands(0, 2, 128, 128, DEVICE)
     ends = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     kernels.grouped_gemm(none.to(E4M3), torch.empty(0, 1, device=DEVICE), b, b_scale, ends, none)

@@ -15,15 +15,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
-from ep_moe.kernels import nvrtc
-from ep_moe.kernels.fp8_rows import round_blocks
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.schemes import SCHEMES, Fp8Tensor, Rounding, Scheme
+from ep_moe.runtime import nvrtc
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES, Fp8Tensor, Rounding, Scheme
-from ep_moe.workspace import Workspaces
 from tests.test_bf16_triton import BF16, CUT_OFF, DEVICE, SMALL, check_peers, rows, sorted_first
 
 DYNAMIC = SCHEMES["fp8_dynamic"]

@@ -10,8 +10,8 @@ from tests.interpreter import interpreter_problem
 if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
-from ep_moe.experts import fp8_row_kernels
-from ep_moe.experts.fp8_row_kernels import round_rows
+from ep_moe.quant import fp8_row_kernels
+from ep_moe.quant.fp8_row_kernels import round_rows
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 FP8 = torch.float8_e4m3fn

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.kernels import fp8_rows
+from ep_moe.quant import fp8_rows
 from tests.test_fp8_block_kernels import DEVICE, E4M3
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts.fp8_block_kernels import quantize_rows
-from ep_moe.experts.fp8_row_kernels import round_rows
-from ep_moe.kernels import fp8_rows_triton
+from ep_moe.experts.hopper.gemm_fp8_block import quantize_rows
+from ep_moe.quant import fp8_rows_triton
+from ep_moe.quant.fp8_row_kernels import round_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ep_moe import Wire
-from ep_moe.experts import fp8_scales, fp8_tensor_rows
-from ep_moe.experts.tensor_scales import Inputs, TensorScales
-from ep_moe.experts.wire_rows import round_rows, widen_rows
-from ep_moe.kernels import fp8_rows
+from ep_moe.experts.flashinfer import call_scales, fp8_tensor_rows
+from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
+from ep_moe.quant import fp8_rows
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 from tests.test_flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
@@ -77,7 +77,7 @@ def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():
     x, inputs, w13, w2 = scales_and_rows()
     assert (x.float().abs() > 448 * inputs.first.max()).any(), "some saturate"
     out, wanted, found = torch.empty(x.shape, dtype=E4M3), empty_scales(), empty_scales()
-    fp8_scales.round_rows(x, w13, w2, inputs, out, wanted)
+    call_scales.round_rows(x, w13, w2, inputs, out, wanted)
     largest = float(inputs.first.max())
     assert torch.equal(fp8_rows.round_by(x, largest).view(torch.uint8), out.view(torch.uint8))
     fp8_tensor_rows.fill_scales(largest, w13, w2, inputs.second, found)

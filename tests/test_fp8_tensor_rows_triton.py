@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.experts import fp8_tensor_rows
+from ep_moe.experts.flashinfer import fp8_tensor_rows
 from tests.test_fp8_block_kernels import DEVICE
 from tests.test_fp8_tensor_rows import empty_scales, scales_and_rows
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts import fp8_tensor_rows_triton
+from ep_moe.experts.flashinfer import fp8_tensor_rows_triton
 
 
 def test_scales():

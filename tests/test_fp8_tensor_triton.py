@@ -16,16 +16,16 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts import few_rows
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.fp8_tensor_kernels import round_rows
-from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.kernels.fp8_rows import round_by
+from ep_moe.experts.hopper import gemm_skinny
+from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.quant.fp8_rows import round_by
+from ep_moe.quant.fp8_tensor_kernels import round_rows
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.workspace import Workspaces
 from tests.test_bf16_triton import BF16, CUT_OFF, DEVICE, SMALL, check, check_peers, rows, sorted_first
 
 FP8 = torch.float8_e4m3fn
@@ -204,8 +204,8 @@ def test_rows_are_rounded_once(listed):
 
 
 def test_how_a_call_is_cut():
-    of = few_rows.Cut.of_matrices
+    of = gemm_skinny.Cut.of_matrices
     assert [of(count, 0).first.block_n for count in (64, 65)] == [32, 64]
-    assert of(few_rows.UNSORTED, 0) is not None
-    assert of(few_rows.UNSORTED, few_rows.DENSE) is None
-    assert of(few_rows.UNSORTED + 1, 0) is None
+    assert of(gemm_skinny.UNSORTED, 0) is not None
+    assert of(gemm_skinny.UNSORTED, gemm_skinny.DENSE) is None
+    assert of(gemm_skinny.UNSORTED + 1, 0) is None

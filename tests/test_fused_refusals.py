@@ -7,10 +7,10 @@ import torch
 
 from ep_moe import Activation, BackendUnavailable, ConfigError, ExpertMap, MoEConfig, RankLayout, Wire, registry
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.fused.base import FusedGeometry
-from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
-from ep_moe.select import choose, explain
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.experts.fused.base import FusedGeometry
+from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.selection.explain import choose, explain
 
 BOTH = [FlashInferMegaBf16, FlashInferMegaFp8]
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ from ep_moe import (
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.errors import InputError
 from ep_moe.experts.activations import activate
-from ep_moe.fused.base import FusedCapabilities, FusedExperts, FusedGeometry, RouterLogits
-from ep_moe.parallel.link import Link
+from ep_moe.experts.fused.base import FusedCapabilities, FusedExperts, FusedGeometry, RouterLogits
+from ep_moe.parallel.rank_group import Link
 from ep_moe.router import Router, route
-from ep_moe.select import choose, explain
+from ep_moe.selection.explain import choose, explain
 from ep_moe.types import LogicalIds, Routing
 from tests.helpers import fill
 

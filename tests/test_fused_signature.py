@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_moe.fused import flashinfer_mega
-from ep_moe.fused.base import FusedGeometry
-from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
+from ep_moe.experts.fused import flashinfer_mega
+from ep_moe.experts.fused.base import FusedGeometry
+from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
@@ -19,7 +19,7 @@ from flashinfer.moe_ep.core.kernel import MegaKernelBackend
 from flashinfer.moe_ep.kernel_src.sm90.cake_bf16_megamoe.shim import cake_gemm, cake_runner, cake_weights
 from flashinfer.moe_ep.kernel_src.sm90.push_style_megamoe.shim import protocol, runner
 
-from ep_moe.weights.mega import GROUP
+from ep_moe.weights.layouts.mega import GROUP
 from tests import mega_emulation
 
 BOTH = [FlashInferMegaBf16, FlashInferMegaFp8]

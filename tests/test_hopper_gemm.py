@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from ep_moe import Activation
-from ep_moe.experts import hopper_gemm
-from ep_moe.experts.hopper_gemm import CUTS, Tiles, tiles_for
-from ep_moe.kernels import nvrtc
+from ep_moe.experts.hopper import gemm_grouped
+from ep_moe.experts.hopper.gemm_grouped import CUTS, Tiles, tiles_for
+from ep_moe.runtime import nvrtc
 
 
 def chosen(rows: int, experts: int, columns: int) -> Tiles:
     """Of 132 multiprocessors."""
-    w = torch.empty(experts, columns * hopper_gemm.WEIGHTS, 64, device="meta")
-    with mock.patch.object(hopper_gemm, "multiprocessors", return_value=132):
+    w = torch.empty(experts, columns * gemm_grouped.WEIGHTS, 64, device="meta")
+    with mock.patch.object(gemm_grouped, "multiprocessors", return_value=132):
         return tiles_for(rows, w)
 
 
@@ -33,8 +33,8 @@ def test_experts_with_few_more_rows_than_average_are_not_cut_again():
 
 @pytest.mark.parametrize("tiles", CUTS, ids=str)
 def test_all_tiles_fit(tiles):
-    assert hopper_gemm.shared_bytes(tiles, 256) <= nvrtc.SHARED
-    assert tiles.rows % hopper_gemm.STEP == 0
+    assert gemm_grouped.shared_bytes(tiles, 256) <= nvrtc.SHARED
+    assert tiles.rows % gemm_grouped.STEP == 0
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
@@ -47,8 +47,8 @@ def test_all_tiles_fit(tiles):
 def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled_rows, activation):
     """A word would be of products that wait for each other, for want of registers. Small: instructions of both products
     of a layer stay in a multiprocessor's cache (docs/attempts.md)."""
-    form = hopper_gemm.options(itemsize, out_bytes, activation, scaled_rows=scaled_rows)
-    binary, words = nvrtc.compile_kernels(hopper_gemm.source(itemsize), form)
+    form = gemm_grouped.options(itemsize, out_bytes, activation, scaled_rows=scaled_rows)
+    binary, words = nvrtc.compile_kernels(gemm_grouped.source(itemsize), form)
     assert 0 < len(binary) < (104 if scaled_rows else 100) * 1024
     assert words == ""
 

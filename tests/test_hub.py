@@ -12,14 +12,14 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ep_moe import CheckpointError, ConfigError, EPContext
-from ep_moe.cli import app
+from ep_moe.checkpoint import hub
+from ep_moe.checkpoint.hub import model_folder
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.cli.app import app
+from ep_moe.cli.run import DEMO
 from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_config, read_moe_config
 from ep_moe.parallel.groups import TorchrunEnv
-from ep_moe.run import DEMO
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights import hub
-from ep_moe.weights.checkpoint import load_layers
-from ep_moe.weights.hub import model_folder
 from tests.checkpoint_files import make_layers, written
 
 huggingface_hub = pytest.importorskip("huggingface_hub")

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ep_moe import Activation, registry
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.testing import check_experts
 from ep_moe.testing.kernel_contract import computed_on
 from ep_moe.types import Received
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.cutlass_sm100 import SM100_SCHEMES
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES
 from tests.test_flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")

@@ -10,14 +10,14 @@ import torch
 
 from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
-from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.layer_choice import Asked, agree
-from ep_moe.select import choose, explain
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.selection.explain import choose, explain
+from ep_moe.selection.resolve import Asked, agree
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16

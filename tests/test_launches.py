@@ -16,10 +16,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from ep_moe import devices
-from ep_moe.kernels import launches
-from ep_moe.kernels.launches import First, Forms, Recorded, at_once
-from ep_moe.versions import launcher_known
+from ep_moe.runtime import devices, launch_cache
+from ep_moe.runtime.launch_cache import First, Forms, Recorded, at_once
+from ep_moe.runtime.versions import launcher_known
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="Triton compiles nothing")
@@ -160,7 +159,7 @@ def test_a_profiler_hears_of_every_launch(driver):
 @compiled
 def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
     """One line says so."""
-    launches._say_slow.cache_clear()
+    launch_cache._say_slow.cache_clear()
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     x, y, out = tensors()
     recorded = Recorded()
@@ -249,8 +248,8 @@ def test_a_launch_at_once(driver):
 def transport_calls(workspace):
     """Of every kernel of `nvlink_p2p`, with all that its launch depends on: [(name, call of a workspace)]."""
     from ep_moe import ExpertMap
-    from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
-    from ep_moe.placement.late import LateRouting
+    from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+    from ep_moe.placement.deferred import LateRouting
     from ep_moe.placement.placement import Placement
     from ep_moe.types import PhysicalRouting
 
@@ -268,14 +267,14 @@ def transport_calls(workspace):
             for rows in {plain.dtype: (plain, None), travelling.dtype: (travelling, scale)}.values():
                 for alone in (False, True):
                     given = (workspace, *rows, routing, bound)
-                    found.append(partial(p2p_cells_triton.send, *given, alone=alone))
-                    found += [partial(p2p_kernels_triton.send, *given, blocks, alone=alone) for blocks in (1, 2)]
-        found += [partial(p2p_kernels_triton.announce, workspace, scale, routing, bound) for routing in placed]
+                    found.append(partial(low_latency.send, *given, alone=alone))
+                    found += [partial(bulk.send, *given, blocks, alone=alone) for blocks in (1, 2)]
+        found += [partial(bulk.announce, workspace, scale, routing, bound) for routing in placed]
         for how in (False, True):
-            found.append(partial(p2p_cells_triton.receive, workspace, plain, bound, put=how))
-            found.append(partial(p2p_kernels_triton.receive, workspace, plain, bound, tell=how))
-        found.append(partial(p2p_kernels_triton.give, workspace, bound))
-        found.append(partial(p2p_kernels_triton.tell_given, workspace))
+            found.append(partial(low_latency.receive, workspace, plain, bound, put=how))
+            found.append(partial(bulk.receive, workspace, plain, bound, tell=how))
+        found.append(partial(bulk.give, workspace, bound))
+        found.append(partial(bulk.tell_given, workspace))
     return found
 
 
@@ -287,7 +286,7 @@ def test_a_form_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypa
     from tests.test_waiting_loops import workspace
 
     monkeypatch.setattr(devices, "starts_early", lambda device: True)
-    monkeypatch.setattr("ep_moe.kernels.launches._FORMS", 1000)
+    monkeypatch.setattr("ep_moe.runtime.launch_cache._FORMS", 1000)
     made = workspace(256, 2, Wire(dispatch=wire))
     calls, shared, first = transport_calls(made), made.forms, []
     for call in calls:

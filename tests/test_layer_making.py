@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer
-from ep_moe.select import explain
+from ep_moe.selection.explain import explain
 from tests.single_layer import CPU, EXPERTS, HIDDEN, INNER, context, full, shape  # noqa: F401 (a fixture)
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import Activation, ExpertMap, InputError, MoELayer, Routing
-from ep_moe.observe import StageTimes, balancedness
+from ep_moe.runtime.profiling import StageTimes, balancedness
 from ep_moe.types import LogicalIds
 from tests.helpers import fill, integer_rows
 from tests.single_layer import CPU, EXPERTS, HIDDEN, IDS, INNER, STAGES, WEIGHTS, context, full, routing, shape  # noqa: F401 (a fixture)

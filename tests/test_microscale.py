@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_moe.weights import microscale
-from ep_moe.weights.microscale import (
+from ep_moe.quant import microscale
+from ep_moe.quant.microscale import (
     MX_BLOCK,
     NVFP4_BLOCK,
     NVFP4_RANGE,

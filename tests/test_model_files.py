@@ -15,10 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
+from ep_moe.checkpoint.reader import INDEX, SINGLE, CheckpointSource
+from ep_moe.checkpoint.unread import unexpected
 from ep_moe.integrations.transformers import load_pretrained, read_config, read_moe_config
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.checkpoint import INDEX, SINGLE, CheckpointSource
-from ep_moe.weights.unread import unexpected
 from tests.checkpoint_files import quiet, save, tiny_model, written
 
 transformers = pytest.importorskip("transformers")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ep_moe.all2all.base import Geometry
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
-from ep_moe.all2all.p2p_memory import pieces
+from ep_moe.all2all.nvlink_p2p.buffers import pieces
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 
 
 @pytest.mark.parametrize(("hidden", "ranks", "most"), [(2048, 2, 64), (2048, 4, 64), (7168, 4, 18), (2048, 8, 32)])

@@ -1,5 +1,5 @@
-"""The Triton forms of `p2p_kernels` against the torch forms, which define them: all ranks in one process, one after the
-other, so that nobody waits (the flags say that all others have come)."""
+"""The Triton forms of `nvlink_p2p.reference` against the torch forms, which define them: all ranks in one process, one
+after the other, so that nobody waits (the flags say that all others have come)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import threading
 import pytest
 import torch
 
-from ep_moe.all2all import p2p_kernels, p2p_memory
 from ep_moe.all2all.base import Geometry
-from ep_moe.all2all.p2p_memory import Workspace
+from ep_moe.all2all.nvlink_p2p import buffers, reference
+from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.config import Wire
-from ep_moe.experts.wire_rows import round_rows
-from ep_moe.kernels.fp8_rows import round_by
-from ep_moe.row_formats import ROW_FORMATS
+from ep_moe.quant.fp8_rows import round_by
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.quant.wire import round_rows
+from ep_moe.runtime.workspace import carved_bytes
 from ep_moe.testing.transport_rows import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
-from ep_moe.workspace import carved_bytes
 from tests.test_fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
-from ep_moe.kernels import fp8_rows_triton
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.quant import fp8_rows_triton
 
 FEW = 8  # tokens
 
@@ -35,7 +35,7 @@ class Memory:
 
 
 def workspaces(shape: Geometry, device: str) -> list[Workspace]:
-    shapes = p2p_memory.place_shapes(shape, FEW)
+    shapes = buffers.place_shapes(shape, FEW)
     size = carved_bytes(shapes)
     peers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(shape.num_ranks)]
     return [Workspace(shape, rank, shapes, Memory(peer, peers)) for rank, peer in enumerate(peers)]
@@ -73,7 +73,7 @@ def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
     (2, 1, 128, torch.bfloat16), (3, 3, 384, torch.float16), (4, 8, 256, torch.float32), (4, 2, 2304, torch.bfloat16),
 ])  # fmt: skip
 def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way, monkeypatch):
-    monkeypatch.setattr(p2p_kernels_triton, "_TILE", 2)  # several programs send ids
+    monkeypatch.setattr(bulk, "_TILE", 2)  # several programs send ids
     shape = Geometry(hidden_size=hidden, top_k=top_k, cap=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire)
     bound = 7
     found, wanted, copy = workspaces(shape, DEVICE), workspaces(shape, "cpu"), way == "copied"
@@ -82,17 +82,17 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         for made in (found, wanted):
             others_told(made, rank, 0)
         if copy:
-            p2p_kernels.send_copies(wanted[rank], x, scale, routing, bound)
+            reference.send_copies(wanted[rank], x, scale, routing, bound)
         else:
-            p2p_kernels.send(wanted[rank], x, scale, routing, bound, blocks)
+            reference.send(wanted[rank], x, scale, routing, bound, blocks)
         there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
         scale = None if scale is None else scale.to(DEVICE)
         if copy:
             for ours, theirs in zip(found, wanted, strict=True):  # as the engines do
                 ours.places["rows"].copy_(theirs.places["rows"])
-            p2p_kernels_triton.announce(found[rank], scale, there, bound)
+            bulk.announce(found[rank], scale, there, bound)
         else:
-            p2p_kernels_triton.send(found[rank], x.to(DEVICE), scale, there, bound, blocks)
+            bulk.send(found[rank], x.to(DEVICE), scale, there, bound, blocks)
         assert all(told(made, rank, phase) for made in (found, wanted) for phase in (0, 2))
     for ours, theirs in zip(found, wanted, strict=True):
         ids = theirs.places["ids"]
@@ -107,13 +107,13 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         ours.places["answers"].copy_(theirs.places["answers"])
     for ours, theirs in zip(found, wanted, strict=True):
         if way == "given":
-            p2p_kernels.give(theirs, bound)
-            p2p_kernels_triton.give(ours, bound)
+            reference.give(theirs, bound)
+            bulk.give(ours, bound)
         else:
-            p2p_kernels.give_copies(theirs, bound)
+            reference.give_copies(theirs, bound)
         if way == "copied":
-            p2p_kernels.tell_given(theirs)
-            p2p_kernels_triton.tell_given(ours)
+            reference.tell_given(theirs)
+            bulk.tell_given(ours)
             assert told(found, ours.rank, 1)
     for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
         if way == "given":  # rows that nobody wants are left alone
@@ -126,9 +126,9 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         if way != "copied":
             others_told(wanted, rank, 1)
             others_told(found, rank, 1)
-        expected = p2p_kernels.receive(wanted[rank], tokens, bound, tell=way != "copied")
+        expected = reference.receive(wanted[rank], tokens, bound, tell=way != "copied")
         out = found[rank].sums(tokens)
-        p2p_kernels_triton.receive(found[rank], out, bound, tell=way != "copied")
+        bulk.receive(found[rank], out, bound, tell=way != "copied")
         assert all(told(made, rank, 1) for made in (found, wanted))
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
         assert out.dtype == dtype
@@ -182,12 +182,12 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
                 sent[-1] = (plain, None, there)
                 x, scale = (None if part is None else part.cpu() for part in rounded(plain, wire))
             others_told(wanted, rank, 0)
-            p2p_kernels.send(theirs, x, scale, routing, bound, 1)
+            reference.send(theirs, x, scale, routing, bound, 1)
         for rank, ours in enumerate(found):
-            p2p_cells_triton.send(ours, *sent[rank], bound, take=False)
+            low_latency.send(ours, *sent[rank], bound, take=False)
             assert ours.calls.tolist() == [8 + call, 0, 7 + call, 0, 0]
         for rank, ours in enumerate(found):
-            p2p_cells_triton.send(ours, *sent[rank], bound, put=False)
+            low_latency.send(ours, *sent[rank], bound, put=False)
         for ours, theirs in zip(found, wanted, strict=True):
             ids = theirs.places["ids"]
             here = ((ids >= 0) & (ids // shape.cap == theirs.rank)).any(1)[: ranks * bound]
@@ -204,7 +204,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             ours.places["answers"].copy_(theirs.places["answers"])
         results = []
         for theirs in wanted:
-            p2p_kernels.give(theirs, bound)
+            reference.give(theirs, bound)
         for rank, ours in enumerate(found):
             tokens = (bound, 0, 3, 5)[rank]
             out = torch.full((tokens, hidden), 9.0, dtype=dtype, device=DEVICE)
@@ -213,14 +213,14 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
                 travelling = rows if wire.combine == "plain" else round_by(rows, 1.0)
                 ours._by_cells(ours.peer_out(bound)).write(travelling)
             else:
-                p2p_cells_triton.receive(ours, out, bound, take=False)
+                low_latency.receive(ours, out, bound, take=False)
             results.append(out)
             assert bool((results[-1] == 9).all())
         for rank, ours in enumerate(found):
             others_told(wanted, rank, 1)
-            expected = p2p_kernels.receive(wanted[rank], len(results[rank]), bound, tell=True)
+            expected = reference.receive(wanted[rank], len(results[rank]), bound, tell=True)
             out = results[rank]
-            p2p_cells_triton.receive(ours, out, bound, put=False)
+            low_latency.receive(ours, out, bound, put=False)
             assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
             assert ours.calls.tolist() == [8 + call, 0, 8 + call, 0, 0]
 
@@ -262,8 +262,8 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
         x, routing = x.to(DEVICE), routed(shape, rank, tokens)
         for made in (found, wanted):
             others_told(made, rank, 0)
-        p2p_kernels_triton.send(found[rank], x, None, routing, 7, blocks)
-        p2p_kernels_triton.send(wanted[rank], *rounded(x, wire), routing, 7, blocks)
+        bulk.send(found[rank], x, None, routing, 7, blocks)
+        bulk.send(wanted[rank], *rounded(x, wire), routing, 7, blocks)
     for ours, theirs in zip(found, wanted, strict=True):
         for name, place in theirs.places.items():
             assert torch.equal(ours.places[name].view(torch.uint8), place.view(torch.uint8)), name
@@ -284,12 +284,12 @@ def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
         routing = PhysicalRouting(PhysicalIds(there.ids.cpu()), there.weights.cpu())
         for each in made:
             others_told(each, rank, 0)
-        p2p_kernels_triton.send(found[rank], x.to(DEVICE), None, there, 7, 4)
+        bulk.send(found[rank], x.to(DEVICE), None, there, 7, 4)
         for workspace, given in ((plain[rank], (x, None)), (before[rank], round_rows(x, wire))):
             if copies:
-                p2p_kernels.send_copies(workspace, *given, routing, 7)
+                reference.send_copies(workspace, *given, routing, 7)
             else:
-                p2p_kernels.send(workspace, *given, routing, 7, 4)
+                reference.send(workspace, *given, routing, 7, 4)
     for ours, theirs, third in zip(*made, strict=True):
         assert torch.equal(theirs.memory.local, third.memory.local)
         ids = theirs.places["ids"]
@@ -309,14 +309,14 @@ def test_numbers_may_overflow():
     there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
     for _ in range(2):
         others_told(made, 0, 0)
-        p2p_kernels_triton.send(made[0], x.to(DEVICE), None, there, 1, 1)
+        bulk.send(made[0], x.to(DEVICE), None, there, 1, 1)
         others_told(made, 0, 1)
-        p2p_kernels_triton.receive(made[0], made[0].sums(1), 1, tell=True)
+        bulk.receive(made[0], made[0].sums(1), 1, tell=True)
     assert made[0].calls.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0, 0]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
-@pytest.mark.parametrize("form", [p2p_kernels, p2p_kernels_triton], ids=["torch", "triton"])
+@pytest.mark.parametrize("form", [reference, bulk], ids=["torch", "triton"])
 def test_numbers_of_old_calls_are_awaited_no_less(form):
     """By their difference they would seem to be later ones, once 2**31 calls have gone by cells, which count and tell
     nothing: a day of a server that only decodes."""
@@ -326,7 +326,7 @@ def test_numbers_of_old_calls_are_awaited_no_less(form):
     ours.calls.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0, 0]))
     ours.places["flags"][1] = torch.tensor([6 - 2**31, 5])
     out = ours.sums(1)
-    given = (ours, out, 1) if form is p2p_kernels_triton else (ours, 1, 1)
+    given = (ours, out, 1) if form is bulk else (ours, 1, 1)
     waiting = threading.Thread(target=form.receive, args=given, kwargs={"tell": False}, daemon=True)
     waiting.start()
     waiting.join(0.5)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ep_moe.all2all.base import Geometry
-from ep_moe.all2all.p2p_memory import Workspace
+from ep_moe.all2all.nvlink_p2p.buffers import Workspace
+from ep_moe.placement.deferred import LateRouting
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.placement.late import LateRouting
 from ep_moe.placement.placement import Placement
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
 from tests.test_fp8_block_kernels import DEVICE
@@ -17,7 +17,7 @@ from tests.test_p2p_kernels import others_told, workspaces
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency
 
 
 def rotated(expert_map: ExpertMap) -> ExpertMap:
@@ -71,14 +71,14 @@ def send_all(sender: str, made: list[Workspace], calls: list[tuple[torch.Tensor,
     for workspace, (x, routing) in zip(made, calls, strict=True):
         others_told(made, workspace.rank, 0)
         if sender == "by kernel":
-            p2p_kernels_triton.send(workspace, x, None, routing, MOST, 3)
+            bulk.send(workspace, x, None, routing, MOST, 3)
         elif sender == "announced":
-            p2p_kernels_triton.announce(workspace, None, routing, MOST)
+            bulk.announce(workspace, None, routing, MOST)
         else:
-            p2p_cells_triton.send(workspace, x, None, routing, MOST, take=False)
+            low_latency.send(workspace, x, None, routing, MOST, take=False)
     for workspace, (x, routing) in zip(made, calls, strict=True):
         if sender == "by cells":
-            p2p_cells_triton.send(workspace, x, None, placed_already(routing), MOST, put=False)
+            low_latency.send(workspace, x, None, placed_already(routing), MOST, put=False)
         workspace.calls[2] = workspace.calls[0]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ep_moe import MoELayer
-from ep_moe.placement.late import LateRouting
+from ep_moe.placement.deferred import LateRouting
 from ep_moe.placement.placement import Placement
 from tests.helpers import fill
 from tests.single_layer import context, routing, shape  # noqa: F401  (a fixture)

@@ -15,16 +15,16 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe import ConfigError, EPContext, InputError, MoELayer, Wire
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.config import RoutingConfig
 from ep_moe.errors import BackendUnavailable
-from ep_moe.experts.bf16_triton import Bf16TritonExperts
-from ep_moe.graphs import repeated
-from ep_moe.observe import StageTimes
+from ep_moe.execution import repeated
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.parallel.flight_recorder import Ledger
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.ledger import Ledger
 from ep_moe.placement.placement import Placement
+from ep_moe.runtime.profiling import StageTimes
 from ep_moe.types import LogicalIds, Routing
 from tests.repeated_emulation import (  # noqa: F401 (fixtures)
     CONFIG,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.experts import fp8_scales, row_kernels
-from ep_moe.experts.tensor_scales import Inputs, TensorScales
+from ep_moe.experts.flashinfer import call_scales, row_kernels
+from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
 from tests.test_fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts import fp8_scales_triton, row_kernels_triton
+from ep_moe.experts.flashinfer import call_scales_triton, row_kernels_triton
 
 SLOTS = 6
 
@@ -69,7 +69,7 @@ def test_rounding_and_its_scales(dynamic, cap):
     x = 5 * torch.randn(4, 1500, generator=torch.Generator().manual_seed(0)).bfloat16()
     w13, w2 = torch.rand(2, SLOTS, generator=torch.Generator().manual_seed(1))
     found = []
-    for device, module in (("cpu", fp8_scales), (DEVICE, fp8_scales_triton)):
+    for device, module in (("cpu", call_scales), (DEVICE, call_scales_triton)):
         out = torch.empty(4, 1500, dtype=torch.float8_e4m3fn, device=device)
         scales = TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.empty((), device=device))
         arguments = (x.to(device), w13.to(device), w2.to(device), inputs_of(dynamic, cap, device), out, scales)
@@ -88,7 +88,7 @@ def test_rounding_and_its_scales(dynamic, cap):
 @pytest.mark.parametrize("tiny", [False, True])
 def test_column_scales(dtype, tiny):
     found = []
-    for device, module in (("cpu", fp8_scales), (DEVICE, fp8_scales_triton)):
+    for device, module in (("cpu", call_scales), (DEVICE, call_scales_triton)):
         inputs = inputs_of(True, 0.0, device)
         if tiny:
             inputs.first.zero_()

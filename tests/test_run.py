@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ep_moe import registry
-from ep_moe import run as run_module
-from ep_moe.cli import app
+from ep_moe.checkpoint.reader import SINGLE
+from ep_moe.cli import run as run_module
+from ep_moe.cli.app import app
+from ep_moe.cli.run import DEMO, RunOptions, run
 from ep_moe.parallel.groups import TorchrunEnv
-from ep_moe.parallel.local_ranks import run_local_ranks
-from ep_moe.run import DEMO, RunOptions, run
-from ep_moe.weights.checkpoint import SINGLE
+from ep_moe.parallel.local_launch import run_local_ranks
 from tests.checkpoint_files import tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -163,7 +163,7 @@ def planted(**kwargs):
 
 def test_a_difference_is_exit_code_1(monkeypatch):
     def ranks(target, *args, **kwargs):
-        assert target == "ep_moe.run:run_on_rank"
+        assert target == "ep_moe.cli.run:run_on_rank"
         return run_local_ranks("tests.test_run:planted", *args, **kwargs)
 
     monkeypatch.setattr(run_module, "run_local_ranks", ranks)
@@ -518,7 +518,7 @@ def test_torchruns_ranks_end_at_once_by_sigterm(monkeypatch):
     found = []
     for present in (True, False):
         monkeypatch.setattr(TorchrunEnv, "present", lambda present=present: present)
-        monkeypatch.setattr("ep_moe.cli.run_model", lambda _: found.append(signal.getsignal(signal.SIGTERM)))
+        monkeypatch.setattr("ep_moe.cli.app.run_model", lambda _: found.append(signal.getsignal(signal.SIGTERM)))
         assert invoke("run").exit_code == 0
     assert found[0] is signal.SIG_DFL
     assert found[1] is not signal.SIG_DFL

@@ -8,22 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import (
-    Activation,
-    BackendUnavailable,
-    ConfigError,
-    EPContext,
-    MoEConfig,
-    MoELayer,
-    RankLayout,
-    doctor,
-    registry,
-)
+from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, registry
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.cli import doctor
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.select import choose, explain
+from ep_moe.selection.explain import choose, explain
 from ep_moe.types import RowLayout, Weighting
 
 CPU = torch.device("cpu")

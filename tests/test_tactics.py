@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ep_moe import ExpertMap, InputError
-from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
-from ep_moe.experts.tactics import Tactics
+from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.experts.flashinfer.tactics import Tactics
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
 from tests.test_flashinfer_cutlass import BF16, build, emulated, shape  # noqa: F401 (a fixture)
 
 
@@ -28,7 +28,7 @@ def measured(monkeypatch) -> list[int]:
         return [rows % 7, rows % 5]
 
     monkeypatch.setattr(Tactics, "_measure", measure)
-    monkeypatch.setattr("ep_moe.experts.tactics.version", lambda name: "9.9")
+    monkeypatch.setattr("ep_moe.experts.flashinfer.tactics.version", lambda name: "9.9")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return counts
@@ -67,7 +67,7 @@ def test_findings_are_read_again_and_added_to(measured, tmp_path):
 CHANGES = {
     "gpu": lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda device=None: "another GPU"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "99"),
-    "flashinfer": lambda patch: patch.setattr("ep_moe.experts.tactics.version", lambda name: "10"),
+    "flashinfer": lambda patch: patch.setattr("ep_moe.experts.flashinfer.tactics.version", lambda name: "10"),
     "runner": lambda patch: None,
     "top_k": lambda patch: None,
     "scheme": lambda patch: None,

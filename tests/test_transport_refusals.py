@@ -14,9 +14,9 @@ from ep_moe.all2all.base import Geometry
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
-from ep_moe.select import choose, explain
+from ep_moe.selection.explain import choose, explain
 
 BY = "say how large by EPContext.from_torchrun(max_tokens=...)"
 

@@ -19,27 +19,28 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ep_moe import ExpertMap, MoEConfig, Wire, devices
-from ep_moe.experts import (
-    fp8_block_hopper_triton,
-    fp8_block_kernels,
-    hopper_gemm,
-    stream_gemm,
-    stream_gemm_triton,
-)
+from ep_moe import ExpertMap, MoEConfig, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
-from ep_moe.experts.fp8_row_kernels import RowScales
-from ep_moe.experts.fp8_tensor_kernels import NO_SCALES, MatrixScales
-from ep_moe.experts.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.experts.wire_rows import round_rows
-from ep_moe.kernels.nvrtc import SHARED
+from ep_moe.experts.hopper import (
+    gemm_fp8_block,
+    gemm_fp8_block_gluon,
+    gemm_grouped,
+    gemm_streaming,
+    gemm_streaming_triton,
+)
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.quant.fp8_row_kernels import RowScales
+from ep_moe.quant.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.wire import round_rows
+from ep_moe.runtime import devices
+from ep_moe.runtime.nvrtc import SHARED
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import LocalIds, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.workspace import Workspaces
 
 EXPERTS, HIDDEN, INNER, ROWS = 40, 2048, 768, 512
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -99,17 +100,17 @@ def test_streamed_products_fit(activation, rows, kind):
         of_weights = torch.ones(EXPERTS, 2, 3)[:, 0, 0]
         scales, to = [RowScales(torch.ones(ROWS), of_weights)] * 2, act.bfloat16()
     first, second = (NO_SCALES if own is None else own.given() for own in scales)
-    ring, ends = stream_gemm.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
+    ring, ends = gemm_streaming.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
-    compiled = Compiled(stream_gemm_triton._stream)
+    compiled = Compiled(gemm_streaming_triton._stream)
     early = {"EARLY": True, "launch_pdl": True}
     with (
-        mock.patch.object(stream_gemm_triton, "_stream", compiled),
-        mock.patch.object(stream_gemm_triton, "early", return_value=early),
+        mock.patch.object(gemm_streaming_triton, "_stream", compiled),
+        mock.patch.object(gemm_streaming_triton, "early", return_value=early),
     ):
         how = (ring.rows, ring.stages, 132)
-        stream_gemm_triton.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
-        stream_gemm_triton.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows)
+        gemm_streaming_triton.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
+        gemm_streaming_triton.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows)
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
 
@@ -119,14 +120,14 @@ def test_products_with_a_scale_for_each_block_fit(rows):
     x, w13, act, w2, y, *_ = operands(FP8)
     of_x, of_w13 = torch.ones(ROWS, HIDDEN // 128), torch.ones(EXPERTS, 2 * INNER // 128, HIDDEN // 128)
     of_act, of_w2 = torch.ones(ROWS, INNER // 128), torch.ones(EXPERTS, HIDDEN // 128, INNER // 128)
-    ends, compiled = torch.zeros(EXPERTS, dtype=torch.int32), Compiled(fp8_block_hopper_triton._gemm)
+    ends, compiled = torch.zeros(EXPERTS, dtype=torch.int32), Compiled(gemm_fp8_block_gluon._gemm)
 
     def config(w, activated):
-        return fp8_block_kernels.config_for(rows * EXPERTS, *w.shape, hopper=True, activated=activated)
+        return gemm_fp8_block.config_for(rows * EXPERTS, *w.shape, hopper=True, activated=activated)
 
-    with mock.patch.object(fp8_block_hopper_triton, "_gemm", compiled):
-        fp8_block_kernels.grouped_gemm_activate(x, of_x, w13, of_w13, ends, act, of_act, config=config(w13, True))
-        fp8_block_kernels.grouped_gemm(act, of_act, w2, of_w2, ends, y, config=config(w2, False))
+    with mock.patch.object(gemm_fp8_block_gluon, "_gemm", compiled):
+        gemm_fp8_block.grouped_gemm_activate(x, of_x, w13, of_w13, ends, act, of_act, config=config(w13, True))
+        gemm_fp8_block.grouped_gemm(act, of_act, w2, of_w2, ends, y, config=config(w2, False))
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
 
@@ -179,7 +180,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(JITFunction, "run", compiled),
         mock.patch.object(CompiledKernel, "__getitem__", return_value=mock.Mock()),  # of those that wait
         mock.patch.object(devices, "starts_early", return_value=True),
-        mock.patch.object(hopper_gemm, "grouped_gemm") as products,
+        mock.patch.object(gemm_grouped, "grouped_gemm") as products,
     ):
         built(kind, scheme)(received, out)
     assert names[-1] == "reduce"

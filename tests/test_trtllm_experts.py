@@ -10,18 +10,18 @@ from torch import Tensor
 
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.config import RoutingConfig
-from ep_moe.experts import flashinfer_trtllm, trtllm_op
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer_trtllm import FlashInferTrtllmExperts
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
+from ep_moe.experts.flashinfer import trtllm, trtllm_op
+from ep_moe.experts.flashinfer.trtllm import FlashInferTrtllmExperts
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing import kernel_contract
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.workspace import Workspaces
 from tests.trtllm_emulation import emulate, unpack
 
 BF16, SLOTS, TOP_K, ROWS = torch.bfloat16, 5, 3, 24
@@ -113,11 +113,11 @@ def times_the_limit(
 @each_scheme
 def test_contract(name, monkeypatch):
     """Every activation, with biases and without, every row layout, etp, ids as they travelled."""
-    monkeypatch.setattr(flashinfer_trtllm, "HIDDEN_UNITS", {})  # the emulation needs no more than whole tiles
+    monkeypatch.setattr(trtllm, "HIDDEN_UNITS", {})  # the emulation needs no more than whole tiles
     monkeypatch.setattr(kernel_contract, "HIDDEN", 256 if name == "mxint4" else 128)
     monkeypatch.setattr(kernel_contract, "ROWS", (33, 1, 0))
     cpu = torch.device("cpu")
-    served = [a for a in flashinfer_trtllm.ACTIVATIONS if problem(name, shape(a)) is None]
+    served = [a for a in trtllm.ACTIVATIONS if problem(name, shape(a)) is None]
     assert kernel_contract.check_experts(
         FlashInferTrtllmExperts, device=cpu, schemes=[name], activations=served
     ) == len(served) * (1 + (name in trtllm_op.FP4))

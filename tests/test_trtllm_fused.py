@@ -11,15 +11,15 @@ from torch import Tensor
 from ep_moe import BackendUnavailable, EPContext, ExpertMap, MoEConfig, MoELayer, RankLayout
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.errors import InputError
-from ep_moe.experts import trtllm_op
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.fused import flashinfer_trtllm as monolithic
-from ep_moe.fused.base import RouterLogits
-from ep_moe.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic, routing_method
-from ep_moe.select import choose
+from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.experts.fused import flashinfer_trtllm as monolithic
+from ep_moe.experts.fused.base import RouterLogits
+from ep_moe.experts.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic, routing_method
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.selection.explain import choose
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Activation
-from ep_moe.weights.schemes import SCHEMES
 from tests.trtllm_emulation import emulate
 
 NAME, CPU, BF16 = "flashinfer_trtllm_monolithic", torch.device("cpu"), torch.bfloat16

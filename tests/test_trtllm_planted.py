@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
-from ep_moe.experts import trtllm_op
-from ep_moe.experts.flashinfer_trtllm import FlashInferTrtllmExperts
-from ep_moe.weights import trtllm
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.weights.trtllm import LAYOUTS
+from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.experts.flashinfer.trtllm import FlashInferTrtllmExperts
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.weights.layouts import trtllm
+from ep_moe.weights.layouts.trtllm import LAYOUTS
 from tests.test_trtllm_experts import SLOTS, TOP_K, build, emulated, rows, shape, times_the_limit  # noqa: F401 (a fixture)
 
 each_scheme = pytest.mark.parametrize("name", trtllm_op.ENTRIES)

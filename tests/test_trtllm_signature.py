@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
-from ep_moe.experts import trtllm_op
-from ep_moe.experts.flashinfer_trtllm import ACTIVATIONS, MAX_TOP_K, clamp_constants, shape_problem
-from ep_moe.fused import flashinfer_trtllm as monolithic
-from ep_moe.weights.microscale import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.weights.trtllm import LAYOUTS, Trtllm
-from ep_moe.weights.trtllm_shuffle import block_major, row_order, shuffle_rows
+from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.experts.flashinfer.trtllm import ACTIVATIONS, MAX_TOP_K, clamp_constants, shape_problem
+from ep_moe.experts.fused import flashinfer_trtllm as monolithic
+from ep_moe.quant.microscale import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.weights.layouts.trtllm import LAYOUTS, Trtllm
+from ep_moe.weights.layouts.trtllm_shuffle import block_major, row_order, shuffle_rows
 from tests.trtllm_emulation import row_places, scale_places
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")

@@ -15,24 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ep_moe import (
-    BackendUnavailable,
-    ConfigError,
-    EPContext,
-    MoEConfig,
-    MoELayer,
-    Wire,
-    cli,
-    load_model_config,
-    registry,
-    select,
-)
+from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, Wire, load_model_config, registry
+from ep_moe.cli import app as cli
+from ep_moe.cli.run import DEMO
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.picks import Pick, Picks, _room, tuned_picks
-from ep_moe.run import DEMO
-from ep_moe.tuned import Measured, Tuned, bucket_index, choose, layer_facts, machine_facts, versions
-from ep_moe.weights.schemes import scheme_of
+from ep_moe.quant.schemes import scheme_of
+from ep_moe.selection import explain as select
+from ep_moe.selection.picks import Pick, Picks, _room, tuned_picks
+from ep_moe.selection.tuned import Measured, Tuned, bucket_index, choose, layer_facts, machine_facts, versions
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=2)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_moe import doctor, versions
-from ep_moe.cli import app
-from ep_moe.versions import ON_CPU, ON_GPUS, how_run, launcher_known
+from ep_moe.cli import doctor
+from ep_moe.cli.app import app
+from ep_moe.runtime import versions
+from ep_moe.runtime.versions import ON_CPU, ON_GPUS, how_run, launcher_known
 
 ROOT = Path(__file__).parents[1]
 

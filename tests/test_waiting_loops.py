@@ -26,17 +26,17 @@ from triton.runtime import driver
 
 import ep_moe
 from ep_moe import Wire
-from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
 from ep_moe.all2all.base import Geometry
-from ep_moe.all2all.p2p_memory import Workspace, place_shapes
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.all2all.nvlink_p2p.buffers import Workspace, place_shapes
+from ep_moe.all2all.nvlink_p2p.packets import any_of, late_cells, still_missing
 from ep_moe.errors import BackendUnavailable
-from ep_moe.experts import pair_kernels
-from ep_moe.kernels import waiting_triton
-from ep_moe.kernels.cells_triton import any_of, late_cells, still_missing
-from ep_moe.kernels.waiting_triton import Waiting
-from ep_moe.kernels.warp_paths import parting_branch, waiting_loops
+from ep_moe.experts.hopper import route_sort
+from ep_moe.runtime import waiting_triton
+from ep_moe.runtime.waiting_triton import Waiting
+from ep_moe.runtime.warp_paths import parting_branch, waiting_loops
+from ep_moe.runtime.workspace import carved_bytes
 from ep_moe.types import PhysicalIds, PhysicalRouting
-from ep_moe.workspace import carved_bytes
 from tests.test_triton_compiles import Hopper
 
 BF16, TOKENS, TOP_K = torch.bfloat16, 16, 8
@@ -79,13 +79,13 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
     x, out = torch.zeros(TOKENS, hidden, dtype=BF16), torch.zeros(TOKENS, hidden, dtype=BF16)
     ids = PhysicalIds(torch.zeros(TOKENS, TOP_K, dtype=torch.int64))
     routing = PhysicalRouting(ids, torch.ones(ids.shape))
-    p2p_cells_triton.send(made, x, None, routing, TOKENS)
+    low_latency.send(made, x, None, routing, TOKENS)
     for put in (False, True):
-        p2p_cells_triton.receive(made, out, TOKENS, put=put)
-    p2p_kernels_triton.send(made, x, None, routing, TOKENS, 132)
-    p2p_kernels_triton.receive(made, out, TOKENS, tell=True)
+        low_latency.receive(made, out, TOKENS, put=put)
+    bulk.send(made, x, None, routing, TOKENS, 132)
+    bulk.receive(made, out, TOKENS, tell=True)
     scales = made.geometry.scales
-    p2p_kernels_triton.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
+    bulk.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
     assert len(compiled) == 6
     for number, ptx in enumerate(compiled):
         assert waiting_loops(ptx) == 1, f"kernel {number}"
@@ -98,7 +98,7 @@ def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
     """While rows still come."""
     ids, found = torch.zeros(rows, TOP_K, dtype=torch.int32), torch.zeros(rows * TOP_K, dtype=torch.int32)
     told = torch.zeros(ranks, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    pair_kernels.group_pairs(
+    route_sort.group_pairs(
         ids,
         32,
         found,
@@ -164,9 +164,9 @@ def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
 
 
 def _jit_functions() -> dict[str, tuple[ast.FunctionDef, set[str]]]:
-    """Every function of the package's Triton files: its tree, and the names that it calls."""
+    """Every function of the package in Triton: its tree, and the names that it calls."""
     found = {}
-    for path in Path(ep_moe.__file__).parent.rglob("*_triton.py"):
+    for path in Path(ep_moe.__file__).parent.rglob("*.py"):
         for each in ast.parse(path.read_text()).body:
             if isinstance(each, ast.FunctionDef) and "triton.jit" in " ".join(map(ast.unparse, each.decorator_list)):
                 called = {call.func.id for call in ast.walk(each)

@@ -40,8 +40,8 @@ def wheel(tmp_path_factory):
         if (ROOT / name).is_file():
             source.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, source)
-    for name in ("ep_moe", "tests", "tools"):
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("ep_moe", "configs", "tests", "tools"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     return build(source, root / "out")
 
 
@@ -52,9 +52,10 @@ def names(wheel):
 
 def test_wheel_holds_every_file_of_the_package(wheel):
     files = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "ep_moe").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        str((Path(folder) / name).relative_to(ROOT))
+        for folder, _, found in os.walk(ROOT / "ep_moe", followlinks=True)  # ep_moe/configs is a link to configs
+        for name in found
+        if "__pycache__" not in folder
     }
     packed = {name for name in names(wheel) if not name.split("/")[0].endswith(".dist-info")}
     assert packed == files  # and so no tests and no tools either
@@ -71,7 +72,7 @@ def test_wheel_holds_the_licence(wheel, name):
 def test_wheel_declares_the_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         text = next(archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt"))
-    assert "ep-moe = ep_moe.cli:app" in text
+    assert "ep-moe = ep_moe.cli.app:app" in text
 
 
 USE = """
@@ -80,8 +81,8 @@ from pathlib import Path
 import torch
 import ep_moe
 from ep_moe.config import load_model_config, model_configs
-from ep_moe.run import DEMO
-from ep_moe.weights.checkpoint import load_layers
+from ep_moe.cli.run import DEMO
+from ep_moe.checkpoint.reader import load_layers
 
 assert Path(ep_moe.__file__).is_relative_to(sys.argv[1]), ep_moe.__file__
 configs = {name: load_model_config(name) for name in model_configs()}
@@ -111,5 +112,5 @@ def test_wheel_works_outside_the_checkout(wheel, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     count, version = result.stdout.split()
-    assert int(count) == len(list((ROOT / "ep_moe" / "configs").glob("*.toml")))
+    assert int(count) == len(list((ROOT / "configs").glob("*.toml")))
     assert wheel.name.startswith(f"ep_moe-{version}-")

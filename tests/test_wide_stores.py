@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-from ep_moe.all2all import p2p_cells_triton, p2p_kernels_triton
-from ep_moe.experts import pair_kernels_triton
-from ep_moe.kernels.waiting_triton import Waiting
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.experts.hopper import route_sort_triton
+from ep_moe.runtime.waiting_triton import Waiting
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing")
 
@@ -61,7 +61,7 @@ TYPES = {
 def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool) -> str:
     """rounded: answers travel in E4M3"""
     names = kernel.arg_names
-    known = TYPES | ({"rows": "i32"} if kernel is pair_kernels_triton.reduce else {})
+    known = TYPES | ({"rows": "i32"} if kernel is route_sort_triton.reduce else {})
     known |= {"out": "*u8", "answers": "*bf16"} if rounded else {}
     types = {name: "constexpr" if name in constants else known.get(name, _number(name)) for name in names}
     given = {(names.index(name),): constants[name] for name in names if name in constants}
@@ -87,16 +87,16 @@ def _even(name: str) -> bool:
 
 
 @pytest.mark.parametrize(("kernel", "constants", "warps", "wide"), [
-    (p2p_kernels_triton._send, {**FLAGS, **PLAIN, "ELEMENTS": 1024, "BLOCK": 1024}, 4, 4 * 2),
-    (p2p_kernels_triton._give, {**GIVE, "NUMBERS": 1024, "BLOCK": 1024, "ROUNDS": False}, 4, 2),
-    (p2p_kernels_triton._give, {**GIVE, "NUMBERS": 2048, "BLOCK": 2048, "ROUNDS": True}, 4, 1),
-    (p2p_cells_triton._send, {**CELLS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
-    (p2p_cells_triton._receive, {**ANSWERS, "ROUNDS": False}, 4, 2),
-    (p2p_cells_triton._receive, {**ANSWERS, "ROUNDS": True}, 4, 2),
-    (pair_kernels_triton.reduce, {**REDUCE, "number": None}, 2, 2),
-    (pair_kernels_triton.reduce, {**REDUCE, "number": None, "rounded": True}, 2, 1),
-    (pair_kernels_triton.reduce, REDUCE, 2, 4),
-    (pair_kernels_triton.reduce, {**REDUCE, "rounded": True}, 2, 2),
+    (bulk._send, {**FLAGS, **PLAIN, "ELEMENTS": 1024, "BLOCK": 1024}, 4, 4 * 2),
+    (bulk._give, {**GIVE, "NUMBERS": 1024, "BLOCK": 1024, "ROUNDS": False}, 4, 2),
+    (bulk._give, {**GIVE, "NUMBERS": 2048, "BLOCK": 2048, "ROUNDS": True}, 4, 1),
+    (low_latency._send, {**CELLS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
+    (low_latency._receive, {**ANSWERS, "ROUNDS": False}, 4, 2),
+    (low_latency._receive, {**ANSWERS, "ROUNDS": True}, 4, 2),
+    (route_sort_triton.reduce, {**REDUCE, "number": None}, 2, 2),
+    (route_sort_triton.reduce, {**REDUCE, "number": None, "rounded": True}, 2, 1),
+    (route_sort_triton.reduce, REDUCE, 2, 4),
+    (route_sort_triton.reduce, {**REDUCE, "rounded": True}, 2, 2),
 ], ids=[
     "send", "give", "give rounded", "send by cells", "receive by cells", "rounded by cells", "reduce", "reduce rounded",
     "reduce by cells", "reduce rounded by cells",

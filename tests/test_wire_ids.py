@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.kernels.wire_ids import to_distinct, to_local, to_wire
+from ep_moe.all2all.wire_ids import to_distinct, to_local, to_wire
 
 PHYSICAL, CAP = 12, 3
 

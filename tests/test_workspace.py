@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import EPContext, MoEConfig, MoELayer, workspace
+from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.workspace import ALIGNMENT, Workspaces, aligned, carve, carved_bytes
+from ep_moe.runtime import workspace
+from ep_moe.runtime.workspace import ALIGNMENT, Workspaces, aligned, carve, carved_bytes
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)

@@ -10,7 +10,7 @@ import torch
 from ep_moe import registry
 from ep_moe.all2all.base import DispatcherCapabilities
 from ep_moe.experts.base import Experts
-from ep_moe.fused.base import FusedCapabilities
+from ep_moe.experts.fused.base import FusedCapabilities
 from ep_moe.types import dtype_name
 
 # what a machine showed; the commands are in docs/results.md

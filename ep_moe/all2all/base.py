@@ -19,16 +19,16 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from ep_moe.all2all.buffer_slots import Again
 from ep_moe.all2all.checks import routing_problem, too_many_tokens
-from ep_moe.all2all.lanes import Again
-from ep_moe.all2all.side_stream import SideStream
+from ep_moe.checks import check_count, check_fields
 from ep_moe.config import PLAIN_WIRE, Wire, flat_facts
 from ep_moe.errors import InputError
-from ep_moe.field_checks import check_count, check_fields
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.link import Link
-from ep_moe.placement.late import given_ids
-from ep_moe.row_formats import ROW_FORMATS, WHOLE_ROW, RowFormat
+from ep_moe.parallel.rank_group import Link
+from ep_moe.placement.deferred import given_ids
+from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW, RowFormat
+from ep_moe.runtime.side_stream import SideStream
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
 Result = TypeVar("Result")
@@ -226,7 +226,7 @@ class Dispatcher(ABC):
     def dispatch(
         self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
     ) -> Received:
-        """x, ids and weights [T, K] to this rank's received rows. x, x_scale: as `experts.wire_rows.round_rows` writes
+        """x, ids and weights [T, K] to this rank's received rows. x, x_scale: as `quant.wire.round_rows` writes
         them for the geometry's wire; or x [T, H] of the layer's dtype alone, where the format is one of
         `capabilities.rounds`. The same numbers arrive."""
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()

@@ -19,7 +19,7 @@ from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 RANKS = (2, 4, 8)  # that its intranode kernels are compiled for

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.buffer_slots import Lane, Lanes
 from ep_moe.all2all.checks import one_host_problem
-from ep_moe.all2all.lanes import Lane, Lanes
-from ep_moe.all2all.side_stream import SideStream
+from ep_moe.all2all.wire_ids import to_wire
 from ep_moe.errors import BackendUnavailable
-from ep_moe.kernels.wire_ids import to_wire
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.link import Link
-from ep_moe.row_formats import ROW_FORMATS
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.runtime.side_stream import SideStream
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
 
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compiled for

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.errors import InputError
-from ep_moe.row_formats import ROW_FORMATS
+from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.buffer_slots import Lane, Lanes
 from ep_moe.all2all.checks import one_host_problem
-from ep_moe.all2all.lanes import Lane, Lanes
+from ep_moe.all2all.wire_ids import to_distinct
 from ep_moe.errors import BackendUnavailable
-from ep_moe.kernels.wire_ids import to_distinct
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.parallel.collectives import all_to_all_rows, as_bytes, as_rows
-from ep_moe.row_formats import ROW_FORMATS
+from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
 
 

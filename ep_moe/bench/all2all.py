@@ -36,9 +36,9 @@ from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence,
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
-from ep_moe.devices import on_device_of
-from ep_moe.experts.wire_rows import round_rows
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.quant.wire import round_rows
+from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 EXPERTS, TOP_K = 128, 8

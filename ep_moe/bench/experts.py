@@ -26,16 +26,16 @@ from ep_moe.bench.csv_lines import write
 from ep_moe.bench.start import Where, check_measured, one_sentence, parse
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import MoEConfig, load_model_config
-from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.cutlass_op import tactic_for
-from ep_moe.experts.fp8_scales import round_rows
-from ep_moe.experts.tensor_scales import Inputs, TensorScales
+from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.call_scales import round_rows
+from ep_moe.experts.flashinfer.cutlass_op import tactic_for
+from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.workspace import Workspaces, carve
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.workspace import Workspaces, carve
 
 RANKS = 4
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")

@@ -46,15 +46,15 @@ from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence,
 from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
-from ep_moe.devices import on_device_of
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
-from ep_moe.parallel.link import all_gather_single, barrier
-from ep_moe.select import AUTO
+from ep_moe.parallel.rank_group import all_gather_single, barrier
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.devices import on_device_of
+from ep_moe.selection.explain import AUTO
 from ep_moe.types import Routing
-from ep_moe.weights.schemes import SCHEMES
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (1, 16, 128, 1024, 8192)

@@ -13,7 +13,7 @@ from ep_moe.bench.overlap import batch
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,12 @@ from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence,
 from ep_moe.bench.timing import replayed
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
-from ep_moe.devices import on_device_of
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import LogicalIds, Routing
-from ep_moe.weights.schemes import SCHEMES
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (8192,)

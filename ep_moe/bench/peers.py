@@ -22,14 +22,14 @@ from ep_moe.all2all.flashinfer_nvlink import communication
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.experts import cutlass_op
-from ep_moe.experts.fp8_scales import round_rows
-from ep_moe.experts.tensor_scales import Inputs, TensorScales
-from ep_moe.fused.base import FusedGeometry
-from ep_moe.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
+from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.call_scales import round_rows
+from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
+from ep_moe.experts.fused.base import FusedGeometry
+from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.collectives import reduce_scatter_single
-from ep_moe.parallel.link import all_gather_single
+from ep_moe.parallel.rank_group import all_gather_single
 from ep_moe.types import Activation, Routing
 
 DTYPE = torch.bfloat16

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from ep_moe.bench.start import Where, one_sentence, parse, positive
 from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
-from ep_moe.eplb.packing import Floats
+from ep_moe.eplb.planner.packing import Floats
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
 

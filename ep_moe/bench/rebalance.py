@@ -33,12 +33,12 @@ from ep_moe.bench.overlap import batch, build, tune
 from ep_moe.bench.start import Where, check_dealt, one_sentence, own_device, parse, positive
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.context import EPContext
-from ep_moe.devices import on_device_of
 from ep_moe.eplb.balancer import ExpertBalancer
 from ep_moe.eplb.config import EPLBConfig
-from ep_moe.eplb.pact import State
+from ep_moe.eplb.migration.consensus import State
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.runtime.devices import on_device_of
 
 # forwards that are thrown away, and that are timed before anything moves: as many as later, so that what holds up the
 # host now and then is not taken for the rebalance

@@ -38,7 +38,7 @@ from ep_moe.bench.scaling_model import (
 )
 from ep_moe.bench.start import Where, not_negative, one_sentence, parse, positive
 from ep_moe.config import MoEConfig, Wire, load_model_config
-from ep_moe.eplb.price import H200
+from ep_moe.eplb.cost import H200
 from ep_moe.errors import ConfigError
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")

@@ -15,7 +15,7 @@ import torch
 
 from ep_moe.all2all.base import Geometry
 from ep_moe.config import MoEConfig, Wire
-from ep_moe.eplb.price import H200, LayerTime, Machine
+from ep_moe.eplb.cost import H200, LayerTime, Machine
 from ep_moe.errors import ConfigError
 
 PER_HOST = 8

@@ -1,8 +1,8 @@
 """Expert-parallel load balancing: plan maps from load, weigh what they gain against what moving costs."""
 
-from ep_moe.eplb.balance import Traffic, balancedness, critical_path, loads_by_rank, traffic
-from ep_moe.eplb.planner import plan
-from ep_moe.eplb.price import H200, LayerTime, Machine, Price, verdict
+from ep_moe.eplb.cost import H200, LayerTime, Machine, Price, verdict
+from ep_moe.eplb.planner.plan import plan
+from ep_moe.eplb.planner.score import Traffic, balancedness, critical_path, loads_by_rank, traffic
 from ep_moe.eplb.trace import LoadTrace
 
 __all__ = [

@@ -17,18 +17,27 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ep_moe.devices import on_device_of
 from ep_moe.eplb.config import EPLBConfig
-from ep_moe.eplb.connect import Connections, Context, connect
-from ep_moe.eplb.decide import Background, Decision, Planner, decide, default_planner, given, laid_out, loads
 from ep_moe.eplb.load import LoadWindow
-from ep_moe.eplb.migrate import BalancedLayer, Migration
-from ep_moe.eplb.pact import Call, Facts, State, Trouble, Verdict, judge
-from ep_moe.eplb.schedule import Itinerary
+from ep_moe.eplb.migration.background import (
+    Background,
+    Decision,
+    Planner,
+    decide,
+    default_planner,
+    given,
+    laid_out,
+    loads,
+)
+from ep_moe.eplb.migration.consensus import Call, Facts, State, Trouble, Verdict, judge
+from ep_moe.eplb.migration.groups import Connections, Context, connect
+from ep_moe.eplb.migration.schedule import Itinerary
+from ep_moe.eplb.migration.transfer import BalancedLayer, Migration
 from ep_moe.eplb.stats import BalancerStats
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.stats import LayerStats
+from ep_moe.runtime.devices import on_device_of
 
 _GO, _BACK = "go", "back"  # what can be said of a commit
 _PAUSE_S = 5e-4
@@ -42,7 +51,7 @@ class ExpertBalancer:
         gradients: experts move, an optimiser's state would stay behind
     context: the layers' EPContext; `close` the balancer before it
     planner: (load int64 [layers, E], maps in force) -> a map per layer; a function of its arguments alone, run in a
-        thread on every rank. Default `ep_moe.eplb.planner.plan`
+        thread on every rank. Default `ep_moe.eplb.planner.plan.plan`
 
     Made by all ranks of the world, as the context. Every rank calls `step` after each forward, on the stream that the
     layers run on. `update_expert` may be called at any time, on all ranks alike.

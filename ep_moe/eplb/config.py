@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ep_moe.eplb.price import Machine
+from ep_moe.checks import check_kind, check_not_negative, check_share, set_counts, set_positive
+from ep_moe.eplb.cost import Machine
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_kind, check_not_negative, check_share, set_counts, set_positive
 from ep_moe.placement.placement import Replicas
 
 
@@ -24,7 +24,7 @@ class EPLBConfig:
         such a step; nothing is exchanged while none is under way
     deadline_s: after that a rank that does not answer is lost, a transfer after half of it; at most the context's
         deadline, default half of it
-    nodes, groups, tolerance, enough: for the planner, see `ep_moe.eplb.planner.plan`
+    nodes, groups, tolerance, enough: for the planner, see `ep_moe.eplb.planner.plan.plan`
     machine: rates by which a plan is priced; one that does not pay within `interval` steps is refused. None: every plan
         is carried out
     replicas: which of an expert's replicas a token goes to. Plans reckon with an even spread

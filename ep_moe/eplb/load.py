@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.eplb.migrate import BalancedLayer
+from ep_moe.checks import check_count
+from ep_moe.eplb.migration.transfer import BalancedLayer
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError, InputError
-from ep_moe.field_checks import check_count
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 
 
 class LoadWindow:

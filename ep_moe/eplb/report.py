@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from ep_moe.checks import check_count, check_kind, check_not_negative, check_positive, check_share
 from ep_moe.config import MoEConfig, load_model_config
-from ep_moe.eplb.balance import Traffic, balancedness, critical_path, loads_by_rank, traffic
-from ep_moe.eplb.packing import Floats, Ints
-from ep_moe.eplb.planner import plan
-from ep_moe.eplb.price import H200, LayerTime, Machine, Price, verdict
+from ep_moe.eplb.cost import H200, LayerTime, Machine, Price, verdict
+from ep_moe.eplb.planner.packing import Floats, Ints
+from ep_moe.eplb.planner.plan import plan
+from ep_moe.eplb.planner.score import Traffic, balancedness, critical_path, loads_by_rank, traffic
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_count, check_kind, check_not_negative, check_positive, check_share
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.targets import check_picture
+from ep_moe.runtime.targets import check_picture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ep_moe.eplb.balance import critical_path
-from ep_moe.eplb.pact import State
+from ep_moe.eplb.migration.consensus import State
+from ep_moe.eplb.planner.score import critical_path
 from ep_moe.placement.stats import LayerStats
 
 

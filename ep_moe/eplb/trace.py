@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ep_moe.eplb.packing import Ints
+from ep_moe.eplb.planner.packing import Ints
 from ep_moe.errors import ConfigError
 
 _FORMAT = 1

@@ -12,14 +12,14 @@ from typing import ClassVar, overload
 import torch
 from torch import Tensor
 
+from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
-from ep_moe.field_checks import check_count, check_fields, set_counts, set_flags
+from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.prepare import Preparation
-from ep_moe.weights.schemes import PLAIN, SCHEMES, Scheme
-from ep_moe.workspace import Workspaces
+from ep_moe.weights.layouts.base import Preparation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ep_moe.all2all.wire_ids import to_local
 from ep_moe.config import MoEConfig, Wire
-from ep_moe.experts.wire_rows import widen_rows
-from ep_moe.kernels.wire_ids import to_local
+from ep_moe.quant.wire import widen_rows
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 

@@ -10,12 +10,12 @@ from typing import Any, Unpack
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
 
+from ep_moe.checkpoint.families import ALIASES
+from ep_moe.checkpoint.folder import read_object
+from ep_moe.checkpoint.formats import NUMBERS
+from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.errors import CheckpointError
 from ep_moe.types import dtype_name
-from ep_moe.weights.families import ALIASES
-from ep_moe.weights.folder import read_object
-from ep_moe.weights.formats import NUMBERS
-from ep_moe.weights.hub import HubOptions, model_folder
 
 _UNREADABLE = "is nothing that transformers can read"
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")

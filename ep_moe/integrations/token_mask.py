@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ep_moe.devices import on_device
+from ep_moe.runtime.devices import on_device
 from ep_moe.types import TokenMask
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
 
-A family is one `Family` entry here and its names in `ep_moe.weights.families`.
+A family is one `Family` entry here and its names in `ep_moe.checkpoint.families`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ep_moe import select
+from ep_moe.checkpoint.declared import foreign_refusal
+from ep_moe.checkpoint.factors import check_fits
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.formats import NUMBERS, find_format
+from ep_moe.checkpoint.hub import HubOptions, model_folder
+from ep_moe.checkpoint.reader import (
+    CheckpointSource,
+    ModuleSource,
+    largest_input_scale,
+    load_layers,
+    loading,
+    read_experts,
+)
+from ep_moe.checkpoint.unread import refusal, unexpected, unread
 from ep_moe.config import ONE_SCALE, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
@@ -31,24 +44,11 @@ from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import PLAIN
+from ep_moe.selection import explain
+from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
-from ep_moe.tuned import Tuned
 from ep_moe.types import Activation, TokenMask
-from ep_moe.weights.checkpoint import (
-    CheckpointSource,
-    ModuleSource,
-    largest_input_scale,
-    load_layers,
-    loading,
-    read_experts,
-)
-from ep_moe.weights.declared import foreign_refusal
-from ep_moe.weights.factors import check_fits
-from ep_moe.weights.families import names_of
-from ep_moe.weights.formats import NUMBERS, find_format
-from ep_moe.weights.hub import HubOptions, model_folder
-from ep_moe.weights.schemes import PLAIN
-from ep_moe.weights.unread import refusal, unexpected, unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ def expert_parallel(
     context: EPContext,
     *,
     expert_map: ExpertMap | None = None,
-    all2all: str = select.AUTO,
-    experts: str = select.AUTO,
+    all2all: str = explain.AUTO,
+    experts: str = explain.AUTO,
     quantization: str = PLAIN.name,
     wire: Wire | None = None,
     pipeline: int | None = None,
@@ -268,8 +268,8 @@ def load_pretrained(
     *,
     dtype: torch.dtype | None = None,
     expert_map: ExpertMap | None = None,
-    all2all: str = select.AUTO,
-    experts: str = select.AUTO,
+    all2all: str = explain.AUTO,
+    experts: str = explain.AUTO,
     quantization: str = PLAIN.name,
     wire: Wire | None = None,
     pipeline: int | None = None,
@@ -396,7 +396,7 @@ def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"model_type {config.model_type!r} is not among the known families {', '.join(FAMILIES)}; add it to "
-            f"ep_moe.integrations.transformers.FAMILIES and ep_moe.weights.families.FAMILIES"
+            f"ep_moe.integrations.transformers.FAMILIES and ep_moe.checkpoint.families.FAMILIES"
         )
     return config, FAMILIES[config.model_type]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from ep_moe.parallel.link import Link, all_gather_single
+from ep_moe.parallel.rank_group import Link, all_gather_single
 from ep_moe.types import Pending
 
 # torch 2.13 renamed both; 2.11 has the old names only

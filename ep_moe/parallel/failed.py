@@ -7,7 +7,7 @@ import re
 import torch
 import torch.distributed as dist
 
-from ep_moe.devices import memory_left
+from ep_moe.runtime.devices import memory_left
 
 _TEXT = 400  # characters of an exception's own words
 _REMEDY = (

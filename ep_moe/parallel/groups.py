@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ep_moe._version import __version__
+from ep_moe.checks import INT32, as_number, as_whole, deadline_problem, shown
 from ep_moe.config import ParallelConfig
-from ep_moe.devices import on_device
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import INT32, as_number, as_whole, deadline_problem, shown
-from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel.consensus import Agreement
+from ep_moe.parallel.flight_recorder import Ledger
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
-from ep_moe.versions import installed
+from ep_moe.parallel.rank_group import Link
+from ep_moe.runtime.devices import on_device
+from ep_moe.runtime.versions import installed
 
 DEADLINE_S = 300.0
 LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "pp")

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ep_moe.checks import INT32, as_whole, check_kind, shown
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import INT32, as_whole, check_kind, shown
 
 
 @dataclass(frozen=True, kw_only=True)

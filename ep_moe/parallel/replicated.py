@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Tokens
-from ep_moe.parallel.link import Link, all_gather_single
-from ep_moe.weights.checksum import WORDS, checksum, place_factors
+from ep_moe.parallel.checksum import WORDS, checksum, place_factors
+from ep_moe.parallel.rank_group import Link, all_gather_single
 
 NAMES = ("x", "routing.ids", "routing.weights", "mask", "mask with send_masked")  # what a call may pass
 _SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ep_moe.checks import MOST_EXPERTS, as_id, check_count, check_path, set_counts, set_flags, shown
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import MOST_EXPERTS, as_id, check_count, check_path, set_counts, set_flags, shown
 from ep_moe.parallel.layout import share
 
 EMPTY = -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.placement.late import Tables
+from ep_moe.placement.deferred import Tables
 from ep_moe.types import recomputing
 
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ep_moe.devices import on_device_of
+from ep_moe.checks import check_divides, check_kind
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_divides, check_kind
+from ep_moe.placement.deferred import RANK_FACTOR, LateRouting, Tables
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
-from ep_moe.placement.late import RANK_FACTOR, LateRouting, Tables
+from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing, without_rows
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_moe.kernels.grids import cdiv, next_power_of_2
+from ep_moe.runtime.grids import cdiv, next_power_of_2
 
 _BLOCK, _WIDE_BLOCK = 256, 1024  # picks of a program
 _MANY = 4096  # picks from which on each program counts its own first: they are many for few counters

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_moe.observe import balancedness
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 from ep_moe.placement.placement import Placement
+from ep_moe.runtime.profiling import balancedness
 
 
 @dataclass(frozen=True)

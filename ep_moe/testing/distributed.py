@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_moe.devices import on_device
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
-from ep_moe.parallel.link import barrier
-from ep_moe.parallel.local_ranks import run_local_ranks
+from ep_moe.parallel.local_launch import run_local_ranks
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.runtime.devices import on_device
 
 DEADLINE_S = 60.0
 

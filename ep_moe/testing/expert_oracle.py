@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.activations import activate
-from ep_moe.weights.cutlass_sm90 import activation_bound
-from ep_moe.weights.dequantize import FP8_BLOCK
-from ep_moe.weights.microscale import (
+from ep_moe.quant.dequantize import FP8_BLOCK
+from ep_moe.quant.microscale import (
     E2M1_MAX,
     MX_BLOCK,
     NVFP4_BLOCK,
@@ -28,7 +27,8 @@ from ep_moe.weights.microscale import (
     quantize_mxfp8,
     quantize_nvfp4,
 )
-from ep_moe.weights.schemes import Nvfp4, Rounding, Scheme
+from ep_moe.quant.schemes import Nvfp4, Rounding, Scheme
+from ep_moe.weights.layouts.cutlass_sm90 import activation_bound
 
 Z = 7.0
 FP8_MAX = 448.0

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.fused.base import FusedExperts, FusedGeometry, Routed, RouterLogits
-from ep_moe.parallel.link import Link
+from ep_moe.experts.fused.base import FusedExperts, FusedGeometry, Routed, RouterLogits
+from ep_moe.parallel.rank_group import Link
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
+from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.router import route
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES, Scheme
 
 EXPERTS = 10
 

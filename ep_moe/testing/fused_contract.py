@@ -21,15 +21,15 @@ import torch.distributed as dist
 from ep_moe.config import MoEConfig, ParallelConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
-from ep_moe.fused.base import FusedExperts
-from ep_moe.parallel.link import barrier
+from ep_moe.experts.fused.base import FusedExperts
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
 from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.transport_case import said
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing
-from ep_moe.weights.schemes import SCHEMES
 
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2))
 REPLAYS = 60

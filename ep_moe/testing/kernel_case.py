@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import Scheme
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import Scheme
-from ep_moe.workspace import Workspaces
 
 SLOTS = 5
 

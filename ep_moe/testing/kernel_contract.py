@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig, Wire
-from ep_moe.devices import as_device, on_device_of
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.wire_rows import round_rows, widen_rows
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import SCHEMES, Scheme
+from ep_moe.quant.wire import round_rows, widen_rows
+from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.kernel_case import SLOTS, Layer, that
 from ep_moe.testing.kernel_gradients import EXACT, exact_expert, gradients
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.cutting import cut
-from ep_moe.weights.schemes import SCHEMES, Scheme
 
 TOP_K, HIDDEN, INNER = 3, 256, 256
 TOP_KS = (1, 2, 8)  # with fewer rows

@@ -14,7 +14,7 @@ from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.errors import InputError, PeerTimeout
 from ep_moe.experts.layouts import localized
 from ep_moe.parallel.groups import default_store
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 from ep_moe.testing.transport_rows import CAP, expected, identity, moved, rounded, routes, rows, same, tolerance
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from ep_moe.all2all.base import DispatcherCapabilities, Geometry
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
-from ep_moe.devices import on_device_of
 from ep_moe.experts.layouts import as_rank_major, localized
-from ep_moe.parallel.link import Link, barrier
+from ep_moe.parallel.rank_group import Link, barrier
+from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.transport_case import Case, DispatcherFactory, run, together

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ep_moe.all2all.base import Geometry
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing.transport_case import Case, DispatcherFactory, said, tell
 from ep_moe.testing.transport_rows import MAX_TOKENS, identity
 

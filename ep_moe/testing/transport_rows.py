@@ -9,8 +9,8 @@ from torch import Tensor
 from ep_moe.all2all.base import Geometry
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.experts.layouts import localized, widened
-from ep_moe.experts.wire_rows import round_rows
-from ep_moe.kernels.fp8_rows import round_by
+from ep_moe.quant.fp8_rows import round_by
+from ep_moe.quant.wire import round_rows
 from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
 
 HIDDEN, CAP, MAX_TOKENS = 512, 4, 24

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ep_moe.checks import as_number, check_kind, shown
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import as_number, check_kind, shown
-from ep_moe.fused.base import FusedExperts
+from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.layer import MoELayer
 
 

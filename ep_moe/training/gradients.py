@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ep_moe.checks import check_kind, check_not_negative, check_positive
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.field_checks import check_kind, check_not_negative, check_positive
-from ep_moe.parallel.link import Link
-from ep_moe.weights.checksum import checksum
+from ep_moe.parallel.checksum import checksum
+from ep_moe.parallel.rank_group import Link
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ep_moe.checks import check_kind
 from ep_moe.errors import ConfigError
-from ep_moe.field_checks import check_kind
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_moe.checks import as_whole, check_kind, shown
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.field_checks import as_whole, check_kind, shown
 
 
 def load_balancing_loss(

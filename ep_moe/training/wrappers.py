@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.context import EPContext
-from ep_moe.devices import elsewhere
 from ep_moe.errors import ConfigError
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
+from ep_moe.runtime.devices import elsewhere
 from ep_moe.training.gradients import compare_ranks, expert_parameters, expert_weights_of
 
 Model = TypeVar("Model", bound=nn.Module)

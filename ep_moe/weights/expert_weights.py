@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_moe.checks import as_id, shown
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
-from ep_moe.field_checks import as_id, shown
+from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.cutting import cut, join
 from ep_moe.weights.initial import initial_expert
+from ep_moe.weights.layouts.base import Preparation
 from ep_moe.weights.parts import part_names, parts_of, split_parts
-from ep_moe.weights.prepare import Preparation
-from ep_moe.weights.schemes import PLAIN, Scheme
 from ep_moe.weights.slots import ExpertSlots
 
 Result = TypeVar("Result")
@@ -171,7 +171,7 @@ class ExpertWeights(ExpertSlots):
             elif tensor.dtype != dtype:
                 raise InputError(
                     f"expert {logical_id}: {name} must be {dtype_name(dtype)} under quantization={self.scheme.name}, "
-                    f"got {dtype_name(tensor.dtype)}; quantize it with ep_moe.weights.schemes first"
+                    f"got {dtype_name(tensor.dtype)}; quantize it with ep_moe.quant.schemes first"
                 )
 
     # --- saving and loading ------------------------------------------------------------------------------------

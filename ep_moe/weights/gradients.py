@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.weights.schemes import PLAIN, Scheme
+from ep_moe.quant.schemes import PLAIN, Scheme
 
 
 def initial_expert(

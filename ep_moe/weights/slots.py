@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.link import Link
+from ep_moe.parallel.rank_group import Link
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights import optimizer_guard
 from ep_moe.weights.gradients import GradientSum
+from ep_moe.weights.layouts.base import Preparation
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
-from ep_moe.weights.prepare import Preparation
-from ep_moe.weights.schemes import PLAIN, Scheme
 
 Result = TypeVar("Result")
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import EPContext, EPMoEError, MoEConfig, MoELayer, RankLayout, Tokens
-from ep_moe.devices import on_device
 from ep_moe.parallel import collectives
+from ep_moe.runtime.devices import on_device
 from ep_moe.testing import rank_device
 from ep_moe.types import Routing
 from tests.helpers import assert_same, integer_routing, integer_rows, moved, oracle

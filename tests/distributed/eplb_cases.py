@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import Activation, EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig
-from ep_moe.eplb import migrate
-from ep_moe.eplb.pact import State
+from ep_moe.eplb.migration import transfer
+from ep_moe.eplb.migration.consensus import State
 from ep_moe.testing import rank_device
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.distributed.cases import check_call, everywhere
@@ -105,8 +105,8 @@ def all_alike(value: Any) -> Any:
 @contextmanager
 def swapped(make: Callable[[Callable[..., Any]], Callable[..., Any]]):
     """Within, `Mover.swap` is what `make` makes of it: where messages get lost or late."""
-    before = migrate.Mover.swap
-    with mock.patch.object(migrate.Mover, "swap", make(before)):
+    before = transfer.Mover.swap
+    with mock.patch.object(transfer.Mover, "swap", make(before)):
         yield
 
 

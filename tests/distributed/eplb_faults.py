@@ -3,8 +3,8 @@
 import pytest
 
 from ep_moe import PeerTimeout
-from ep_moe.eplb.pact import State
-from ep_moe.eplb.schedule import moves
+from ep_moe.eplb.migration.consensus import State
+from ep_moe.eplb.migration.schedule import moves
 from tests.distributed.cases import check_call, everywhere
 from tests.distributed.eplb_cases import assert_slots, drive, random_map
 

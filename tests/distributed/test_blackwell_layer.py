@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Wire
-from ep_moe.experts import cutedsl_op, cutlass_op
-from ep_moe.experts.flashinfer_cutedsl import FlashInferCuteDslExperts
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
+from ep_moe.experts.flashinfer import cutedsl_op, cutlass_op
+from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.weights import cutedsl, cutlass_sm90, cutlass_sm100
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.layouts import cutedsl, cutlass_sm90, cutlass_sm100
 from tests.cutedsl_emulation import Wrapper
 from tests.cutlass_sm100_emulation import emulate_call
 from tests.helpers import integer_routing

@@ -17,11 +17,11 @@ from torch import Tensor
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Wire, registry
 from ep_moe.bench.timing import host
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing
-from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import everywhere, ran, same_error
 from tests.helpers import integer_routing, moved
 

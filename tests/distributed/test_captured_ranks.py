@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Tokens
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.execution import captured as captured_calls
+from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16
-from ep_moe.graphs import captured as captured_calls
-from ep_moe.observe import StageTimes
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.runtime.profiling import StageTimes
 from ep_moe.testing import distributed, rank_device
 from tests import mega_emulation
 from tests.distributed.cases import everywhere, same_error

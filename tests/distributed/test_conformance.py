@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, ParallelConfig, registry
-from ep_moe.all2all import deepep, flashinfer_nvlink, nvlink_p2p, pplx
+from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
 from ep_moe.all2all.base import Dispatcher, Geometry
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
-from ep_moe.kernels.fp8_rows import round_blocks
-from ep_moe.parallel.link import Link, barrier
+from ep_moe.parallel.rank_group import Link, barrier
+from ep_moe.quant.fp8_rows import round_blocks
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_endings import a_peer_that_never_comes
 from ep_moe.testing.transport_rows import MAX_TOKENS, expected, geometry, identity, moved, routes, rows, same

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import Activation, EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, Wire
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.experts.wire_rows import round_rows, widen_rows
+from ep_moe.quant.dequantize import dequantize_fp8_blocks
+from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import check_dispatcher, check_experts, distributed, rank_device
-from ep_moe.weights.dequantize import dequantize_fp8_blocks
 from tests.distributed.eplb_cases import CONFIG, on_request, random_map
 from tests.distributed.test_layer_static import on_the_cpu
 from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle

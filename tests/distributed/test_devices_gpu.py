@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, OutOfMemory, Routing
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds
 from tests.distributed.cases import everywhere

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, PeerTimeout, training
 from ep_moe.parallel.groups import TorchrunEnv
-from ep_moe.parallel.local_ranks import run_local_ranks
+from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.testing import distributed
 from ep_moe.weights.optimizer_guard import KEY
 from tests.training_model import CONFIG, CPU, EXPERTS, furthest, made, one_process, run

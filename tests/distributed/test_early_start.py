@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, devices
+from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Wire
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime import devices
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing
-from ep_moe.weights.schemes import SCHEMES
 from tests.helpers import integer_routing, moved
 
 CONFIG = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4)

@@ -13,14 +13,14 @@ from ep_moe import (
     ExpertMap,
     MoEConfig,
 )
-from ep_moe.eplb.pact import State
-from ep_moe.eplb.pieces import pieces
-from ep_moe.eplb.price import H200
+from ep_moe.eplb.cost import H200
+from ep_moe.eplb.migration.consensus import State
+from ep_moe.eplb.migration.pieces import pieces
 from ep_moe.placement.placement import Replicas
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LogicalIds, Routing
-from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import batch_of, check_call, everywhere
 from tests.distributed.eplb_cases import (
     CONFIG,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ep_moe import ConfigError, ExpertBalancer, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
-from ep_moe.eplb.pact import Facts, Pact, State, Trouble
+from ep_moe.eplb.migration.consensus import Facts, Pact, State, Trouble
 from ep_moe.testing import distributed
 from tests.distributed.cases import check_call
 from tests.distributed.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map

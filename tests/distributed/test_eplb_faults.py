@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ep_moe import EPLBConfig, ExpertBalancer, ExpertMap, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
-from ep_moe.eplb.migrate import Migration, Mover
-from ep_moe.eplb.pact import State
-from ep_moe.eplb.store import SlotStore
+from ep_moe.eplb.migration.consensus import State
+from ep_moe.eplb.migration.slots import SlotStore
+from ep_moe.eplb.migration.transfer import Migration, Mover
 from ep_moe.testing import distributed
 from tests.distributed.cases import check_call, everywhere, same_error
 from tests.distributed.eplb_cases import ROW, assert_slots, context_of, drive, make_layers, on_request

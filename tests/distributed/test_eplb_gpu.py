@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
-from ep_moe.eplb.pact import State
-from ep_moe.parallel.link import barrier
+from ep_moe.eplb.migration.consensus import State
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import everywhere
 from tests.distributed.eplb_cases import all_alike, assert_slots, make_layers, on_request, random_map
 from tests.distributed.test_layer_static import TOKENS, WIDE, Captured

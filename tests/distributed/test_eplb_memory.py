@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, RebalanceError
-from ep_moe.eplb import staging
-from ep_moe.eplb.pact import State
-from ep_moe.eplb.staging import Staging
+from ep_moe.eplb.migration import staging
+from ep_moe.eplb.migration.consensus import State
+from ep_moe.eplb.migration.staging import Staging
 from ep_moe.testing import distributed
 from tests.distributed.cases import same_error
 from tests.distributed.eplb_cases import CONFIG, ROW, assert_slots, context_of, make_layers, on_request, random_map

@@ -25,9 +25,9 @@ from ep_moe import (
 )
 from ep_moe.errors import EPMoEError, RankFailed
 from ep_moe.parallel import failed
-from ep_moe.parallel import ledger as ledger_module
+from ep_moe.parallel import flight_recorder as ledger_module
 from ep_moe.parallel.failed import is_out_of_memory
-from ep_moe.parallel.ledger import Ledger
+from ep_moe.parallel.flight_recorder import Ledger
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
 from tests.distributed.cases import check_call, everywhere, same_error

@@ -4,8 +4,8 @@ are (`torchrun --standalone --nproc-per-node 4 -m pytest tests/distributed/test_
 import pytest
 import torch
 
-from ep_moe.fused import flashinfer_mega
-from ep_moe.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
+from ep_moe.experts.fused import flashinfer_mega
+from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.fused_contract import check_fused, one_token_too_many
 from ep_moe.types import PhysicalIds, PhysicalRouting

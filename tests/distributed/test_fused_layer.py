@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError, PeerTimeout
-from ep_moe.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
-from ep_moe.parallel.link import barrier
+from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import PhysicalIds, PhysicalRouting
-from ep_moe.weights.mega import MegaBf16
-from ep_moe.weights.schemes import SCHEMES
+from ep_moe.weights.layouts.mega import MegaBf16
 from tests.distributed.cases import batch_of, everywhere, same_error
 from tests.distributed.eplb_cases import all_alike, assert_slots, on_request, random_map
 from tests.distributed.test_fused_conformance import ready

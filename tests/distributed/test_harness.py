@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ep_moe import InputError
 from ep_moe.parallel.groups import TorchrunEnv
-from ep_moe.parallel.link import barrier
-from ep_moe.parallel.local_ranks import RanksFailed, run_local_ranks
+from ep_moe.parallel.local_launch import RanksFailed, run_local_ranks
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertMap, InputError, MoELayer, ParallelConfig
 from ep_moe.all2all.base import Dispatcher
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
-from ep_moe.parallel.link import barrier
-from ep_moe.placement.late import LateRouting, Placing, given_ids, placed, to_place
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.placement.deferred import LateRouting, Placing, given_ids, placed, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing

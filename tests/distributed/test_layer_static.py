@@ -10,18 +10,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
-from ep_moe.all2all import flashinfer_nvlink, nvlink_p2p, pplx
+from ep_moe.all2all import flashinfer_nvlink, pplx
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p import dispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.experts.wire_rows import round_rows, widen_rows
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LogicalIds, PeerRows, Received, Routing
-from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import check_call
 from tests.flashinfer_nvlink_emulation import communication
 from tests.helpers import fill, integer_routing, integer_rows, oracle
@@ -47,7 +48,7 @@ def on_the_cpu(kind, to_peers: bool = False, few_bytes: int = 0) -> None:
         ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, peer_out=True)
         ReferenceExperts.compute_to_peers = write_to_peers
     flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
-    nvlink_p2p.make_memory, NVLinkP2PDispatcher.copied_bytes = make_memory, 0  # beside other work, all rows are copied
+    dispatcher.make_memory, NVLinkP2PDispatcher.copied_bytes = make_memory, 0  # beside other work, all rows are copied
     NVLinkP2PDispatcher.few_bytes = few_bytes
     kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
     kind.available = classmethod(lambda cls: None)
@@ -116,10 +117,10 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
 @pytest.mark.parametrize("way", ["nvlink_p2p", "nvlink_p2p, by cells"])
 def test_one_rank_is_its_own_peer(way, world_size):
     """A script for many GPUs on one: no group, no symmetric memory, the same transport."""
-    own = nvlink_p2p.make_memory
+    own = dispatcher.make_memory
     if not torch.cuda.is_available():
         on_the_cpu(*WAYS[way])
-    NVLinkP2PDispatcher.few_bytes, nvlink_p2p.make_memory = 256 if "cells" in way else 0, own
+    NVLinkP2PDispatcher.few_bytes, dispatcher.make_memory = 256 if "cells" in way else 0, own
     with EPContext.from_groups(ParallelConfig(dp=1), device=rank_device(), max_tokens=9) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p"))
         for tokens in (9, 0, 3):

@@ -24,10 +24,10 @@ from ep_moe import (
     ParallelConfig,
     PeerTimeout,
 )
-from ep_moe.parallel import ledger as ledger_module
-from ep_moe.parallel.agree import Agreement
+from ep_moe.parallel import flight_recorder as ledger_module
+from ep_moe.parallel.consensus import Agreement
 from ep_moe.parallel.device_mark import DeviceMark
-from ep_moe.parallel.ledger import _FEWER_CALLS, Ledger, Step, _compare
+from ep_moe.parallel.flight_recorder import _FEWER_CALLS, Ledger, Step, _compare
 from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call

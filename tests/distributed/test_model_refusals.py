@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext
+from ep_moe.checkpoint.reader import CheckpointSource
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.checkpoint import CheckpointSource
 from tests.checkpoint_files import tiny_model, written
 
 

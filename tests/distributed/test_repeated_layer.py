@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig
 from ep_moe.bench.timing import host
-from ep_moe.parallel.link import barrier
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
 from tests.distributed.cases import everywhere, ran

@@ -10,12 +10,12 @@ import torch.distributed as dist
 import transformers
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
+from ep_moe.checkpoint.reader import INDEX
 from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations import transformers as integration
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.checkpoint import INDEX
-from ep_moe.weights.schemes import SCHEMES
 from tests.checkpoint_files import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
 from tests.distributed.cases import everywhere
 

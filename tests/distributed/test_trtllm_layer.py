@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.config import RoutingConfig, RoutingMethod
-from ep_moe.experts import trtllm_op
-from ep_moe.experts.flashinfer_trtllm import FlashInferTrtllmExperts
-from ep_moe.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic
+from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.experts.flashinfer.trtllm import FlashInferTrtllmExperts
+from ep_moe.experts.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Activation
-from ep_moe.weights.schemes import SCHEMES
 from tests.helpers import integer_routing
 from tests.trtllm_emulation import emulate
 

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import Activation, ConfigError, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, registry
-from ep_moe import tune as tuning
 from ep_moe.all2all.allgather import AllGatherDispatcher
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.cli import tune as tuning
 from ep_moe.errors import InputError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.selection.tuned import Measured, Tuned, layer_facts, machine_facts, versions
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.tuned import Measured, Tuned, layer_facts, machine_facts, versions
-from ep_moe.weights.schemes import SCHEMES
 from tests.distributed.cases import check_call, everywhere, no_payload, same_error
 from tests.distributed.test_layer_static import WIDE, on_the_cpu
 from tests.helpers import fill, integer_routing, moved

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, registry
-from ep_moe.all2all.nvlink_p2p import NVLinkP2PDispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
-from ep_moe.experts.wire_rows import round_rows, widen_rows
-from ep_moe.kernels.fp8_rows import round_blocks, round_by, widen_blocks
-from ep_moe.row_formats import ROW_FORMATS
+from ep_moe.quant.fp8_rows import round_blocks, round_by, widen_blocks
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.weights.schemes import SCHEMES
 from tests.distributed import test_layer_static
 from tests.distributed.cases import everywhere, same_error
 from tests.distributed.test_blackwell_layer import on_the_cpu

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ep_moe import ConfigError, ExpertMap
-from ep_moe.cli import app
+from ep_moe.cli.app import app
 from ep_moe.eplb import LoadTrace, balancedness, loads_by_rank, plan
 from ep_moe.eplb import report as plan_report
 

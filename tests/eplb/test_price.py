@@ -7,7 +7,7 @@ import pytest
 from ep_moe import ConfigError, ExpertMap, MoEConfig
 from ep_moe.eplb import H200, LayerTime, Machine, Price, traffic, verdict
 from ep_moe.eplb.config import EPLBConfig
-from ep_moe.eplb.price import cost_ms
+from ep_moe.eplb.cost import cost_ms
 
 SLOW = Machine(hbm_bytes_per_s=1e3, flops=1e4, link_bytes_per_s=100.0, node_link_bytes_per_s=10.0)
 TIME = LayerTime(expert_bytes=50, row_bytes=20, flop_per_row=200, machine=SLOW)

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_moe.eplb import packing
-from ep_moe.eplb.candidates import Problem, occupied
-from ep_moe.eplb.keep import keep_ranks, keep_slots
-from ep_moe.eplb.packing import ABSENT
-from ep_moe.eplb.refine import refine
-from ep_moe.eplb.rescue import rescue
+from ep_moe.eplb.planner import packing
+from ep_moe.eplb.planner.candidates import Problem, occupied
+from ep_moe.eplb.planner.exhaustive_search import rescue
+from ep_moe.eplb.planner.local_search import refine
+from ep_moe.eplb.planner.packing import ABSENT
+from ep_moe.eplb.planner.relabel import keep_ranks, keep_slots
 from ep_moe.placement.expert_map import EMPTY
 from tests.eplb.published import pack, replicate
 

@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts import hopper_gemm as kernels
-from ep_moe.experts.pair_kernels import Lists
-from ep_moe.experts.stream_gemm import Ring, product
+from ep_moe.experts.hopper import gemm_grouped as kernels
+from ep_moe.experts.hopper.gemm_streaming import Ring, product
+from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from tests.test_bf16_triton import BF16, PLAIN, SMALL, build, check, rows
 

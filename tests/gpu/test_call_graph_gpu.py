@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from ep_moe.errors import BackendUnavailable
-from ep_moe.graphs.call_graph import CallGraph
-from ep_moe.kernels.early_triton import await_previous, early, let_next_start
+from ep_moe.execution.cuda_graph import CallGraph
+from ep_moe.runtime.pdl import await_previous, early, let_next_start
 
 SIZE, DEVICE = 1024, torch.device("cuda")
 

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from ep_moe.devices import starts_early
-from ep_moe.experts import pair_kernels
-from ep_moe.kernels.early_triton import let_next_start
-from ep_moe.kernels.flags_triton import last_to_count
+from ep_moe.all2all.nvlink_p2p.signals import last_to_count
+from ep_moe.experts.hopper import route_sort
+from ep_moe.runtime.devices import starts_early
+from ep_moe.runtime.pdl import let_next_start
 
 EXPERTS, TOP_K, CALLS, PROGRAMS = 48, 8, 150, 32
 
@@ -51,11 +51,11 @@ def test_the_lists_are_right_and_rows_are_here_behind_them(pairs, us):
     drawn = torch.randint(-EXPERTS, EXPERTS, (CALLS + 1, pairs), generator=torch.Generator("cuda").manual_seed(5), **on)
     ids, rows, written, told = (torch.zeros(size, **on) for size in (pairs, pairs, 1, 1))
     calls, found = torch.zeros(2, **on), torch.zeros(3, CALLS + 1, pairs, **on)
-    ends, space = torch.zeros(CALLS + 1, EXPERTS, **on), torch.zeros(pair_kernels.group_workspace(pairs, EXPERTS), **on)
+    ends, space = torch.zeros(CALLS + 1, EXPERTS, **on), torch.zeros(route_sort.group_workspace(pairs, EXPERTS), **on)
     for number in range(1, CALLS + 1):
         source, slots, seen = found[:, number]
         send[(PROGRAMS,)](drawn, ids, rows, written, told, calls, us, PAIRS=pairs // PROGRAMS, EARLY=True)
-        pair_kernels.group_pairs(
+        route_sort.group_pairs(
             ids.view(-1, TOP_K), EXPERTS, source, slots.view(-1, TOP_K), ends[number], space, told=(told, calls)
         )
         seen.copy_(rows)

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, registry
-from ep_moe.experts import cutlass_op
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer_cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.ledger import Ledger
-from ep_moe.parallel.link import Link
+from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
-from ep_moe.weights.cutlass_sm90 import SM90_SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.workspace import Workspaces
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 
 REASON = "torch sees no GPU" if not torch.cuda.is_available() else registry.why_not("experts", "flashinfer_cutlass")
 if not REASON and torch.cuda.get_device_capability() != (9, 0):

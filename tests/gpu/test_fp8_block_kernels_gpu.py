@@ -7,8 +7,8 @@ if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts import fp8_block_kernels as kernels
-from ep_moe.experts import pair_kernels
+from ep_moe.experts.hopper import gemm_fp8_block as kernels
+from ep_moe.experts.hopper import route_sort
 from ep_moe.types import Activation
 from tests import test_fp8_block_kernels as checks
 
@@ -125,7 +125,7 @@ def test_graph():
     source = torch.empty(pairs, dtype=torch.int32, **on)
     slots = torch.empty(n, top_k, dtype=torch.int32, **on)
     ends = torch.empty(experts, dtype=torch.int32, **on)
-    space = torch.empty(pair_kernels.group_workspace(pairs, experts), dtype=torch.int32, **on)
+    space = torch.empty(route_sort.group_workspace(pairs, experts), dtype=torch.int32, **on)
     a, a_scale = checks.quantized_like(pairs, hidden, "cuda")
     h = torch.empty(pairs, 2 * inner, dtype=torch.bfloat16, **on)
     c, c_scale = checks.quantized_like(pairs, inner, "cuda")
@@ -133,12 +133,12 @@ def test_graph():
     out = torch.empty(n, hidden, dtype=torch.bfloat16, **on)
 
     def run():
-        pair_kernels.group_pairs(ids, experts, source, slots, ends, space)
+        route_sort.group_pairs(ids, experts, source, slots, ends, space)
         kernels.quantize_rows(x, a, a_scale, rows=source, counts=ends[-1:])
         kernels.grouped_gemm(a, a_scale, w13, w13_scale, ends, h)
         kernels.activate_and_quantize(h, c, c_scale, counts=ends[-1:])
         kernels.grouped_gemm(c, c_scale, w2, w2_scale, ends, y)
-        pair_kernels.reduce(y, ids, weights, 0, experts, out, slots=slots)
+        route_sort.reduce(y, ids, weights, 0, experts, out, slots=slots)
 
     def fill():
         x.copy_(torch.randn(n, hidden, **on))

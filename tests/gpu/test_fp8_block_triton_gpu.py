@@ -9,12 +9,12 @@ import torch
 
 from ep_moe import Activation, ExpertMap, MoEConfig, registry
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.kernels.fp8_rows import round_blocks
+from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.schemes import SCHEMES
-from ep_moe.workspace import Workspaces
 from tests.gpu.test_flashinfer_cutlass_gpu import DEEPSEEK, QWEN3, SMALL, rows
 
 REASON = "torch sees no GPU" if not torch.cuda.is_available() else registry.why_not("experts", "fp8_block_triton")

@@ -15,10 +15,10 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts import fp8_row_op, hopper_gemm
 from ep_moe.experts.base import Experts
-from ep_moe.experts.fp8_dynamic_triton import Fp8DynamicTritonExperts
-from ep_moe.experts.fp8_row_kernels import RowScales
+from ep_moe.experts.hopper import fp8_row_op, gemm_grouped
+from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.quant.fp8_row_kernels import RowScales
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, WireIds
 from tests.gpu.test_fp8_tensor_triton_gpu import DEEPSEEK, FORMS, FP8, ODD, QWEN3, exact_sums, operands
@@ -58,7 +58,7 @@ def check(config: MoEConfig, tensors: list[dict], received: Received, y: torch.T
 @pytest.mark.parametrize("model", [SMALL, ODD, QWEN3, DEEPSEEK], ids=["small", "odd", "qwen3", "deepseek"])
 @pytest.mark.parametrize("count", [1, 8, 30, 70, 130, 300, 700, 2000, 4099])
 def test_rows_of_every_number(model, count, steps):
-    """By each program for itself, by `stream_gemm`'s rings, by `hopper_gemm`."""
+    """By each program for itself, by `gemm_streaming`'s rings, by `gemm_grouped`."""
     experts, tensors = made(*model)
     received = apart(rows(*model, count))
     check(model[0], tensors, received, experts(received, torch.full_like(received.x, torch.nan)))
@@ -93,7 +93,7 @@ def test_large_product(tiles):
     row = torch.arange(len(a), device="cuda")
     scales = RowScales(2.0 ** (row * 7 % 11 - 5).float(), torch.rand(len(b), 3, 2, device="cuda")[:, 0, 0])
     out = torch.full((len(a) + 130, n), torch.nan, dtype=BF16, device="cuda")
-    hopper_gemm.grouped_gemm(a, b, ends, out, tiles, spare_sms=120, scales=scales)
+    gemm_grouped.grouped_gemm(a, b, ends, out, tiles, spare_sms=120, scales=scales)
     factor = (scales.rows.double() * scales.weights.double()[expert]).unsqueeze(1)
     for part in row.split(128):
         expected, lost = exact_sums(a[part].double(), b.double()[expert[part]])

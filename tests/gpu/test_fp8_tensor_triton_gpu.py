@@ -17,9 +17,9 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts import hopper_gemm as kernels
-from ep_moe.experts.fp8_tensor_kernels import MatrixScales
-from ep_moe.experts.hopper_gemm import Tiles
+from ep_moe.experts.hopper import gemm_grouped as kernels
+from ep_moe.experts.hopper.gemm_grouped import Tiles
+from ep_moe.quant.fp8_tensor_kernels import MatrixScales
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from tests.test_bf16_triton import BF16, SMALL, check, rows
 from tests.test_fp8_tensor_triton import FP8, STATIC, build, rounded

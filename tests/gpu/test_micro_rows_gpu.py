@@ -10,8 +10,8 @@ if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts import micro_rows
-from ep_moe.weights.microscale import dequantize_mxfp8, dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
+from ep_moe.quant import micro_rows
+from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
 
 pytestmark = pytest.mark.timeout(300)
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from ep_moe.all2all import nvlink_p2p
-from ep_moe.parallel.link import Link
-from ep_moe.parallel.local_ranks import run_local_ranks
+from ep_moe.all2all.nvlink_p2p import dispatcher
+from ep_moe.parallel.local_launch import run_local_ranks
+from ep_moe.parallel.rank_group import Link
 from ep_moe.testing import rank_device
 
 DEADLINE_S = 100.0  # within pytest's own
@@ -42,8 +42,8 @@ def rank(body: str, given: dict) -> None:
     """On each rank: a test's body, whose ranks all have this GPU."""
     folder, name = body.split(":")
     test = getattr(importlib.import_module(folder), name)
-    nvlink_p2p.make_memory = SharedMemory
-    nvlink_p2p.NVLinkP2PDispatcher.platform_problem = classmethod(lambda cls, layout: None)
+    dispatcher.make_memory = SharedMemory
+    dispatcher.NVLinkP2PDispatcher.platform_problem = classmethod(lambda cls, layout: None)
     for module in list(sys.modules.values()):
         if getattr(module, "rank_device", None) is rank_device and module.__name__ != __name__:
             module.rank_device = lambda: GPU

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import Wire
-from ep_moe.experts.wire_rows import round_rows, widen_rows
+from ep_moe.quant.wire import round_rows, widen_rows
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)

@@ -1,0 +1,86 @@
+"""Workspaces of transports whose library has one call in flight in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.errors import InputError
+from ep_moe.runtime.devices import current_stream
+from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
+
+
+@dataclass(eq=False)
+class Lane:
+    """One workspace of the library, whether a call is under way in it, and the stream that the last one ended on."""
+
+    library: Any
+    busy: bool = False
+    stream: torch.cuda.Stream | None = None
+
+    def release(self, device: torch.device) -> None:
+        self.busy = False
+        if device.type != "cuda":
+            return
+        if self.stream is None or self.stream.cuda_stream != current_stream(device):
+            self.stream = torch.cuda.current_stream(device)
+
+    def on(self, stream: int) -> bool:
+        """Whether no call ended on another stream than the one with this handle."""
+        return self.stream is None or self.stream.cuda_stream == stream
+
+    def follow(self, device: torch.device) -> None:
+        """Wait on the current stream for a call that ended on another. A capture begins with a synchronised device, and
+        inside one whoever waits for its results has waited for this too."""
+        if self.stream is not None and not self.on(current_stream(device)) and not capturing(device):
+            torch.cuda.current_stream(device).wait_stream(self.stream)
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """What a transport launches for a call in a lane, whatever the call brings: to be recorded.
+
+    received: what arrives, always there
+    send: of x [T, H] and its routing. What is launched first begins with the addresses of x, ids, weights and the
+        tables of `to_place`, multiples of 16, and T; nothing else depends on them
+    receive: of what experts return, in `received.out` or `received.peer_out`, and the sum [T, H]. What is launched last
+        begins with the sum's address and T
+    few: rows travel so shortly that nothing is gained by what runs beside them
+    """
+
+    lane: Lane
+    received: Received
+    send: Callable[[Tensor, PhysicalRouting], None]
+    receive: Callable[[Tensor | PeerRows, Tensor], None]
+    few: bool
+
+
+class Lanes:
+    """As many workspaces as calls were ever in flight at once, made when they are needed. All ranks make the same
+    calls, and so they run out of lanes together and make another together."""
+
+    def __init__(self, name: str, make: Callable[[torch.device], Any]) -> None:
+        self._name, self._make = name, make
+        self.made: list[Lane] = []
+
+    def take(self, device: torch.device) -> Lane:
+        """A lane for one call, from dispatch to combine. Collective where one is made."""
+        for lane in self.made:
+            if not lane.busy:
+                lane.follow(device)
+                return lane
+        if capturing(device):
+            raise InputError(f"{self._name} makes its buffers in the first call: run the layer once before a capture")
+        with torch.inference_mode(False):  # what is made within it could not be written outside
+            lane = Lane(self._make(device))
+        self.made.append(lane)
+        return lane
+
+    def destroy(self) -> None:
+        for lane in self.made:
+            lane.library.destroy()
+        self.made.clear()

@@ -1,0 +1,213 @@
+"""`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
+experts' last kernel writes its answers straight back, which makes two kernels in all; where it cannot, a third does.
+Few tokens, and their answers, go by cells, for which nobody has to be told (`packets`); beside other work, large
+calls go by copy engines.
+
+Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
+rows set out, and whoever wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row goes
+once to each rank that has an expert of it. A rank tells each peer by a number in the peer's memory when it has written
+(dispatch), and when its answers are ready (combine); the number grows from call to call, so that replays need no reset.
+
+Dispatch and combine take turns, which is what keeps a buffer from being written before it was read: rows of the next
+call are sent after the peer said that its experts are done, and answers are written after all rows have arrived, which
+a peer sends after it has read the last ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.buffer_slots import Again, Lane, Lanes
+from ep_moe.all2all.checks import one_host_problem
+from ep_moe.all2all.nvlink_p2p.buffers import Workspace, pieces, place_shapes
+from ep_moe.all2all.nvlink_p2p.reference import give_copies, receive, send, send_copies, tell_given
+from ep_moe.errors import BackendUnavailable
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.rank_group import Link
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.runtime.side_stream import SideStream
+from ep_moe.runtime.workspace import carved_bytes
+from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
+
+BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """tokens, bound: of the call."""
+
+    lane: Lane
+    tokens: int
+    bound: int
+
+
+class NVLinkP2PDispatcher(Dispatcher):
+    name = "nvlink_p2p"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,
+        differentiable=False,
+        max_ranks=8,
+        alignment_bytes=16,
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        devices=frozenset({"cuda"}),
+        dispatch_formats=frozenset(ROW_FORMATS),
+        combine_formats=frozenset({"plain", "fp8"}),
+        rounds=frozenset({"fp8_block", "fp8_row", "fp8_tensor"}),
+        static=True,
+        peer_out=True,
+        places=True,
+    )
+    few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by cells
+    few_programs: ClassVar[int] = 512  # of a kernel by cells, of 4 warps, all of which must run at once
+    copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
+
+    def __init__(self, geometry: Geometry, link: Link) -> None:
+        super().__init__(geometry, link)
+        self._most_by_cells = self._few(geometry)
+        self.lanes = Lanes(self.name, self._connect)
+        self._side: SideStream = SideStream()
+
+    @classmethod
+    def available(cls) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed; it comes with torch on Linux with CUDA"
+        return None
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout) -> str | None:
+        return one_host_problem(cls.name, layout)
+
+    @classmethod
+    def buffer_bytes(cls, geometry: Geometry) -> int:
+        """All that is allocated for one call in flight, flags included."""
+        return carved_bytes(place_shapes(geometry, cls._few(geometry)))
+
+    @classmethod
+    def calls_in_parts(cls, geometry: Geometry) -> int:
+        """Answers that came by copies keep theirs until they are summed."""
+        return 3 if cls._copies(geometry) else 2
+
+    def _dispatch(
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
+        lane = self.lanes.take(x.device)
+        if problem is not None:
+            self._poison(lane, x.device, max_tokens)
+            self.refuse(problem)
+        assert max_tokens is not None
+        lane.busy = True
+        how = {"cells": self._by_cells(max_tokens), "alone": not self._side.active}
+        if self._by_copies(max_tokens):
+            send_copies(lane.library, x, x_scale, routing, max_tokens)
+        else:
+            send(lane.library, x, x_scale, routing, max_tokens, self._blocks, **how)
+        there = lane.library.received(max_tokens, **how)
+        return Pending.of(Received(handle=_Handle(lane, len(x), max_tokens), **there))
+
+    def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
+        answers = handle.lane.library.places["answers"]
+        if y.data_ptr() != answers.data_ptr():
+            answers[: len(y)].copy_(y)
+        if not self._by_copies(handle.bound):
+            found = self._receive(handle, out, tell=True, giving=True)
+            return Pending.of(found)
+        give_copies(handle.lane.library, handle.bound)
+        tell_given(handle.lane.library)
+        return Pending(partial(self._receive, handle, out, tell=False))
+
+    def _combine_written(self, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
+        if not self._by_copies(handle.bound):
+            found = self._receive(handle, out, tell=True)
+            return Pending.of(found)
+        tell_given(handle.lane.library)
+        return Pending(partial(self._receive, handle, out, tell=False))
+
+    def again(self, bound: int) -> Again | None:
+        g, lanes = self.geometry, self.lanes.made
+        rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
+        if not lanes or not rounded_here or g.max_tokens is None or bound > g.max_tokens:
+            return None
+        workspace, cells = lanes[0].library, self._by_cells(bound)
+
+        def there(x: Tensor, routing: PhysicalRouting) -> None:
+            send(workspace, x, None, routing, bound, BLOCKS, cells=cells, alone=True)
+
+        def back(y: Tensor | PeerRows, out: Tensor) -> None:
+            giving = isinstance(y, Tensor)  # which lies where it is given from
+            receive(workspace, len(out), bound, tell=True, giving=giving, cells=cells, out=out)
+
+        received = Received(handle=None, **workspace.received(bound, cells=cells, alone=True))
+        return Again(lanes[0], received, there, back, few=cells)
+
+    def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
+        lane, bound = handle.lane, handle.bound
+        cells = self._by_cells(bound)
+        found = receive(lane.library, handle.tokens, bound, tell=tell, giving=giving, cells=cells, out=out)
+        lane.release(found.device)
+        return found
+
+    def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
+        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        if capturing(device):
+            return
+        assert max_tokens is not None
+        ids = torch.empty(0, self.geometry.top_k, dtype=torch.int64, device=device)
+        nowhere = PhysicalRouting(PhysicalIds(ids), ids.float())
+        cells = self._by_cells(max_tokens)
+        send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS, cells=cells)
+        lane.library.places["answers"].fill_(torch.nan)
+        receive(lane.library, 0, max_tokens, tell=True, giving=True, cells=cells)
+
+    def _by_copies(self, bound: int) -> bool:
+        """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""
+        return self._side.active and self._copies(self.geometry) and not self._by_cells(bound)
+
+    def _by_cells(self, bound: int) -> bool:
+        """A call, from end to end: a rank that refuses knows no more of it."""
+        return bound <= self._most_by_cells
+
+    @property
+    def _blocks(self) -> int:
+        return BLOCKS_BESIDE if self._side.active else BLOCKS
+
+    @classmethod
+    def _few(cls, geometry: Geometry) -> int:
+        """Tokens of a rank that go by cells: twice the bytes, so that with many the links are what takes time."""
+        row = geometry.hidden_size * geometry.dtype.itemsize
+        return min(cls.few_bytes // row, cls.few_programs // (geometry.num_ranks * pieces(row)))
+
+    @classmethod
+    def _copies(cls, geometry: Geometry) -> bool:
+        assert geometry.max_tokens is not None
+        many = geometry.max_tokens > cls._few(geometry)
+        return many and geometry.max_tokens * geometry.row_bytes >= cls.copied_bytes
+
+    def destroy(self) -> None:
+        self.lanes.destroy()
+
+    def _connect(self, device: torch.device) -> Workspace:
+        shapes = place_shapes(self.geometry, self._few(self.geometry))
+        try:
+            memory = make_memory(self.link, device, carved_bytes(shapes))
+        except (ImportError, OSError, RuntimeError) as error:
+            raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
+        return Workspace(self.geometry, self.link.rank, shapes, memory)
+
+
+def make_memory(link: Link, device: torch.device, size: int) -> Any:
+    """A `PeerMemory`. Collective."""
+    from ep_moe.all2all.nvlink_p2p.peer_memory import PeerMemory
+
+    return PeerMemory(link, device, size)

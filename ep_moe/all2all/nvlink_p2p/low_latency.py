@@ -1,0 +1,351 @@
+"""Few tokens by cells: the Triton forms of `nvlink_p2p.reference.send` and `receive` without fences, flags or counters.
+
+A cell is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the cells of a row
+until all have this call's number, so that nothing has to be told after it. Twice the bytes, and two journeys less.
+
+Each program has one token, one peer and a piece of the row: it sends that token's piece there, and takes that of the
+peer's token of the same number. A rank's own tokens travel alike. All programs of a kernel must run at once, since they
+wait for programs of other ranks: `nvlink_p2p` sees to it that they are few.
+"""
+
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace, answer_bytes, answer_dtype
+from ep_moe.all2all.nvlink_p2p.packets import any_of, late_cells, put_cells, still_missing
+from ep_moe.placement.deferred import Placing, to_place
+from ep_moe.placement.placement_triton import count_ids, place_ids
+from ep_moe.quant.fp8_rows_triton import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under, of_e4m3, to_e4m3
+from ep_moe.quant.row_format import SMALLEST
+from ep_moe.runtime import devices
+from ep_moe.runtime.grids import cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import First, aligned
+from ep_moe.runtime.pdl import await_previous, early, let_next_start
+from ep_moe.runtime.waiting_triton import Waiting
+from ep_moe.types import PhysicalRouting
+
+
+def send(
+    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *,
+    alone: bool = False, put: bool = True, take: bool = True,
+) -> None:  # fmt: skip
+    """alone: as `nvlink_p2p.reference.send` has it
+    put, take: both halves, which ranks that run one after the other must do one by one"""
+    ids, tables, placing = to_place(routing)
+    x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
+    changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
+    form = ("send by cells", bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
+    workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, changing, placing, alone, put, take))
+
+
+def _first_send(
+    workspace: Workspace, bound: int, given: tuple[Any, ...], placing: Placing, alone: bool, put: bool, take: bool
+) -> First:
+    g, places = workspace.geometry, workspace.places
+    words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
+    x, x_scale, *rest = given
+    rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
+    block = _block(words)
+    grid = (bound, g.num_ranks, cdiv(words, block))
+    # what starts early takes room, and these programs must all run at once: one a multiprocessor does beside it
+    leads = alone and math.prod(grid) <= devices.multiprocessors(x.device)
+    changing = (x if rounds else x.view(torch.int32), None if x_scale is None else x_scale.view(torch.int32), *rest)
+    fixed = (
+        placing.seed,
+        placing.experts,
+        g.wire.input_scale,
+        workspace.memory.addresses,
+        workspace.calls,
+        workspace.sent,
+        places["row_cells"],
+        places["rows"].view(torch.int32),
+        places["scales"].view(torch.int32),
+        places["ids"],
+        places["weights"],
+        workspace.offsets["row_cells"],
+        bound,
+        g.num_physical,
+        g.cap,
+    )
+    constants = {
+        "MOST": placing.most,
+        "RANK": workspace.rank,
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "WORDS": words,
+        "WHOLE": next_power_of_2(g.hidden_size),
+        "BLOCK": block,
+        "SCALES": scale_words,
+        "SCALE_BLOCK": block // 32 if rounds == "fp8_block" else next_power_of_2(max(scale_words, 1)),
+        "ROUNDS": rounds,
+        "SMALLEST": SMALLEST,
+        "FEW": places["row_cells"].shape[1],
+        "CELLS": places["row_cells"].shape[2],
+        "PUT": put,
+        "TAKE": take,
+        "EARLY": leads and devices.starts_early(x.device),
+    }
+    return First(_send, grid, changing, fixed, constants)
+
+
+def _block(words: int) -> int:
+    # at least one for each thread of 4 warps: of fewer, several warps would have the same ones, and only one be asked
+    return max(128, min(PIECE, next_power_of_2(words)))
+
+
+@Waiting
+@triton.jit(do_not_specialize=["tokens"])
+def _send(
+    x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
+    peers, calls, sent, cells, rows, scales, got_ids, got_weights, cells_at, bound, num_physical, cap,
+    MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    SMALLEST: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token's cells: K ids, K weights, the words of its row, and those of its scales. replicas to counting, seed,
+    experts: as `to_place` gives them; each program places its token's ids, and one of those that send them to their own
+    rank counts them."""
+    let_next_start(EARLY)
+    token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    number = tl.load(calls + 2) + 1
+    pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
+    if ROUNDS == "fp8_block":  # a piece's scales; else the first piece has all
+        step = piece * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+        scaled = step < SCALES
+    else:
+        step = tl.arange(0, SCALE_BLOCK)
+        scaled = (step < SCALES) & (piece == 0)
+    if PUT:
+        tl.store(calls, number)
+        given = (pick < TOP_K) & (token < tokens)
+        id = tl.load(ids + token * TOP_K + pick, mask=given, other=-1)  # noqa: A001
+        weight = tl.load(weights + token * TOP_K + pick, mask=given, other=0.0)
+        # read beside the ids, not after them
+        row, scale = _row(
+            x, x_scale, input_scale, token, tokens, word, step, scaled, WORDS, WHOLE, SCALES, ROUNDS, SMALLEST
+        )
+        if MOST:
+            logical, counted = id, tl.load(counting) != 0
+            id, known = place_ids(logical, token, replicas, counts, experts, seed, MOST)  # noqa: A001
+            id = tl.where(known, id, -1)  # noqa: A001
+        valid = (id >= 0) & (id < num_physical)
+        id = tl.where(valid, id, -1).to(tl.int32)  # noqa: A001
+        first = (pick < TOP_K) & (piece == 0)
+        tl.store(sent + token * TOP_K + pick, id, mask=first & (peer == RANK))
+        theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)
+        put_cells(theirs + pick, id, number, first)
+        put_cells(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, first)
+        wanted = tl.max((valid & (id // cap == peer)).to(tl.int32), axis=0) > 0
+        put_cells(theirs + 2 * TOP_K + word, row, number, (word < WORDS) & wanted)
+        if SCALES:
+            put_cells(theirs + 2 * TOP_K + WORDS + step, scale, number, scaled & wanted)
+        if MOST:
+            count_ids(logical, id, known & counted & (peer == RANK) & (piece == 0), expert_load, slot_load)
+    if TAKE:
+        mine = cells + (peer * FEW + token) * CELLS
+        place = peer * tl.cast(bound, tl.int64) + token
+        to = (got_ids, got_weights, rows, scales)
+        _take(mine, to, place, number, cap, pick, word, step, scaled, RANK, TOP_K, WIDTH, WORDS, BLOCK, SCALES)
+
+
+@triton.jit
+def _row(
+    x, x_scale, input_scale, token, tokens, word, step, scaled,
+    WORDS: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """Words of a row and its scales as they travel; ROUNDS: of plain numbers, four to a word. WHOLE: at least a row's
+    numbers, which each of its programs looks at for the row's one scale."""
+    inside = (word < WORDS) & (token < tokens)
+    scale = step
+    if ROUNDS == "":
+        row = tl.load(x + token * WORDS + word, mask=inside)
+        if SCALES:
+            scale = tl.load(x_scale + token * SCALES + step, mask=scaled & (token < tokens))
+    else:
+        plain = x + token * WORDS * 4
+        if ROUNDS == "fp8_row":
+            every = tl.arange(0, WHOLE)
+            whole = tl.load(plain + every, mask=(every < WORDS * 4) & (token < tokens), other=0.0).to(tl.float32)
+            scale = e4m3_step(tl.max(tl.abs(whole), 0), SMALLEST)
+            row = _words(e4m3_under(_fours(plain, word, inside), scale).to(tl.uint8, bitcast=True))
+            scale = tl.broadcast_to(scale, step.shape).to(tl.int32, bitcast=True)
+        elif ROUNDS == "fp8_block":
+            value = _fours(plain, word, inside)
+            value, scale = e4m3_blocks(tl.reshape(value, [step.shape[0], 128]), SMALLEST)
+            row = _words(tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4]))
+            scale = scale.to(tl.int32, bitcast=True)
+        else:
+            row = _words(e4m3_by(_fours(plain, word, inside), input_scale))
+    return row, scale
+
+
+@triton.jit
+def _fours(plain, word, inside):
+    """Float32 [words, 4]."""
+    four = plain + word[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(four, mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _words(byte):
+    """byte: uint8 [words, 4]"""
+    return tl.sum(byte.to(tl.int32) << (tl.arange(0, 4) * 8)[None, :], axis=1)
+
+
+@triton.jit
+def _take(
+    cells, to, place, number, cap, pick, word, step, scaled,
+    RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """Wait for a piece of a token, which comes where one of its experts is here. to: ids, weights, rows and scales"""
+    got_ids, got_weights, rows, scales = to
+    row_at = cells + 2 * TOP_K
+    id_cell, weight_cell = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
+    row_cell, scale_cell = tl.zeros([BLOCK], tl.int64), step.to(tl.int64)
+    here = place < 0
+    missing = 1
+    while missing > 0:
+        id_cell = tl.load(cells + pick, mask=pick < TOP_K, other=-1, volatile=True)
+        weight_cell = tl.load(cells + TOP_K + pick, mask=pick < TOP_K, other=0, volatile=True)
+        row_cell = tl.load(row_at + word, mask=word < WORDS, other=0, volatile=True)
+        id = id_cell.to(tl.int32)  # noqa: A001
+        here = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
+        few = any_of(late_cells(id_cell, number, pick < TOP_K) | late_cells(weight_cell, number, pick < TOP_K))
+        if SCALES:
+            scale_cell = tl.load(row_at + WORDS + step, mask=scaled, other=0, volatile=True)
+            few |= here & any_of(late_cells(scale_cell, number, scaled))
+        missing = still_missing(late_cells(row_cell, number, word < WORDS) & here, few)
+    tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
+    weight = weight_cell.to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(got_weights + place * TOP_K + pick, weight, mask=pick < TOP_K)
+    tl.store(rows + place * WORDS + word, row_cell.to(tl.int32), mask=(word < WORDS) & here)
+    if SCALES:
+        tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=scaled & here)
+
+
+def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
+    form = ("receive by cells", bound, put, take)
+    workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, put, take))
+
+
+def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> First:
+    g, places = workspace.geometry, workspace.places
+    words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
+    block = _block(words)
+    changing = (out if rounds else out.view(torch.int32), len(out))
+    fixed = (
+        places["answers"] if rounds else places["answers"].view(torch.int32),
+        places["ids"],
+        workspace.sent,
+        workspace.memory.addresses,
+        workspace.calls,
+        places["answer_cells"],
+        workspace.offsets["answer_cells"],
+        bound,
+        g.cap,
+    )
+    constants = {
+        "RANK": workspace.rank,
+        "RANKS": g.num_ranks,
+        "TOP_K": g.top_k,
+        "WIDTH": next_power_of_2(g.top_k),
+        "WORDS": words,
+        "BLOCK": block,
+        "PART": next_power_of_2(cdiv(block, g.num_ranks)),
+        "LANES": next_power_of_2(g.num_ranks),
+        "DTYPE": getattr(tl, str(g.dtype).removeprefix("torch.")),
+        "ROUNDS": rounds,
+        "FEW": places["answer_cells"].shape[1],
+        "CELLS": places["answer_cells"].shape[2],
+        "PUT": put,
+        "TAKE": take,
+        **early(out.device),
+    }
+    return First(_receive, (bound, g.num_ranks, cdiv(words, block)), changing, fixed, constants)
+
+
+@Waiting
+@triton.jit(do_not_specialize=["tokens"])
+def _receive(
+    out, tokens, answers, got_ids, sent, peers, calls, cells, cells_at, bound, cap,
+    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
+    FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token's cells: the words of its answer, where there is one, and one cell that always comes, by which a rank
+    knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
+    its own token's."""
+    await_previous(EARLY)
+    token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(calls)
+    if PUT:
+        place = peer * tl.cast(bound, tl.int64) + token
+        id = tl.load(got_ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+        if ROUNDS:
+            answer = _words(to_e4m3(_fours(answers + place * WORDS * 4, word, word < WORDS)))
+        else:
+            answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
+        theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)
+        wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
+        put_cells(theirs + word, answer, number, (word < WORDS) & wanted)
+        put_cells(theirs + WORDS, number * 0, number, piece == 0)
+    if TAKE:
+        tl.store(calls + 2, number)
+        lane, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
+        part = piece * BLOCK + within
+        inside = (within < BLOCK) & (part < WORDS)
+        id = tl.load(sent + token * TOP_K + pick, mask=(pick < TOP_K) & (token < tokens), other=-1)  # noqa: A001
+        owner = tl.where(id >= 0, id // cap, RANKS)
+        mine = cells + token * CELLS
+        # all ranks at once, and again one by one, since they are summed in their order
+        every = mine + lane[:, None] * (FEW * CELLS) + part[None, :]
+        asked = tl.max((owner[None, :] == lane[:, None]).to(tl.int32), axis=1) > 0
+        asked = (asked & (lane < RANKS))[:, None] & inside[None, :]
+        missing = 1
+        while missing > 0:
+            cell = tl.load(every, mask=asked, other=0, volatile=True)
+            told = tl.load(mine + lane * (FEW * CELLS) + WORDS, mask=lane < RANKS, other=0, volatile=True)
+            missing = still_missing(late_cells(cell, number, asked), any_of(late_cells(told, number, lane < RANKS)))
+        byte = tl.arange(0, 4)[None, :]
+        low, high, four = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32), tl.zeros([PART, 4], tl.float32)
+        for source in tl.static_range(RANKS):
+            wanted = (tl.max((owner == source).to(tl.int32), axis=0) > 0) & inside
+            cell = tl.load(mine + source * (FEW * CELLS) + part, mask=wanted, other=0, volatile=True)
+            bits = cell.to(tl.int32)
+            if ROUNDS:
+                four += tl.where(wanted[:, None], of_e4m3(bits[:, None] >> (8 * byte)), 0.0)
+            elif tl.float32 == DTYPE:
+                low += tl.where(wanted, bits.to(tl.float32, bitcast=True), 0.0)
+            else:
+                low += tl.where(wanted, bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
+                high += tl.where(wanted, (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
+        inside = inside & (token < tokens)
+        if ROUNDS:
+            tl.store(out + (token * WORDS + part[:, None]) * 4 + byte, four.to(DTYPE), mask=inside[:, None])
+        elif tl.float32 == DTYPE:
+            tl.store(out + token * WORDS + part, low.to(tl.int32, bitcast=True), mask=inside)
+        else:
+            bits = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            bits |= high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+            tl.store(out + token * WORDS + part, bits, mask=inside)
+
+
+@triton.jit
+def _cells(peers, peer, cells_at, first, CELLS: tl.constexpr):
+    """Of a peer, from row `first` on: two cells are stored at once, and rows have an even number."""
+    start = tl.load(peers + peer) + cells_at + first * (8 * CELLS)
+    return tl.multiple_of(start.to(tl.pointer_type(tl.int64)), 16)

@@ -1,0 +1,187 @@
+"""What `nvlink_p2p` does with its peers' memory. The torch forms are the definition, and run where ranks share a CPU's
+memory; the Triton forms (GPUs) are one launch each.
+
+Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted. Copied by the GPU's copy engines,
+all rows go to all ranks: a little more on the wire, and no multiprocessor is busy with it. Answers go in the same two,
+and may be written by the experts' own last kernel. Few rows, and their answers, go by cells on GPUs
+(`low_latency`).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.nvlink_p2p.buffers import ANSWERED, CHOSEN, SENT, Workspace, answer_dtype
+from ep_moe.quant.fp8_rows import round_by, round_fp8
+from ep_moe.types import PhysicalRouting
+
+_CELL_PLACES = ("row_cells", "answer_cells")
+
+
+def send(
+    workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
+    cells: bool = False, alone: bool = False,
+) -> None:  # fmt: skip
+    """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
+    range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
+
+    x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `fp8_rows` does: each once, between
+        the read and the writes
+    blocks: of the GPU's kernel that send rows, at most, and an eighth as many send ids
+    cells: the few tokens go by cells there. All ranks send alike, and receive as they send
+    alone: nothing runs beside this call's kernels, and the next one may start early
+    """
+    if x.is_cuda:
+        if cells:
+            _cells_triton().send(workspace, x, x_scale, routing, bound, alone=alone)
+        else:
+            _triton().send(workspace, x, x_scale, routing, bound, blocks, alone=alone)
+        return
+    x, x_scale = _rounded(workspace, x, x_scale)
+    for rank, peer in enumerate(workspace.peers):
+        wanted = ((routing.ids >= 0) & (routing.ids // workspace.geometry.cap == rank)).any(1).nonzero().flatten()
+        peer["rows"][workspace.rank * bound + wanted] = x[wanted]
+    _announce(workspace, x_scale, routing, bound, cells=cells)
+
+
+def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
+    """As `send`, with rows by copy engines, and few multiprocessors for what belongs to them; plain rows are rounded
+    before."""
+    x, x_scale = _rounded(workspace, x, x_scale)
+    first = workspace.rank * bound
+    for peer in _turn(workspace):
+        workspace.peers[peer]["rows"][first : first + len(x)].copy_(x)
+    if x.is_cuda:
+        _triton().announce(workspace, x_scale, routing, bound)
+    else:
+        _announce(workspace, x_scale, routing, bound)
+
+
+def _rounded(workspace: Workspace, x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    g = workspace.geometry
+    return (x, x_scale) if x.dtype == g.row_dtype else round_fp8(x, g.wire)
+
+
+def _announce(
+    workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *, cells: bool = False
+) -> None:
+    g, first, tokens = workspace.geometry, workspace.rank * bound, len(routing.ids)
+    valid = (routing.ids >= 0) & (routing.ids < g.num_physical)
+    ids = routing.ids.new_full((bound, g.top_k), -1, dtype=torch.int32)
+    weights = routing.weights.new_zeros(bound, g.top_k)
+    ids[:tokens], weights[:tokens] = torch.where(valid, routing.ids, -1).int(), routing.weights.where(valid, 0.0)
+    workspace.sent[:bound] = ids
+    for peer in workspace.peers:
+        peer["ids"][first : first + bound], peer["weights"][first : first + bound] = ids, weights
+        if x_scale is not None:
+            peer["scales"][first : first + tokens] = x_scale
+    workspace.calls[0] = workspace.calls[2] + 1
+    if not cells:
+        _tell(workspace, CHOSEN)
+    _tell(workspace, SENT, cells=cells)
+    _wait(workspace, SENT, cells=cells)
+
+
+def give(workspace: Workspace, bound: int) -> None:
+    """Write the answers that peers want to where they await them."""
+    if workspace.calls.is_cuda:
+        _triton().give(workspace, bound)
+        return
+    ids, answers = workspace.places["ids"], _as_they_travel(workspace, len(workspace.places["answers"]))
+    wanted = ((ids >= 0) & (ids // workspace.geometry.cap == workspace.rank)).any(1)
+    for rank, block in enumerate(workspace.peer_out(bound).blocks):
+        part = slice(rank * bound, (rank + 1) * bound)
+        block[wanted[part]] = answers[part][wanted[part]]
+
+
+def give_copies(workspace: Workspace, bound: int) -> None:
+    """Copy the answers to where the peers await them, by copy engines."""
+    blocks = workspace.peer_out(bound).blocks
+    answers = _as_they_travel(workspace, len(blocks) * bound)
+    for rank in _turn(workspace):
+        blocks[rank].copy_(answers[rank * bound : (rank + 1) * bound])
+
+
+def _as_they_travel(workspace: Workspace, rows: int) -> Tensor:
+    g, answers = workspace.geometry, workspace.places["answers"][:rows]
+    return answers if answer_dtype(g) == g.dtype else round_by(answers, 1.0, workspace.places["rounded"][:rows])
+
+
+def tell_given(workspace: Workspace) -> None:
+    """This rank's answers are with the peers."""
+    if workspace.calls.is_cuda:
+        _triton().tell_given(workspace)
+    else:
+        _tell(workspace, ANSWERED)
+
+
+def receive(
+    workspace: Workspace, tokens: int, bound: int, *, tell: bool, giving: bool = False, cells: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Wait until the peers' answers are here, and sum those of this rank's tokens in the order of ranks, in float32:
+    [T, H]. out: where to, contiguous; default a new tensor
+
+    tell: do what `tell_given` does first; cells tell by themselves
+    giving: do what `give` does before, which by cells is part of the same launch
+    """
+    out = workspace.sums(tokens) if out is None else out
+    assert out.is_contiguous(), "kernels write it as they would a new one"
+    if workspace.calls.is_cuda and cells:
+        _cells_triton().receive(workspace, out, bound, put=giving)
+        return out
+    if giving:
+        give(workspace, bound)
+    if workspace.calls.is_cuda:
+        _triton().receive(workspace, out, bound, tell=tell)
+        return out
+    if tell:
+        _tell(workspace, ANSWERED, cells=cells)
+    _wait(workspace, ANSWERED, cells=cells)
+    return _sum(workspace, out, bound)
+
+
+def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
+    g, tokens = workspace.geometry, len(out)
+    ids, total = workspace.sent[:tokens], out.new_zeros(tokens, g.hidden_size, dtype=torch.float32)
+    for rank in range(g.num_ranks):
+        here = ((ids // g.cap == rank) & (ids >= 0)).any(1, keepdim=True)
+        rows = workspace.places["arrived"][rank * bound : rank * bound + tokens]
+        total += rows.float().where(here, 0.0)
+    workspace.calls[2] = workspace.calls[0]
+    return out.copy_(total)
+
+
+def _tell(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
+    """cells: by one cell in the place of all: who waits for a flag sees nothing of it."""
+    for peer in workspace.peers:
+        place = peer[_CELL_PLACES[phase]][workspace.rank, 0, :1] if cells else peer["flags"][phase, workspace.rank]
+        place.copy_(workspace.calls[0])
+
+
+def _wait(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
+    places = workspace.places
+    told = places[_CELL_PLACES[phase]][:, 0, 0] if cells else places["flags"][phase]
+    while (told != workspace.calls[0]).any():  # nobody is a call ahead, since all wait for all twice a call
+        time.sleep(2e-5)
+
+
+def _turn(workspace: Workspace) -> list[int]:
+    """All ranks, each rank's own list beginning with itself, so that no two copy to one at once."""
+    ranks = len(workspace.peers)
+    return [(workspace.rank + step) % ranks for step in range(ranks)]
+
+
+def _cells_triton():  # type: ignore[no-untyped-def]
+    from ep_moe.all2all.nvlink_p2p import low_latency
+
+    return low_latency
+
+
+def _triton():  # type: ignore[no-untyped-def]
+    from ep_moe.all2all.nvlink_p2p import bulk
+
+    return bulk

@@ -1,0 +1,109 @@
+"""The folder of a model: one on this machine, or one of the Hugging Face cache, as `from_pretrained` finds it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.parallel.consensus import Agreement
+
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
+_WEIGHTS = ["*.safetensors"]
+_OTHER_FORMS = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights again
+_LONGEST_S = 86400.0  # for a download, while the other ranks wait
+
+
+class HubOptions(TypedDict, total=False):
+    """How a model's name is looked up, as in `from_pretrained`; unused for a folder.
+
+    revision: branch, tag or commit; token: of the Hub; cache_dir: default huggingface_hub's; local_files_only: download
+    nothing
+    """
+
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | Path | None
+    local_files_only: bool
+
+
+def model_folder(
+    path: str | Path, agreement: Agreement | None = None, *, weights: bool = True, **hub: Unpack[HubOptions]
+) -> Path:
+    """Find the folder of a model.
+
+    A folder that exists is taken as it is. Another name is looked up by huggingface_hub, in its cache or on the Hub.
+    With an agreement one rank of each host downloads, and the others find its files in the cache.
+
+    Args:
+        path: a folder, or a name such as "org/model".
+        agreement: among the ranks that look for it, all of which call this; None for one rank alone.
+        weights: also fetch the weights, not configuration and tokenizer alone.
+        hub: see `HubOptions`.
+
+    Returns:
+        The folder. All ranks have the same revision of a model of the Hub.
+
+    Raises:
+        CheckpointError: on all ranks, when any has no such folder and cannot have the model.
+        ConfigError: the ranks found different revisions, or huggingface_hub is not installed.
+    """
+    known = HubOptions.__annotations__
+    if unknown := sorted(hub.keys() - known.keys()):
+        raise TypeError(f"unexpected keyword argument {', '.join(unknown)}; of the Hub there are {', '.join(known)}")
+
+    def look(**more: bool) -> tuple[Path, str | None]:
+        """The folder, and the commit where it is of the Hub."""
+        if not isinstance(path, str | Path) or os.path.isfile(path):
+            raise CheckpointError(f"path must be a folder or the name of a model, got {path!r}")
+        if os.path.isdir(path):
+            return Path(path), None
+        folder = _download(str(path), weights, {**hub, **more})
+        return folder, folder.name
+
+    if agreement is None:
+        return look()[0]
+    waits = isinstance(path, str | Path) and not os.path.isdir(path)
+    downloads = agreement.first_here(f"the model {path}", socket.gethostname())
+    found, problem = _try(look) if downloads else (None, None)
+    agreement.healthy("checkpoint", problem, deadline_s=_LONGEST_S if waits else None)
+    if found is None:
+        found, problem = _try(lambda: look(local_files_only=True))
+        if problem is not None and waits:  # hosts of one name do not share a cache
+            found, problem = _try(look)
+    agreement.same("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, problem)
+    assert found is not None
+    return found[0]
+
+
+def _try(look: Callable[[], tuple[Path, str | None]]) -> tuple[tuple[Path, str | None] | None, Exception | None]:
+    try:
+        return look(), None
+    except Exception as error:
+        return None, error
+
+
+def _download(name: str, weights: bool, hub: Mapping[str, Any]) -> Path:
+    no_folder = f"there is no folder {name}"
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError(f"{no_folder}, and names of the Hugging Face Hub need huggingface_hub; install ep-moe[hf]")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = snapshot_download(
+            name, allow_patterns=_SMALL + _WEIGHTS * weights, ignore_patterns=_OTHER_FORMS, **hub
+        )
+    except HFValidationError as error:
+        raise CheckpointError(f"{no_folder}; give the folder of a checkpoint, or a name such as org/model") from error
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{no_folder}, and no model of that name came from the Hugging Face Hub ({type(error).__name__}: {said}); "
+            f"give a folder, or check the name, revision, token and connection"
+        ) from error
+    return Path(folder)

@@ -1,0 +1,157 @@
+"""An expert of a checkpoint in a quantised layer: the scheme's bytes are kept, other numbers quantised.
+
+Each matrix of each expert is looked at. Numbers in other codes than the scheme's are quantised a second time only where
+no matrix of the block has the scheme's bytes. That is a change of scheme, which the caller asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.checkpoint.factors import check_finite
+from ep_moe.checkpoint.formats import ExpertFormat, Inner, Projection, Projections, Source, named
+from ep_moe.checkpoint.halves import concatenate, join_halves
+from ep_moe.checkpoint.stored import ALL
+from ep_moe.config import MoEConfig
+from ep_moe.quant.schemes import Scheme
+from ep_moe.weights.cutting import cut
+
+_OTHER = "choose another quantization"
+_REMEDY = {"fp8_static": "calibrate with more data, or choose fp8_dynamic"}
+
+
+def not_calibrated(scheme: Scheme) -> str:
+    other = "fp8_dynamic" if scheme.name == "fp8_static" else "mxfp8"
+    return (
+        f"quantization {scheme.name} needs calibrated input scales, which are not there; "
+        f"write them with update_expert, or choose {other}"
+    )
+
+
+def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme) -> str | None:
+    """None, or why a block cannot be read into layers of a scheme, from headers alone."""
+    if scheme.plain:
+        return None
+    experts = [found.projections(source, block, config, expert) for expert in range(config.num_experts)]
+    each = [one for projections in experts for one in projections]
+    refused = next((wrong for one in each if (wrong := one.matrix.refuses(scheme.name)) is not None), None)
+    if refused is not None:
+        return f"{refused}; quantization {scheme.name} needs it: {_OTHER}"
+    if scheme.activations.calibrated and not any(one.matrix.has_input_scale() for one in each):
+        return not_calibrated(scheme)
+    if not any(one.keeps(scheme.name) for one in each):
+        return not_calibrated(scheme) if scheme.activations.calibrated else None
+    wrong = next((wrong for one in experts if (wrong := _wrong_mixture(one, block, scheme)) is not None), None)
+    if wrong is None and scheme.activations.calibrated:
+        wrong = next((wrong for one in each if (wrong := _wrong_input(one, scheme)) is not None), None)
+    return wrong
+
+
+def rounds_again(found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme) -> str | None:
+    """How a block's numbers are stored that a scheme quantises a second time, None if there are none such."""
+    if scheme.plain:
+        return None
+    for expert in range(config.num_experts):
+        for one in found.projections(source, block, config, expert):
+            if one.matrix.quantized and not one.keeps(scheme.name):
+                return one.matrix.words
+    return None
+
+
+def _wrong_mixture(projections: Projections, block: str, scheme: Scheme) -> str | None:
+    """Of a block that has the scheme's bytes: whether an expert's matrices are all in them, or plain."""
+    for one in projections:
+        if one.keeps(scheme.name):
+            continue
+        if one.matrix.quantized or scheme.activations.calibrated:
+            return (
+                f"{one.matrix.differs(scheme.name)}; quantization {scheme.name} keeps the bytes of other matrices of "
+                f"{block}, and would round these numbers {'anew' if one.matrix.quantized else 'uncalibrated'}: {_OTHER}"
+            )
+    gate, up, _ = projections
+    if gate.keeps(scheme.name) != up.keeps(scheme.name) and not _rows_apart(scheme):
+        codes, plain = (gate, up) if gate.keeps(scheme.name) else (up, gate)
+        return (
+            f"{codes.matrix.tensors.location(codes.matrix.name)} is {codes.matrix.words}, and {plain.matrix.name} is "
+            f"{plain.matrix.words}; quantization {scheme.name} has one scale for both: {_OTHER}"
+        )
+    return None
+
+
+def _wrong_input(one: Projection, scheme: Scheme) -> str | None:
+    remedy = _REMEDY.get(scheme.name, "calibrate with more data, or choose another quantization")
+    if not one.matrix.has_input_scale():
+        wrong: str | None = f"{one.matrix.input_scale_name} is missing; expected shape []"
+    else:
+        wrong = one.matrix.wrong_input_scale()
+    return None if wrong is None else f"{wrong}; quantization {scheme.name} needs it: {remedy}"
+
+
+def _rows_apart(scheme: Scheme) -> bool:
+    """Whether no factor of the scheme belongs to a whole matrix."""
+    parts = scheme.weights.parts(scheme.weights.unit[0], scheme.weights.unit[1], torch.bfloat16)
+    return all(spec.shape for spec in parts.values())
+
+
+def read_quantized(
+    found: ExpertFormat,
+    source: Source,
+    block: str,
+    config: MoEConfig,
+    expert: int,
+    scheme: Scheme,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    etp: tuple[int, int] = (1, 0),
+) -> dict[str, Tensor]:
+    """One expert's canonical tensors in a scheme, this etp rank's piece. Raises CheckpointError.
+
+    Args:
+        dtype: of the activations.
+        device: where numbers are quantised.
+        etp: size and rank.
+    """
+    size, rank = etp
+    share = config.intermediate_size // size
+    inner = (rank * share, (rank + 1) * share)
+    projections = found.projections(source, block, config, expert)
+    gate, up, down = (one.keeps(scheme.name) for one in projections)
+    if gate and up and down:
+        return found.read_stored(source, block, config, expert, inner, scheme.name)
+
+    def quantised(name: str, numbers: Tensor) -> dict[str, Tensor]:
+        """Quantised whole, so that a scale that belongs to a whole matrix is the same on every etp rank."""
+        numbers = check_finite(f"{block}, expert {expert}, {name}", numbers.to(device))
+        parts = named(name, scheme.weights.quantize(numbers, dtype))
+        return {part: cut(config, part, tensor, size, rank) for part, tensor in parts.items()}
+
+    if not (gate or up or down):
+        whole = found.read(source, block, config, expert, (0, config.intermediate_size))
+        rest = {name: cut(config, name, whole[name], size, rank) for name in whole.keys() - {"w13", "w2"}}
+        return quantised("w13", whole["w13"]) | quantised("w2", whole["w2"]) | rest
+    rows = slice(*inner)
+    if gate and up:
+        w13 = named("w13", join_halves(projections.gate.codes(rows), projections.up.codes(rows)))
+    elif gate or up:
+        w13 = _one_half(projections, inner, scheme, dtype, device)
+    else:
+        w13 = quantised("w13", torch.cat([projections.gate.numbers(), projections.up.numbers()]))
+    codes = projections.down.codes(ALL, rows) if down else None
+    w2 = quantised("w2", projections.down.numbers()) if codes is None else named("w2", codes)
+    return w13 | w2 | found.biases(source, block, config, expert, inner)
+
+
+def _one_half(
+    projections: Projections, inner: Inner, scheme: Scheme, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """w13 where one of gate and up has the scheme's bytes: the other is quantised alone, by its own rows."""
+    halves = []
+    for one in (projections.gate, projections.up):
+        if one.keeps(scheme.name):
+            halves.append({part: tensor.to(device) for part, tensor in one.codes(slice(*inner)).items()})
+        else:
+            numbers = check_finite(one.matrix.tensors.location(one.matrix.name), one.numbers(slice(*inner)))
+            halves.append(scheme.weights.quantize(numbers.to(device), dtype))
+    return named("w13", {part: concatenate(*(half[part] for half in halves)) for part in halves[0]})

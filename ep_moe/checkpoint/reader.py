@@ -1,0 +1,440 @@
+"""Reading Hugging Face safetensors: each rank reads its own experts' bytes and nothing of the others'."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ep_moe.checkpoint.declared import Declared, foreign, read_declared
+from ep_moe.checkpoint.factors import check_finite, check_fits, factors, wrong_dtype
+from ep_moe.checkpoint.families import CheckpointNames, names_of
+from ep_moe.checkpoint.folder import file_inside, weight_map
+from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
+from ep_moe.checkpoint.hub import HubOptions, model_folder
+from ep_moe.checkpoint.kept import read_quantized, rounds_again, wrong_scheme
+from ep_moe.checkpoint.matrices import CODES, stored_matrix
+from ep_moe.checkpoint.names import our_name
+from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, input_scales
+from ep_moe.checkpoint.unread import left_out, listed, other_family
+from ep_moe.checkpoint.validate import Found, checked
+from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.consensus import Agreement
+from ep_moe.parallel.layout import share
+from ep_moe.placement.expert_map import EMPTY
+from ep_moe.router import Router
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.uint8,  # as `raw` gives it
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+class CheckpointSource:
+    """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
+
+    Opens only the shards that are asked for. bytes_read: bytes of tensor data read so far.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.bytes_read = 0
+        self._open: dict[str, Any] = {}
+        self._slices: dict[str, Any] = {}
+        self._listed: dict[str, str] | None = None  # what the index names
+        self._matrices: dict[tuple[str, bool, int], StoredMatrix] = {}
+        self._foreign: dict[str, str] | None = None
+        self.declared = read_declared(self.folder)
+        self._where = self._index()
+
+    def _index(self) -> dict[str, tuple[str, str]]:
+        """Our name of a tensor -> (file, name in the file)."""
+        if (self.folder / INDEX).is_file():
+            files = self._listed = weight_map(self.folder / INDEX)
+        elif (self.folder / SINGLE).is_file():
+            files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        else:
+            raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
+        where: dict[str, tuple[str, str]] = {}
+        for name, file in files.items():
+            ours = our_name(name, files)
+            if ours in where:
+                raise CheckpointError(f"{self.folder} has {ours} twice, as {where[ours][1]} and as {name}; remove one")
+            where[ours] = file, name
+        for file in set(files.values()):
+            file_inside(self.folder, file)
+        if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
+            raise CheckpointError(
+                f"{self.folder} holds {SINGLE}, and {INDEX} with other files; remove the one that is not meant"
+            )
+        return where
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            path = file_inside(self.folder, file)
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, though {INDEX} names it; fetch the checkpoint again")
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except Exception as error:
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+            if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
+                warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
+        return self._open[file]
+
+    def has(self, name: str) -> bool:
+        return self.holds(name) or any(self.holds(f"{name}{end}") for end in CODES)
+
+    def holds(self, name: str) -> bool:
+        return name in self._where
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def under(self, block: str) -> list[str]:
+        return [name for name in self._where if name.startswith(f"{block}.")]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._slices:
+            if name not in self._where:
+                raise CheckpointError(f"{name} is missing in {self.folder}")
+            file, name_in_file = self._where[name]
+            handle = self._file(file)
+            try:
+                self._slices[name] = handle.get_slice(name_in_file)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{name_in_file} is not in {self.folder / file}, though {INDEX} says so"
+                ) from error
+        return self._slices[name]
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        stored = self._slice(name)
+        return str(stored.get_dtype()), tuple(stored.get_shape())
+
+    def location(self, name: str) -> str:
+        if name not in self._where:
+            return next((self.location(f"{name}{end}") for end in CODES if self.holds(f"{name}{end}")), name)
+        file, name_in_file = self._where[name]
+        return f"{file}: {name_in_file}"
+
+    def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
+        key = (name, transposed, stacked)
+        if key not in self._matrices:
+            self._matrices[key] = stored_matrix(self, name, transposed=transposed, stacked=stacked)
+        return self._matrices[key]
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        """What `read` and `matrix` take for a name besides it, and the calibrated range of its inputs."""
+        if not self.has(name):
+            return ()
+        matrix = self.matrix(name)
+        inputs = (matrix.input_scale_name,) if matrix.has_input_scale() else ()
+        return tuple(part for part in (*matrix.parts(), *inputs) if part != name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the numbers that `read` gives. Raises CheckpointError for codes that cannot be read."""
+        matrix = self.matrix(name)
+        if (wrong := matrix.wrong()) is not None:
+            raise CheckpointError(wrong)
+        return matrix.shape
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        matrix = self.matrix(name)
+        return torch.float32 if matrix.quantized else _DTYPES.get(self.header(name)[0])
+
+    def read(self, name: str, *index: int | slice) -> Tensor:
+        """The part at `index`: plain numbers as they are stored, codes multiplied by their factors, in float32."""
+        matrix = self.matrix(name)
+        if not matrix.quantized:
+            return self.raw(name, *index)
+        rows, columns = (list(index) + [slice(None)] * 2)[:2]
+        assert isinstance(rows, slice) and isinstance(columns, slice), "matrices are cut by slices"  # noqa: PT018
+        return matrix.numbers(rows, columns)
+
+    def foreign(self, prefix: str) -> dict[str, str]:
+        """Tensors below a prefix that belong to a quantisation that is not read -> what it is called."""
+        if self._foreign is None:
+            self._foreign = foreign(self._where, self.declared)
+        return {name: called for name, called in self._foreign.items() if name.startswith(f"{prefix}.")}
+
+    def raw(self, name: str, *index: int | slice) -> Tensor:
+        """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""
+        try:
+            part: Tensor = self._slice(name)[index if index else ...]
+        except CheckpointError:
+            raise
+        except Exception as error:  # a dtype that this torch has not, or bytes that are gone
+            file = self.folder / self._where[name][0]
+            raise CheckpointError(f"{name} cannot be read from {file}: {type(error).__name__}: {error}") from error
+        self.bytes_read += part.numel() * part.itemsize
+        return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
+
+
+class ModuleSource:
+    """A module in memory, read as a checkpoint is: names are those of its state dict behind `prefix`."""
+
+    declared = Declared()
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self._tensors: dict[str, Tensor] = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, *index: int | slice) -> Tensor:
+        tensor: Tensor = self._tensors[name]
+        return tensor[index] if index else tensor
+
+    def raw(self, name: str, *index: int | slice) -> Tensor:
+        return self.read(name, *index)
+
+    def under(self, block: str) -> list[str]:
+        return [name for name in self._tensors if name.startswith(f"{block}.")]
+
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return str(self._tensors[name].dtype), self.shape(name)
+
+    def location(self, name: str) -> str:
+        return name
+
+    def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
+        """`expert_parallel` takes plain numbers alone."""
+        return PlainMatrix(self, name, name, transposed=transposed, stacked=stacked)
+
+    def companions(self, name: str) -> tuple[str, ...]:
+        return ()
+
+
+def load_layers(
+    layers: Mapping[int, MoELayer],
+    path: str | Path,
+    family: str | CheckpointNames,
+    *,
+    progress: bool = True,
+    **hub: Unpack[HubOptions],
+) -> CheckpointSource:
+    """Fill layers from a checkpoint: experts, router, shared expert.
+
+    Every rank checks names, shapes and dtypes of all experts first (headers only), all ranks agree, then each reads its
+    own experts. Under the block of a layer every tensor is read, known to be harmless, or a reason to refuse. What the
+    caller loads is named in one warning: shared experts of a layer without, the linear map of a router of the caller's.
+
+    Args:
+        layers: number in the checkpoint -> layer.
+        path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub.
+        family: a name in `ep_moe.checkpoint.families.FAMILIES`, or names of the caller's.
+        progress: show a bar on rank 0.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+
+    Returns:
+        The source, for its `bytes_read`.
+
+    Raises:
+        CheckpointError: on all ranks, when any of them cannot load.
+        ConfigError: the family is not known.
+    """
+    names = names_of(family)
+    if not layers:
+        raise InputError("layers must have at least one layer, got none")
+    agreement = next(iter(layers.values())).context.agreement
+    folder = model_folder(path, agreement, **hub)
+    called = family if isinstance(family, str) else "of the caller's"
+    with loading(folder, agreement):
+        source = CheckpointSource(folder)
+        plan = [(layer, *checked(source, names, number, layer, called)) for number, layer in layers.items()]
+        leaves = [leaf for *_, found in plan for leaf in found.items()]
+        said = [left_out(leaves)] if leaves else []
+        said += other_family(folder, family) if isinstance(family, str) else []
+        said += _quantised_again(source, plan)
+        if said:
+            warnings.warn(f"{folder}: {'; '.join(said)}", stacklevel=2)
+    first = plan[0][0].context.layout.place == 0
+    total = sum(_slots(layer) for layer, *_ in plan)
+    with (
+        loading(folder, agreement),
+        tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar,
+    ):
+        for layer, block, form, _ in plan:
+            read_experts(layer, source, block, form, bar)
+            _read_rest(layer, source, block, names)
+    return source
+
+
+@contextmanager
+def loading(path: str | Path, agreement: Agreement) -> Iterator[None]:
+    """Raise on all ranks what loading raises on any, whatever it is, as an error of `ep_moe` that names the path.
+
+    Raises:
+        OutOfMemory: a rank's device has no room.
+        CheckpointError: a rank raised another exception that is none of `ep_moe.errors`.
+        EPMoEError: a rank raised it.
+    """
+    with agreement.together("checkpoint"):
+        try:
+            yield
+        except CheckpointError as error:
+            if error.agreed_by is not None or str(path) in str(error):
+                raise
+            raise CheckpointError(f"{path}: {error}") from error
+        except EPMoEError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{path}: the device has no room for the weights: {error}; use more ranks, or quantization"
+            ) from error
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _quantised_again(source: CheckpointSource, plan: Iterable[tuple[MoELayer, *Found]]) -> list[str]:
+    """A sentence if a scheme quantises numbers that the checkpoint has in other codes."""
+    for layer, block, form, _ in plan:
+        scheme = layer.expert_weights.scheme
+        words = rounds_again(form, source, block, layer.config, scheme)
+        if words is not None:
+            return [
+                f"experts are {words}, and quantization {scheme.name} quantises their numbers a second time; a "
+                f"quantization that has these bytes, or none, does not"
+            ]
+    return []
+
+
+def largest_input_scale(
+    path: str | Path,
+    family: str,
+    *,
+    layers: Collection[int] | None = None,
+    num_experts: int | None = None,
+    top: float | None = None,
+) -> float:
+    """What rows in fp8_tensor or nvfp4 may travel under (`Wire.input_scale`).
+
+    Reads the calibrated scales of the experts' gate and up projections alone.
+
+    Args:
+        path: folder of a calibrated checkpoint.
+        family: a name in `ep_moe.checkpoint.families.FAMILIES`.
+        layers: numbers of the model's MoE layers; default all below `num_hidden_layers` in config.json. A checkpoint
+            may have others behind them, which predict more tokens (MTP).
+        num_experts: of a layer; default however many there are.
+        top: the largest number of the rows' format, 448 for E4M3 and 2688 for NVFP4. Scales that were calibrated for
+            another format are converted; default not.
+
+    Returns:
+        The largest scale of all these layers.
+
+    Raises:
+        CheckpointError: a scale is no positive number, or there is none.
+    """
+    names, source = names_of(family), CheckpointSource(path)
+    known = [each for each in names.experts if isinstance(each, PerExpert | Stacked)]
+    ours = {each.gate for each in known} | {each.up for each in known}
+    ours |= {each.gate_up for each in names.experts if isinstance(each, Fused)}
+    if layers is None:
+        layers = range(source.declared.layers) if source.declared.layers is not None else None
+    found = []
+    for name, weight, reciprocal, layer, expert in input_scales(source.names(), names.block, ours):
+        if (layers is None or layer in layers) and (num_experts is None or expert is None or expert < num_experts):
+            matrix = source.matrix(weight) if source.has(weight) else None
+            wrong = wrong_dtype(source, name, exponents=False) if matrix is None else matrix.wrong_input_scale()
+            if wrong is not None:
+                raise CheckpointError(f"{path}: {wrong}")
+            scales = factors(source, name, positive=reciprocal)
+            ratio = 1.0 if top is None or matrix is None else matrix.input_range / top
+            found.append(float((1 / scales if reciprocal else scales).max()) * ratio)
+    if not found or max(found) == 0:
+        raise CheckpointError(f"{path} has no input scales of experts: it was not calibrated; choose another wire")
+    return max(found)
+
+
+def _slots(layer: MoELayer) -> int:
+    return sum(expert != EMPTY for expert in layer.expert_weights.local_experts)
+
+
+@torch.no_grad()
+def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
+    """Copy this rank's experts, cut over etp, into their slots. An expert is read once, whatever its replicas."""
+    weights, config = layer.expert_weights, layer.config
+    if weights.scheme.activations.calibrated:
+        wrong = wrong_scheme(found, source, block, config, weights.scheme)
+        if wrong is not None:
+            raise CheckpointError(f"{block}: {wrong}")
+    weights.updates += 1
+    inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
+    by_expert: dict[int, list[int]] = {}
+    for slot, expert in enumerate(weights.local_experts):
+        if expert != EMPTY:
+            by_expert.setdefault(expert, []).append(slot)
+    for expert, slots in by_expert.items():
+        tensors = _expert(layer, source, block, found, expert, inner)
+        assert tensors.keys() == weights.preparation.canonical.keys(), "format and configuration disagree"
+        weights.write(slots, tensors)
+        if bar is not None:
+            bar.update(len(slots))
+
+
+def _expert(
+    layer: MoELayer, source: Source, block: str, found: ExpertFormat, expert: int, inner: tuple[int, int]
+) -> dict[str, Tensor]:
+    """One expert's canonical tensors of this etp rank: the checkpoint's own bytes where it is quantised as the layer
+    is, else its numbers, quantised here where the layer is."""
+    weights, config, etp = layer.expert_weights, layer.config, layer.expert_weights.etp
+    if weights.scheme.plain:
+        plain = found.read(source, block, config, expert, inner)
+        return {n: check_fits(f"{block}, expert {expert}, {n}", numbers, weights.dtype) for n, numbers in plain.items()}
+    return read_quantized(
+        found,
+        source,
+        block,
+        config,
+        expert,
+        weights.scheme,
+        dtype=weights.dtype,
+        device=weights.device,
+        etp=(etp.size, etp.rank),
+    )
+
+
+@torch.no_grad()
+def _read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNames) -> None:
+    if isinstance(layer.router, Router):
+        for key, tensor in layer.router.state_dict().items():
+            full = f"{block}.{names.router[key]}"
+            numbers = check_finite(source.location(full), source.read(full))
+            tensor.copy_(check_fits(source.location(full), numbers, tensor.dtype))
+    if layer.shared_experts is not None and names.shared is not None:
+        for key, tensor in layer.shared_experts.state_dict().items():
+            full = f"{block}.{names.shared}.{key}"
+            tensor.copy_(check_fits(source.location(full), source.read(full), tensor.dtype))

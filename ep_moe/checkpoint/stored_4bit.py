@@ -1,0 +1,278 @@
+"""Matrices in 4 bits: NVFP4, MXFP4 and INT4, two or eight numbers to a word."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.checkpoint.factors import Tensors, check_factors, check_lost, scalar_factor, wrong_dtype
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, beside_of, span
+from ep_moe.errors import CheckpointError
+from ep_moe.quant.dequantize import INT4_GROUP
+from ep_moe.quant.microscale import (
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    NVFP4_RANGE,
+    dequantize_int4,
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+)
+
+_WORD = 8  # INT4 numbers of an int32
+_GROUPS = {"int4_fp8": INT4_GROUP, "mxint4": MX_BLOCK}
+
+
+class _Packed(StoredMatrix):
+    """Codes packed along columns, and `scale`, a factor for each `block` columns of a row."""
+
+    scale: str
+    block: int
+    per_element = 2  # numbers in an element of the file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, rows, packed = self._seen(self.tensors.header(self.data)[1])
+        return (*lead, rows, packed * self.per_element)
+
+    def parts(self) -> tuple[str, ...]:
+        return self.data, self.scale
+
+    def _wrong_blocks(self) -> str | None:
+        """The dtype and the shape of the factors."""
+        shape, location = self.shape, self.tensors.location(self.data)
+        wanted = [*shape[:-1], shape[-1] // self.block]
+        found = list(self._seen(self.tensors.header(self.scale)[1])) if self.tensors.holds(self.scale) else "nothing"
+        if shape[-1] % self.block or found != wanted:
+            return (
+                f"{location} is {self.words} of shape {list(self.tensors.header(self.data)[1])}; only matrices with "
+                f"{self.scale} of shape {wanted}, one factor per {self.block} columns, can be read, got {found} there"
+            )
+        return None
+
+    def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
+        start, stop = span(columns, self.shape[-1])
+        # a piece may begin inside a block: read whole ones, then cut
+        first, last = start // self.block, -(-stop // self.block)
+        whole = self._decoded(rows, slice(first * self.block, last * self.block), expert)
+        return whole[..., start - first * self.block : stop - first * self.block]
+
+    def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
+        """Numbers of whole blocks."""
+        raise NotImplementedError
+
+    def _data(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
+        start, stop = span(columns, self.shape[-1])
+        within = slice(start // self.per_element, stop // self.per_element)
+        return self._raw(self.data, rows, within, expert).contiguous()
+
+    def _blocks(self, columns: slice) -> slice:
+        start, stop = span(columns, self.shape[-1])
+        return slice(start // self.block, stop // self.block)
+
+
+class Nvfp4Matrix(_Packed):
+    """E2M1, an E4M3 scale per 16 columns and a global float32 scale.
+
+    NVIDIA's Model Optimizer: `weight` uint8 [rows, columns / 2], `weight_scale`, and the decode factor
+    `weight_scale_2`, amax / (448 * 6). compressed-tensors (nvfp4-pack-quantized): `weight_packed`, `weight_scale`, and
+    the reciprocal, `weight_global_scale`.
+    """
+
+    words = "NVFP4"
+    block = NVFP4_BLOCK
+    input_range = NVFP4_RANGE
+
+    def __init__(self, tensors: Tensors, name: str, *, packed: bool, transposed: bool, stacked: int) -> None:
+        super().__init__(tensors, name, f"{name}_packed" if packed else name, transposed=transposed, stacked=stacked)
+        self.scale = _present(tensors, name, "_scale")
+        self.reciprocal = packed
+        self.global_scale = _present(tensors, name, "_global_scale" if packed else "_scale_2")
+
+    def parts(self) -> tuple[str, ...]:
+        return self.data, self.scale, self.global_scale
+
+    def wrong(self) -> str | None:
+        wrong = self._wrong_blocks()
+        if wrong is not None:
+            return wrong
+        dtype, _ = self.tensors.header(self.scale)
+        if dtype != "F8_E4M3":
+            return f"{self.tensors.location(self.scale)} must be float8_e4m3fn, got {dtype}"
+        _, shape = self.tensors.header(self.global_scale)
+        if torch.Size(shape).numel() != 1 and (len(self.shape) == 2 or torch.Size(shape).numel() != self.shape[0]):
+            return f"{self.tensors.location(self.global_scale)} must have shape [], got {list(shape)}"
+        smoothing = f"{self.name.removesuffix('weight')}pre_quant_scale"
+        if self.tensors.holds(smoothing):
+            return (
+                f"{self.tensors.location(smoothing)} is a factor of the layer's input (NVFP4_AWQ), which is not "
+                f"supported; export the model with the algorithm NVFP4"
+            )
+        return wrong_dtype(self.tensors, self.global_scale, exponents=False)
+
+    def keeps(self, scheme: str) -> bool:
+        return scheme == "nvfp4"
+
+    def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
+        found = self._found(rows, columns, expert)
+        if self.reciprocal:  # as compressed-tensors divides, and not by a product with the rounded reciprocal
+            return dequantize_nvfp4(found[0], found[1].float() / found[2], 1.0)
+        return dequantize_nvfp4(*found)
+
+    def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
+        data, scale, number = self._found(rows, columns, expert)
+        return {"": data, "_scale": scale, "_global_scale": 1 / number if self.reciprocal else number}
+
+    def _found(self, rows: slice, columns: slice, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        scale = self._raw(self.scale, rows, self._blocks(columns), expert).contiguous()
+        check_factors(self.tensors, self.scale, scale.float())
+        number = scalar_factor(self.tensors, self.global_scale, expert, positive=self.reciprocal)
+        data = self._data(rows, columns, expert)
+        # the scale of a block of small numbers may round to 0, those of a whole matrix cannot
+        if number == 0 or not scale.float().any():
+            lost = int((dequantize_nvfp4(data, torch.ones_like(scale), 1.0) != 0).sum())
+            check_lost(self.tensors, self.global_scale if number == 0 else self.scale, self.data, lost)
+        return data, scale, number
+
+
+class Mxfp4Matrix(_Packed):
+    """E2M1 with an E8M0 scale per 32 columns.
+
+    compressed-tensors (mxfp4-pack-quantized): `weight_packed` uint8 [rows, columns / 2] and `weight_scale`. GPT-OSS:
+    `_blocks` [E, rows, columns / 32, 16] and `_scales` [E, rows, columns / 32], whatever its plain weights look like.
+    """
+
+    words = "MXFP4"
+    block = MX_BLOCK
+
+    def __init__(self, tensors: Tensors, name: str, *, blocks: bool, transposed: bool, stacked: int) -> None:
+        data, transposed = (f"{name}_blocks", False) if blocks else (f"{name}_packed", transposed)
+        super().__init__(tensors, name, data, transposed=transposed, stacked=stacked)
+        self.blocks = blocks
+        self.scale = f"{name}_scales" if blocks else _present(tensors, name, "_scale")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if not self.blocks:
+            return super().shape
+        *lead, blocks, _ = self.tensors.header(self.data)[1]
+        return (*lead, blocks * MX_BLOCK)
+
+    def wrong(self) -> str | None:
+        for name in self.parts():
+            if not self.tensors.holds(name):
+                return f"{name} is missing; {self.tensors.location(self.data)} is {self.words}"
+        dtype, shape = self.tensors.header(self.data)
+        if dtype != "U8" or (self.blocks and (len(shape) != 4 or shape[-1] != MX_BLOCK // 2)):
+            wanted = f"[..., {MX_BLOCK // 2}]" if self.blocks else "[rows, columns / 2]"
+            return f"{self.tensors.location(self.data)} must be uint8 of shape {wanted}, got {dtype} {list(shape)}"
+        scales = self.tensors.header(self.scale)[0]
+        if scales not in ("U8", "F8_E8M0"):
+            location = self.tensors.location(self.scale)
+            return f"{location} must be exponents (E8M0), as uint8 or float8_e8m0fnu, got {scales}"
+        return self._wrong_blocks() or wrong_dtype(self.tensors, self.scale, bytes_too=self.blocks)
+
+    def keeps(self, scheme: str) -> bool:
+        return scheme in ("mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
+
+    def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
+        found = self.codes(rows, columns, expert)
+        return dequantize_mxfp4(found[""], found["_scale"])
+
+    def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
+        scale = self._raw(self.scale, rows, self._blocks(columns), expert).contiguous()
+        if (scale == 0xFF).any():
+            raise CheckpointError(
+                f"{self.tensors.location(self.scale)} has the exponent 255 (NaN) at {int((scale == 0xFF).sum())} of "
+                f"{scale.numel()} places that were read; the checkpoint is damaged: fetch or export it again"
+            )
+        return {"": self._data(rows, columns, expert), "_scale": scale}
+
+    def _data(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
+        if not self.blocks:
+            return super()._data(rows, columns, expert)
+        return self._raw(self.data, rows, self._blocks(columns), expert).flatten(-2)
+
+
+class Int4Matrix(_Packed):
+    """compressed-tensors' `pack-quantized` with 4 bits, symmetric, in groups of columns.
+
+    `weight_packed` int32 [rows, columns / 8], eight numbers + 8 to a word from the low bits up, `weight_scale`
+    [rows, columns / group], and `weight_shape`, the numbers' own.
+    """
+
+    per_element = _WORD
+
+    def __init__(self, tensors: Tensors, name: str, *, transposed: bool = False, stacked: int = 1) -> None:
+        super().__init__(tensors, name, f"{name}_packed", transposed=transposed, stacked=stacked)
+        self.scale = _present(tensors, name, "_scale")
+        columns, found = self.shape[-1], self._seen(tensors.header(self.scale)[1]) if tensors.holds(self.scale) else ()
+        groups = found[-1] if found else 0
+        self.block = columns // groups if groups and columns % groups == 0 else INT4_GROUP
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"INT4 in groups of {self.block} (compressed-tensors pack-quantized)"
+
+    def parts(self) -> tuple[str, ...]:
+        shape = f"{self.name}_shape"
+        return (*super().parts(), *([shape] if self.tensors.holds(shape) else []))
+
+    def wrong(self) -> str | None:
+        for end in ("_zero_point", "_g_idx"):
+            if self.tensors.holds(f"{self.name}{end}"):
+                return (
+                    f"{self.tensors.location(self.name + end)} changes what the numbers mean; of compressed-tensors "
+                    f"pack-quantized only symmetric groups, in order, can be read"
+                )
+        bits, location = self.tensors.declared.bits, self.tensors.location(self.data)
+        rows, columns = self.shape[-2:]
+        shape = f"{self.name}_shape"
+        stated = self.tensors.raw(shape).tolist() if self.tensors.holds(shape) and len(self.shape) == 2 else None
+        if (bits and 4 not in bits) or (stated is not None and stated != [rows, columns]):
+            what = f"{', '.join(map(str, sorted(bits)))} bits" if bits and 4 not in bits else f"the shape {stated}"
+            return (
+                f"{location} is compressed-tensors pack-quantized with {what}, which is not read: only 4 bits, eight "
+                f"to a word, are; dequantise the checkpoint to bf16 first"
+            )
+        return self._wrong_blocks() or self._wrong_stated() or wrong_dtype(self.tensors, self.scale, exponents=False)
+
+    def _wrong_stated(self) -> str | None:
+        """What config.json says of the numbers, and the tensors do not."""
+        declared, location = self.tensors.declared, self.tensors.location(self.data)
+        if declared.asymmetric:
+            return f"{location} has no zero points, and config.json states symmetric: false; fetch the checkpoint again"
+        groups = {size or self.shape[-1] for size in declared.groups}
+        if groups and self.block not in groups:
+            return (
+                f"{self.tensors.location(self.scale)} has a factor for each {self.block} columns, and config.json "
+                f"states group_size {' and '.join(map(str, sorted(groups)))}; fetch the checkpoint again"
+            )
+        return None
+
+    def keeps(self, scheme: str) -> bool:
+        return _GROUPS.get(scheme) == self.block and self.tensors.header(self.scale)[0] == "BF16"
+
+    def refuses(self, scheme: str) -> str | None:
+        dtype = self.tensors.header(self.scale)[0]
+        if dtype == "BF16" or _GROUPS.get(scheme) != self.block:
+            return None
+        got = {"F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
+        return f"{self.tensors.location(self.scale)} must be bfloat16, got {got}"
+
+    def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
+        found = self.codes(rows, columns, expert)
+        return dequantize_int4(found[""], found["_scale"])
+
+    def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
+        """Two's complement nibbles and scales."""
+        scale = self._raw(self.scale, rows, self._blocks(columns), expert)
+        check_factors(self.tensors, self.scale, scale.float())
+        data = self._data(rows, columns, expert).view(torch.uint8) ^ 0x88
+        if (scale == 0).any():
+            check_lost(self.tensors, self.scale, self.data, int((dequantize_int4(data, scale == 0) != 0).sum()))
+        return {"": data, "_scale": scale}
+
+
+def _present(tensors: Tensors, name: str, end: str) -> str:
+    names = beside_of(name, end)
+    return next((each for each in names if tensors.holds(each)), names[-1])

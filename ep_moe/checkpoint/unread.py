@@ -1,0 +1,144 @@
+"""Tensors under a loaded block that the loader does not read: harmless, left to the caller, or a reason to refuse.
+
+Outputs are wrong without a shared expert, a gate, a bias, or an expert. What is not known to be harmless is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ep_moe.checkpoint.declared import Declared
+from ep_moe.checkpoint.families import ALIASES, CheckpointNames
+from ep_moe.checkpoint.folder import read_object
+from ep_moe.checkpoint.formats import ExpertFormat, Source
+from ep_moe.errors import CheckpointError
+from ep_moe.layer import MoELayer
+from ep_moe.router import Router
+
+# how a name ends -> why the numbers are the same without it
+HARMLESS = {
+    "input_scale": "the range of an input in calibration; the schemes that use it read it, others measure their own",
+    "weight_shape": "the shape of a packed matrix, which the configuration gives too",
+    "rotary_emb.inv_freq": "computed from the configuration",
+}
+_HARMLESS = re.compile(rf"[._]({'|'.join(map(re.escape, HARMLESS))})$")
+_SHOWN = 8  # kinds in one sentence
+
+
+def unread(
+    source: Source, block: str, names: CheckpointNames, found: ExpertFormat, layer: MoELayer
+) -> tuple[list[str], dict[str, str]]:
+    """Full names of the block's tensors that must be read and are not, and of those that the caller loads.
+
+    Returns:
+        The first, and of the second the prefixes with the reason why they are left out. Both are empty for a block that
+        is read whole.
+    """
+    read, left = _expected(block, names, found, layer)
+    read |= {companion for name in read for companion in source.companions(name)}
+    missed: list[str] = []
+    leaves: dict[str, str] = {}
+    for name in source.under(block):
+        if name in read or _HARMLESS.search(name):
+            continue
+        prefix = next((prefix for prefix in left if name == prefix or name.startswith(f"{prefix}.")), None)
+        if prefix is None:
+            missed.append(name)
+        else:
+            leaves[prefix] = left[prefix]
+    return missed, leaves
+
+
+def _expected(
+    block: str, names: CheckpointNames, found: ExpertFormat, layer: MoELayer
+) -> tuple[set[str], dict[str, str]]:
+    """What is read, by full name, and prefixes of what the caller loads -> why."""
+    read = set(found.shapes(layer.config))
+    left = dict.fromkeys(names.elsewhere, "the family's entry leaves it to the caller")
+    if isinstance(layer.router, Router):
+        read |= {names.router[key] for key in layer.router.state_dict()}
+    else:
+        left |= dict.fromkeys(names.router.values(), "the layer has a router of the caller's")
+    if names.shared is not None and layer.shared_experts is not None:
+        read |= {f"{names.shared}.{key}" for key in layer.shared_experts.state_dict()}
+    elif names.shared is not None:
+        left[names.shared] = "the layer has no shared experts"
+    return {f"{block}.{name}" for name in read}, {f"{block}.{prefix}": why for prefix, why in left.items()}
+
+
+def refusal(missed: list[str], family: str) -> str:
+    """The sentence about tensors that are not read."""
+    return (
+        f"family {family!r} does not read {listed(missed)}, and outputs would be wrong without; load with the entry of "
+        f"the checkpoint's own family, or pass a ep_moe.checkpoint.families.CheckpointNames that names them, under "
+        f"`elsewhere` if you load them yourself"
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in one line; those that differ in numbers alone are one kind, with their count."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "{n}", name), []).append(name)
+    parts = [found[0] if len(found) == 1 else f"{kind} ({len(found)} tensors)" for kind, found in kinds.items()]
+    more = [f"{len(parts) - _SHOWN} more kinds"] if len(parts) > _SHOWN else []
+    return ", ".join(parts[:_SHOWN] + more)
+
+
+def left_out(leaves: Iterable[tuple[str, str]]) -> str:
+    """The sentence of the one warning: (name, reason) of all layers."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in leaves:
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{listed(names)} is not loaded: {reason}" for reason, names in by_reason.items())
+
+
+def other_family(folder: Path, family: str) -> list[str]:
+    """A sentence if config.json names a model of another family, whose routing or activation may differ."""
+    try:
+        config = read_object(folder / "config.json", "is not a configuration")
+    except CheckpointError:  # layers need none
+        return []
+    texts = [config, config.get("text_config")]
+    kinds = [text.get("model_type") for text in texts if isinstance(text, dict)]
+    named = [kind for kind in kinds if isinstance(kind, str)]
+    if not named or family in {ALIASES.get(kind, kind) for kind in named}:
+        return []
+    return [
+        f"config.json says model_type {named[-1]!r}, and the names of {family!r} are read; MoEConfig must state that "
+        f"model's own routing and activation"
+    ]
+
+
+class _Listed(Protocol):
+    @property
+    def declared(self) -> Declared: ...
+
+    def names(self) -> list[str]: ...
+
+    def companions(self, name: str) -> tuple[str, ...]: ...
+
+
+def unexpected(model: Any, source: _Listed, blocks: Iterable[str]) -> str | None:
+    """A sentence about tensors outside the MoE blocks that a transformers model has no place for, as transformers says.
+
+    What the model's class ignores, and other parts of a multimodal model, are not in it.
+    """
+    known = set(model.state_dict())
+    known |= {companion for name in known for companion in source.companions(name)}
+    parts = {_part(name) for name in known}
+    ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+    inside = tuple(f"{block}." for block in blocks)
+    extra = [name for name in source.names() if name not in known and not name.startswith(inside)]
+    if source.declared.multimodal:
+        extra = [name for name in extra if _part(name) in parts]
+    extra = [n for n in extra if not _HARMLESS.search(n) and not any(each.search(n) for each in ignored)]
+    return f"{listed(extra)} is not loaded: {type(model).__name__} has no such weights" if extra else None
+
+
+def _part(name: str) -> str:
+    """The part of a model that a tensor belongs to, such as `model.layers` or `lm_head.weight`."""
+    return ".".join(name.split(".")[:2])

@@ -1,0 +1,388 @@
+"""`ep-moe tune`: which transport and kernel serve a layer fastest, per number of tokens, on these ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe import registry
+from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.bench.timing import eager, replayed
+from ep_moe.cli.run import LAPTOP_RANKS
+from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError, PeerTimeout
+from ep_moe.execution.exchange import Exchange
+from ep_moe.experts.base import Experts
+from ep_moe.experts.fused.base import INSIDE
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
+from ep_moe.parallel.local_launch import run_local_ranks
+from ep_moe.quant.schemes import PLAIN, SCHEMES, scheme_of
+from ep_moe.runtime.devices import on_device_of
+from ep_moe.selection import explain as select
+from ep_moe.selection.tuned import Measured, Tuned, choose, layer_facts, machine_facts, versions
+from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.types import LogicalIds, Routing, dtype_name
+
+CUTS = (2, 4)  # parts that a call is cut into, where the transport has fixed buffers
+CUT_FROM = 512  # tokens: with fewer, what each part adds in launches and waiting is all that is measured
+MOST_TOKENS = 1 << 22  # of one call; their rows alone are tens of GiB
+ROOM = 8 << 30  # bytes of one transport's buffers
+INPUT_SCALE = 0.02  # of rows under one scale: far from saturating on what is measured; no time depends on it
+CLOSE = 2.0  # times the fastest trial; slower candidates keep their trial's time
+DEADLINE_S = 300.0
+
+_DTYPES = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """What `ep-moe tune` was asked for.
+
+    model: a bundled configuration, a TOML file, a folder with config.json, or a model of the Hub
+    tokens: that every rank sends, one bucket each
+    dtype: default bfloat16 on GPUs, float32 on the CPU; cache: a folder for the kernels' own tuning
+    """
+
+    model: str
+    tokens: tuple[int, ...]
+    quantization: str = PLAIN.name
+    wire: str = PLAIN_WIRE.dispatch
+    dtype: str | None = None
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > MOST_TOKENS:
+            raise ConfigError(
+                f"--tokens must be numbers of at least 1 and at most {MOST_TOKENS}, got {list(self.tokens)}"
+            )
+        if self.quantization not in SCHEMES:
+            raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}")
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        self.rows()
+
+    def rows(self) -> Wire:
+        return Wire(dispatch=self.wire, input_scale=INPUT_SCALE if self.wire in ONE_SCALE else None)
+
+
+def run(options: TuneOptions, say: Say) -> Tuned | None:
+    """Measure on torchrun's ranks where there are any, else on ranks forked here. None on ranks other than 0.
+
+    say: told each result on rank 0; on ranks forked here, at the end"""
+    if TorchrunEnv.present():
+        device = local_device()
+        init_from_torchrun(device, deadline_s=DEADLINE_S)
+        try:
+            return run_on_rank(options, device, say)
+        finally:
+            dist.destroy_process_group()
+    arguments = {"options": options, "device": torch.device("cpu")}
+    lines, found = run_local_ranks("ep_moe.cli.tune:told_on_rank", LAPTOP_RANKS, arguments, deadline_s=3 * DEADLINE_S)[
+        0
+    ]
+    for line in lines:
+        say(line)
+    tuned: Tuned = found
+    return tuned
+
+
+def told_on_rank(options: TuneOptions, device: torch.device) -> tuple[list[str], Tuned | None]:
+    """`run_on_rank`, and what it says."""
+    lines: list[str] = []
+    return lines, run_on_rank(options, device, lines.append)
+
+
+def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned | None:
+    """One rank's part, within an initialised process group."""
+    name = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    with EPContext.from_groups(device=device, deadline_s=DEADLINE_S, max_tokens=max(options.tokens)) as context:
+        tuned = tune(
+            context,
+            _moe_config(options.model, context),
+            options.tokens,
+            quantization=options.quantization,
+            wire=options.rows(),
+            dtype=_DTYPES[name],
+            cache=options.cache,
+            say=say if context.layout.rank == 0 else _quiet,
+        )
+        return tuned if context.layout.rank == 0 else None
+
+
+def _moe_config(model: str, context: EPContext) -> MoEConfig:
+    if Path(model).is_dir() or ("/" in model and not model.endswith(".toml")):
+        from ep_moe.integrations.transformers import read_moe_config
+
+        return read_moe_config(model, context)
+    return load_model_config(model).moe
+
+
+def _quiet(line: str) -> None:
+    return
+
+
+@torch.no_grad()
+@on_device_of(lambda context, *_, **__: context.device)
+def tune(
+    context: EPContext,
+    config: MoEConfig,
+    tokens: Sequence[int],
+    *,
+    quantization: str = PLAIN.name,
+    wire: Wire = PLAIN_WIRE,
+    dtype: torch.dtype,
+    cache: str | Path | None = None,
+    say: Say = _quiet,
+) -> Tuned:
+    """Time dispatch, experts and combine of every pair that can run, for each number of tokens that any rank passes at
+    most; random weights, uniform routing, all ranks full. Kernels are tuned for their own first. Fused kernels are not
+    timed: they run where they are named.
+
+    On GPUs in CUDA-graph replays that take turns (eagerly what cannot be captured), on the CPU by the clock. All ranks
+    choose alike, from the slowest rank's medians. A candidate that fails is left out, and said.
+
+    context: one of its own, with max_tokens; cache: a folder for the kernels' own tuning
+    Raises ConfigError, on all ranks, where nothing can run.
+    """
+    config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
+    counts = sorted(set(tokens))
+    facts = layer_facts(config, quantization, wire, dtype)
+    pairs = _pairs(context, config, facts | {"tokens": counts}, scheme=quantization, wire=wire, dtype=dtype)
+    layers: dict[str, MoELayer] = {}
+    for kernel in dict.fromkeys(kernel for _, kernel in pairs):
+        make = partial(_layer, context, config, pairs, kernel, quantization, wire, dtype)
+        layer, problem = _tried(context, f"making {kernel}", make)
+        if problem is None:
+            _, problem = _tried(
+                context, f"tuning {kernel}", partial(layer.tune, _rows(context, layer, counts), cache=cache)
+            )
+        if problem is None:
+            layers[kernel] = layer
+        else:
+            say(f"{kernel} is left out: {problem}")
+    lines: list[Measured] = []
+    for count in counts:
+        with context.at_most(count):
+            lines += _measure(context, layers, pairs, say)
+    layouts = {kernel: registry.load("experts", kernel).preparation for kernel in layers}
+    return Tuned(
+        machine=machine_facts(context.device, context.layout.ep, context.layout.etp),
+        layer=facts,
+        versions=versions(),
+        buckets=choose(lines, layouts),
+        measured=tuple(lines),
+    )
+
+
+def _pairs(
+    context: EPContext, config: MoEConfig, facts: dict[str, Any], *, scheme: str, wire: Wire, dtype: torch.dtype
+) -> list[tuple[str, str]]:
+    """(transport, kernel) of all that can run, in `select`'s order; all ranks have the same, or all raise."""
+    table = select.explain(
+        config,
+        context.layout,
+        context.device,
+        dtype,
+        scheme=scheme_of(scheme),
+        max_tokens=context.wire_tokens,
+        wire=wire,
+    )
+    pairs = [(row.all2all, row.experts) for row in table if row.status != "refused" and row.all2all != INSIDE]
+    problem = None
+    if context.max_tokens is None:
+        problem = ConfigError(
+            "tune needs EPContext.from_torchrun(max_tokens=...), the largest number of tokens to measure"
+        )
+    elif not pairs:
+        problem = ConfigError("tune: no pair of transport and kernel can run; ep-moe explain says why")
+    context.agreement.same("ep-moe tune", facts | {"pairs": pairs}, problem)
+    return pairs
+
+
+def _layer(
+    context: EPContext,
+    config: MoEConfig,
+    pairs: Sequence[tuple[str, str]],
+    kernel: str,
+    quantization: str,
+    wire: Wire,
+    dtype: torch.dtype,
+) -> MoELayer:
+    """One random expert in all slots: times do not depend on what the weights are."""
+    layer = MoELayer(
+        config,
+        context,
+        all2all=next(transport for transport, own in pairs if own == kernel),
+        experts=kernel,
+        quantization=quantization,
+        wire=wire,
+        name=f"tune {kernel}",
+        dtype=dtype,
+    )
+    tensors = random_expert(config, scheme_of(quantization), 0, dtype, context.device)
+    for expert in layer.expert_weights.local_experts:
+        layer.update_expert(expert, **tensors)
+    return layer
+
+
+def _rows(context: EPContext, layer: MoELayer, counts: Sequence[int]) -> list[int]:
+    """Numbers of rows that a kernel receives."""
+    sent = {context.layout.wire_tokens(count) for count in counts}
+    sent |= {size for count in sent for size in _part_sizes(count)}
+    return sorted({min(context.layout.ep * count, layer.experts.options.chunk_rows) for count in sent})
+
+
+def _part_sizes(tokens: int) -> list[int]:
+    return [-(-tokens // cut) for cut in CUTS] if tokens >= CUT_FROM else []
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """line: without its time yet"""
+
+    line: Measured
+    call: Callable[[], Any]
+    captured: bool
+
+
+def _measure(
+    context: EPContext, layers: dict[str, MoELayer], pairs: Sequence[tuple[str, str]], say: Say
+) -> list[Measured]:
+    """All candidates at the bound in force: a trial of each, then the close ones in turns."""
+    tried: list[tuple[_Candidate, float]] = []
+    for candidate in _candidates(context, layers, pairs, say):
+        times, problem = _tried(context, str(candidate.line), partial(_times, context, [candidate], trial=True))
+        if problem is None:
+            tried.append((candidate, times[0]))
+        else:
+            say(f"{candidate.line.tokens} tokens, {candidate.line}: left out, {problem}")
+    best = min((us for _, us in tried), default=0.0)
+    found = [(candidate, us) for candidate, us in tried if us > CLOSE * best]
+    for captured in (True, False):
+        close = [one for one, us in tried if us <= CLOSE * best and one.captured is captured]
+        found += zip(close, _times(context, close), strict=True)
+    lines = [dataclasses.replace(candidate.line, us=us) for candidate, us in found]
+    lines.sort(key=lambda line: line.us)
+    for line in lines:
+        say(f"{line.tokens} tokens, {line}: {line.us:.1f} us")
+    return lines
+
+
+def _candidates(
+    context: EPContext, layers: dict[str, MoELayer], pairs: Sequence[tuple[str, str]], say: Say
+) -> list[_Candidate]:
+    tokens = context.step_tokens
+    assert tokens is not None
+    found = []
+    for transport, kernel in pairs:
+        if kernel not in layers:
+            continue
+        layer, kind = layers[kernel], registry.load("dispatchers", transport)
+        x, routing = _batch(layer, tokens)
+        can = layer.experts.capabilities
+        captured = kind.capabilities.cuda_graph and can.cuda_graph
+        # nothing runs beside a kernel that the host waits for
+        parts = _part_sizes(tokens) if kind.capabilities.static and not can.host_sync else []
+        for pipeline in (None, *parts):
+            line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
+            geometry = dataclasses.replace(layer.geometry, max_tokens=pipeline or context.wire_tokens)
+            make = partial(_transport, context, transport, geometry, pipeline)
+            dispatcher, problem = _tried(context, f"making {transport}", make)
+            if problem is not None:
+                say(f"{tokens} tokens, {line}: left out, {problem}")
+            elif dispatcher is None:
+                say(f"{tokens} tokens, {line}: left out, its buffers are larger than {ROOM >> 30} GiB")
+            else:
+                found.append(_Candidate(line, partial(_travel, layer, dispatcher, x, routing), captured))
+    return found
+
+
+def _transport(context: EPContext, name: str, geometry: Geometry, pipeline: int | None) -> Dispatcher | None:
+    """The context's transport for a geometry; None where its buffers are too large."""
+    kind = registry.load("dispatchers", name)
+    calls = 1 if pipeline is None else kind.calls_in_parts(geometry)
+    return None if kind.buffer_bytes(geometry) * calls > ROOM else context.dispatcher(name, geometry)
+
+
+def _travel(layer: MoELayer, dispatcher: Dispatcher, x: Tensor, routing: Routing) -> Tensor:
+    """The part of a layer's call that the choice is about."""
+    assert isinstance(layer.experts, Experts)
+    out, _ = Exchange(layer.context, dispatcher, layer.experts, x, layer.placement(routing)).run()
+    return out
+
+
+def _batch(layer: MoELayer, tokens: int) -> tuple[Tensor, Routing]:
+    """The same for all candidates; another on each rank."""
+    config, device = layer.config, layer.device
+    generator = torch.Generator(device=device).manual_seed(layer.context.layout.rank)
+    ids = torch.rand(tokens, config.num_experts, generator=generator, device=device).topk(config.top_k).indices
+    x = torch.randn(tokens, config.hidden_size, generator=generator, device=device).to(layer.dtype)
+    weights = torch.full(ids.shape, 1 / config.top_k, dtype=torch.float32, device=device)
+    return x, Routing(LogicalIds(ids), weights)
+
+
+def _times(context: EPContext, candidates: Sequence[_Candidate], *, trial: bool = False) -> list[float]:
+    """Microseconds of each, which are all captured or all not; the slowest rank's medians, the same on all ranks."""
+    if not candidates:
+        return []
+    calls, tokens = [one.call for one in candidates], candidates[0].line.tokens
+    if context.device.type != "cuda":
+        return _slowest(context, _by_the_clock(calls, 1 if trial else 7, partial(_barrier, context)))
+    # several calls in a row, since one is short; what ranks start late after the barrier is in none of them
+    sizes = (2, 1) if trial else (10 if tokens <= 128 else 4 if tokens <= 1024 else 2, 15)
+    measure = replayed if candidates[0].captured else eager
+    return _slowest(context, measure(calls, repeat=sizes[0], replays=sizes[1], before=partial(_barrier, context)))
+
+
+def _by_the_clock(calls: Sequence[Callable[[], Any]], rounds: int, before: Callable[[], Any]) -> list[float]:
+    """Medians in microseconds of calls that take turns, the first round not counted."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds + 1):
+        for call, own in zip(calls, times, strict=True):
+            before()
+            start = time.perf_counter()
+            call()
+            own.append((time.perf_counter() - start) * 1e6)
+    return [statistics.median(own[1:]) for own in times]
+
+
+def _slowest(context: EPContext, times: Sequence[float]) -> list[float]:
+    nanoseconds = torch.tensor([round(us * 1e3) for us in times], device=context.device)
+    rows = context.links["lockstep"].exchange(nanoseconds)
+    return [max(column) / 1e3 for column in zip(*rows, strict=True)]
+
+
+def _barrier(context: EPContext) -> None:
+    context.links["lockstep"].exchange(torch.zeros(1, dtype=torch.int64, device=context.device))
+
+
+def _tried(context: EPContext, what: str, make: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `make` gives, or why it failed on some rank: alike on all ranks. A lost peer is raised."""
+    found, problem = None, None
+    try:
+        found = make()
+    except PeerTimeout:
+        raise
+    except Exception as error:  # whatever a library raises: it must not take the other candidates with it
+        problem = error
+    try:
+        context.agreement.healthy(what, problem)
+    except PeerTimeout:
+        raise
+    except Exception as error:
+        return None, str(error)
+    return found, None

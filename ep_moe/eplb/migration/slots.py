@@ -1,0 +1,185 @@
+"""The slots of one layer as rows of bytes, and a checksum of each: what is moved is all of a slot or nothing.
+
+A row is the tensors of `ExpertWeights.slot_tensors` one after the other, each from a multiple of 8 bytes, and at its
+end the checksum of the rest (int64), so that it travels with what it vouches for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ep_moe.weights.expert_weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from ep_moe.eplb.migration.row_triton import Rows
+
+_WORDS = 1 << 20  # int64 words that are weighed at a time: 8 MiB of scratch memory
+_MOST_BLOCKS = 1 << 10  # of them in one tensor: 8 GiB
+_TAIL = 8  # bytes of the checksum
+_MOST_PARTS = 64  # tensors of a slot that one launch takes
+
+
+class Checksum:
+    """Sums of int64 words, each times an odd number that depends on its place, modulo 2**64: a changed word always
+    changes the sum, exchanged ones with all but certainty. Equal bytes give equal sums on every device."""
+
+    def __init__(self, device: torch.device) -> None:
+        place = torch.arange(_WORDS, dtype=torch.int64, device=device) * -7046029254386353131  # 2**64 / golden ratio
+        self._factors = ((place ^ (place >> 29)) * -4658895280553007687) | 1
+        self._step = 6364136223846793005  # odd; between blocks
+        powers = [pow(self._step, power, 1 << 64) for power in range(_MOST_BLOCKS + 1)]
+        signed = [power - (1 << 64) if power >> 63 else power for power in powers]
+        self._powers = torch.tensor(signed, dtype=torch.int64, device=device)
+        self._scratch = torch.zeros(_MOST_PARTS + 1, dtype=torch.int64, device=device)
+
+    def __call__(self, data: Tensor) -> Tensor:
+        """int64 [] on the device, of uint8 [bytes]; the last word is filled up with zeros."""
+        if data.numel() % 8 or data.storage_offset() % 8:
+            padded = data.new_zeros(-(-data.numel() // 8) * 8)
+            padded[: data.numel()] = data
+            data = padded
+        total = torch.ones((), dtype=torch.int64, device=data.device)  # bytes that never came are zeros: not 0 for them
+        for words in data.view(torch.int64).split(_WORDS):
+            total = total * self._step + (words * self._factors[: len(words)]).sum()
+        return total
+
+    def of_parts(self, parts: Sequence[Tensor]) -> Tensor:
+        """int64 [], of the checksums of parts, each uint8 [bytes]."""
+        return self(_bytes(torch.stack([self(part) for part in parts])))
+
+    def rows(self, parts: Sequence[tuple[int, int]]) -> Rows:
+        """The same in few launches, on one stream. parts: as for `Rows`, on this device."""
+        from ep_moe.eplb.migration.row_triton import Rows
+
+        return Rows(parts, self._factors, self._powers, self._scratch)
+
+
+class SlotStore:
+    """All bytes of the slots of one layer on this rank. On a GPU a row of whole int64 words is read and examined in one
+    launch each, and any number of them written in one (`row_triton`).
+
+    row_bytes: of a row, checksum included; equal on all ranks of a layer
+    slots: of this rank
+    """
+
+    def __init__(self, weights: ExpertWeights, checksum: Checksum) -> None:
+        self._weights, self._checksum, self.slots = weights, checksum, weights.num_slots
+        specs = {name: (tensor.shape[1:].numel(), tensor.itemsize) for name, tensor in weights.slot_tensors().items()}
+        self._spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (count, itemsize) in specs.items():
+            self._spans[name] = (end, end + count * itemsize)
+            end += -(-count * itemsize // 8) * 8
+        self.row_bytes = end + _TAIL
+        self._kinds = _kinds(weights)
+        self._at: list[int] = []  # where the tensors lay when `_rows` was made
+        self._rows: Rows | None = None
+
+    def fits(self, weights: ExpertWeights) -> bool:
+        """Whether rows of these weights are still as when this was made: `.to(dtype)` changes them, and who registers
+        another tensor."""
+        return weights is self._weights and _kinds(weights) == self._kinds
+
+    def read(self, slot: int, start: int, stop: int, out: Tensor) -> None:
+        """Bytes [start, stop) of the slot's row into uint8 [stop - start]; on a GPU multiples of 8. What lies between
+        tensors is undefined."""
+        rows = self._on_gpu()
+        if rows is not None:
+            rows.pack(slot, start, stop, out)
+            return
+        for first, last, view in self._views(slot):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                out[low - start : high - start].copy_(view[low - first : high - first])
+        tail = self.row_bytes - _TAIL
+        if stop > tail:
+            low = max(tail, start)
+            out[low - start :].copy_(_bytes(self.checksum(slot))[low - tail : stop - tail])
+
+    def examine(self, row: Tensor, found: Tensor) -> None:
+        """Into int64 [] `found` 0 where the row is what its checksum says, else another number."""
+        rows = self._on_gpu()
+        if rows is not None:
+            rows.examine(row, found)
+            return
+        parts = [row[first:last] for first, last in self._spans.values() if first < last]
+        found.copy_(self._checksum.of_parts(parts) - row[-_TAIL:].view(torch.int64)[0])
+
+    def address(self, rows: Mapping[int, Tensor], pairs: Tensor) -> None:
+        """Before `write`, the device is told which row goes to which slot, in int64 [>= slots, 2] of its own."""
+        listed = [(slot, row.data_ptr()) for slot, row in rows.items()]
+        # of one size, so that memory is there; a copy under way keeps it
+        on_host = torch.empty(self.slots, 2, dtype=torch.int64, device="cpu", pin_memory=pairs.is_cuda)
+        on_host[: len(listed)] = torch.tensor(listed, dtype=torch.int64, device="cpu").view(len(listed), 2)
+        pairs[: self.slots].copy_(on_host, non_blocking=True)
+
+    def write(self, rows: Mapping[int, Tensor], pairs: Tensor) -> None:
+        """Rows into slots, in place; on a GPU in few launches, as forwards wait meanwhile. pairs: as `address` wrote
+        them for these rows"""
+        if not rows:
+            return
+        on_gpu = self._on_gpu()
+        if on_gpu is not None:
+            on_gpu.write(pairs, len(rows))
+            return
+        moved: list[tuple[Tensor, Tensor]] = []
+        for slot, row in rows.items():
+            moved += [(view, row[first:last]) for first, last, view in self._views(slot)]
+        for group in (  # words where there are whole ones: a thread copies several numbers, of whatever size
+            [(view.view(torch.int64), data.view(torch.int64)) for view, data in moved if view.numel() % 8 == 0],
+            [pair for pair in moved if pair[0].numel() % 8],
+        ):
+            if group:
+                torch._foreach_copy_([view for view, _ in group], [data for _, data in group])
+
+    def checksum(self, slot: int) -> Tensor:
+        """int64 [] of what the slot holds now."""
+        return self._checksum.of_parts([view for _, _, view in self._views(slot)])
+
+    def _views(self, slot: int) -> list[tuple[int, int, Tensor]]:
+        """(start, stop, uint8 view) of the slot's tensors; looked up at each use, since `.to(device)` replaces them."""
+        return [
+            (*self._spans[name], tensor[slot].view(-1).view(torch.uint8)) for name, tensor in self._tensors().items()
+        ]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those that have bytes, in the order of a row."""
+        found = {}
+        for name, tensor in self._weights.slot_tensors().items():
+            assert tensor.is_contiguous(), f"{name} of ExpertWeights is not contiguous"
+            if self._spans[name][0] < self._spans[name][1]:
+                found[name] = tensor
+        return found
+
+    def _on_gpu(self) -> Rows | None:
+        """None where the torch form is for these tensors."""
+        at = [tensor.data_ptr() for tensor in (*self._weights.parameters(), *self._weights.buffers())]
+        if at != self._at:
+            self._at, self._rows = at, self._looked_up()
+        return self._rows
+
+    def _looked_up(self) -> Rows | None:
+        parts = []
+        for name, tensor in self._tensors().items():
+            size = self._spans[name][1] - self._spans[name][0]
+            if not _is_on_gpu(tensor) or size % 8 or tensor.data_ptr() % 8:
+                return None
+            parts.append((tensor.data_ptr(), size // 8))
+        return self._checksum.rows(parts) if 0 < len(parts) <= _MOST_PARTS else None
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _kinds(weights: ExpertWeights) -> list[tuple[str, torch.Size, torch.dtype]]:
+    found = (*weights.named_parameters(), *weights.named_buffers())
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in found]
+
+
+def _bytes(words: Tensor) -> Tensor:
+    return words.reshape(-1).view(torch.uint8)

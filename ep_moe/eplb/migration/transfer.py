@@ -1,0 +1,286 @@
+"""One layer on its way from one map to another: into staging memory, a batch a step, while the old slots serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_moe.eplb.migration.schedule import Batch, Itinerary, Piece
+from ep_moe.eplb.migration.slots import Checksum, SlotStore
+from ep_moe.eplb.migration.staging import Staging
+from ep_moe.errors import PeerTimeout
+from ep_moe.parallel.rank_group import Link
+from ep_moe.placement.placement import Placement
+from ep_moe.weights.expert_weights import ExpertWeights
+
+_MAPS_AHEAD = 4  # that the device has not come to yet
+
+
+class BalancedLayer(Protocol):
+    """What the balancer asks of a layer: `MoELayer` has it."""
+
+    name: str
+    placement: Placement
+    expert_weights: ExpertWeights
+
+
+class Mover:
+    """Bytes between the ranks of an EP group, beside the model: communicator, stream and staging memory of its own.
+
+    link: of the EP group, over a process group that nobody else uses; staging: on the layers' device
+    deadline_s: how long a batch may take
+    """
+
+    def __init__(self, link: Link, staging: Staging, deadline_s: float) -> None:
+        self.link, self.staging, self.deadline_s = link, staging, deadline_s
+        self.device = staging.device
+        self.checksum = Checksum(self.device)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._tag = 0
+        self._stores: dict[int, SlotStore] = {}
+        self._connect()
+
+    def store(self, layer: BalancedLayer) -> SlotStore:
+        """The same one while the layer's rows stay as they are."""
+        held = self._stores.get(id(layer))
+        if held is None or not held.fits(layer.expert_weights):
+            held = self._stores[id(layer)] = SlotStore(layer.expert_weights, self.checksum)
+        return held
+
+    @torch.no_grad()
+    def rehearse(self, layer: BalancedLayer) -> None:
+        """Once through what moves a layer's experts, on the stream where that is done: a forward would wait for what
+        happens there for the first time, kernels that are compiled or loaded and memory that is made for the stream.
+        Slots are read, and written as they are."""
+        store = self.store(layer)
+        self.follow()
+        with self.beside():
+            # two, for every other slot may begin between multiples of 16 bytes: another kernel of torch's
+            for slot in range(min(2, store.slots)):
+                row = self.staging.row(0, store.row_bytes)
+                store.read(slot, 0, store.row_bytes, row)
+                store.examine(row, self.staging.damage[slot])
+                store.address({slot: row}, self.staging.pairs)
+                store.write({slot: row}, self.staging.pairs)
+            self.staging.seen.copy_(self.staging.damage, non_blocking=True)
+        self.lead()
+        if self.stream is not None:
+            # what maps are put in force through: the host may be ahead of the device by several
+            placed, pairs = layer.placement, self.staging.pairs[: store.slots]
+            tables = (placed.logical_to_physical, placed.replica_count, pairs)
+            _ = [torch.empty_like(one, device="cpu", pin_memory=True) for one in tables for _ in range(_MAPS_AHEAD)]
+
+    def follow(self) -> None:
+        """Nothing on the own stream before what the caller's has been given so far (commits, above all)."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def lead(self) -> None:
+        """Nothing on the caller's stream before what the own one has been given so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """On the own stream."""
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+    def swap(self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None) -> list[tuple[dist.Work, str]]:
+        """Start one round: (bytes, peer) each way. Returns the works and what each of them waits for."""
+        operations, texts = [], []
+        for call, text, part in ((dist.isend, "to", sent), (dist.irecv, "from", received)):
+            if part is not None:
+                peer = self.link.ranks[part[1]]
+                operations.append(dist.P2POp(call, part[0], peer, group=self.link.group, tag=self._tag))
+                texts.append(f"{text} rank {peer}")
+        self._tag += 1
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return list(zip(works, texts if len(works) == len(texts) else [" and ".join(texts)], strict=True))
+
+    def _connect(self) -> None:
+        """With every peer: NCCL connects two ranks at their first transfer, for which forwards would wait."""
+        size, rank = self.link.size, self.link.rank
+        if size == 1:
+            return
+        # and all ranks at a group's first call, which two ranks alone could not make
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.link.group)
+        there, here = torch.zeros(2, 8, dtype=torch.uint8, device=self.device)
+        for far in range(1, size):
+            for work, _ in self.swap((there, (rank + far) % size), (here, (rank - far) % size)):
+                work.wait()
+
+    def abort(self) -> None:
+        """Free a device that waits for a lost peer."""
+        if self.stream is not None and self.link.group is not None:
+            self.link.group.abort()
+
+
+class Migration:
+    """A layer's experts from the map in force to another. Every rank makes it in the same step and calls `advance` in
+    every step; nothing that serves is written before `commit`.
+
+    done: all that this rank sends and receives has been
+    damaged: what arrived otherwise than it was sent, as a sentence; "" for nothing
+    """
+
+    def __init__(self, layer: BalancedLayer, itinerary: Itinerary, mover: Mover) -> None:
+        self.layer, self.itinerary, self._mover = layer, itinerary, mover
+        self._rank = mover.link.rank
+        self._updates = layer.expert_weights.updates
+        self._store = mover.store(layer)
+        self._batches, self._staged = itinerary.batches, itinerary.staged
+        self._place = {expert: index for index, expert in enumerate(self._staged)}
+        # no other migration is under way
+        self._damage = mover.staging.damage[: len(self._staged)].zero_()
+        self._seen = mover.staging.seen[: len(self._staged)].zero_()
+        self._next = 0
+        self._flight: _Flight | None = None
+        self._rows: dict[int, Tensor] | None = None  # by slot, once `_prepare` was called
+        # once and not for each batch, which a caller far ahead of the device would hold up; weights that are written
+        # meanwhile make the migration outdated
+        mover.follow()
+
+    @property
+    def done(self) -> bool:
+        return self._flight is None and self._next == len(self._batches)
+
+    @property
+    def damaged(self) -> str:
+        """Once `done`."""
+        bad = [self._staged[index] for index in self._seen.nonzero().flatten().tolist()]
+        if not bad:
+            return ""
+        origin = {t.expert: t.source for t in self.itinerary.moves.transfers if t.target == self._rank}
+        source = self._mover.link.ranks[origin.get(bad[0], self._rank)]
+        return (
+            f"layer {self.layer.name}: expert {bad[0]} from rank {source} is not what its checksum says "
+            f"({len(bad)} of {len(self._staged)} experts)"
+        )
+
+    @property
+    def received_bytes(self) -> int:
+        """That come from other ranks."""
+        return (len(self._staged) - len(self.itinerary.moves.local[self._rank])) * self._store.row_bytes
+
+    def outdated(self) -> str:
+        """Why what was staged is not to be used: "weights" or "map" changed since; "" if they did not."""
+        if self.layer.placement.expert_map is not self.itinerary.old:
+            return "map"
+        return "weights" if self.layer.expert_weights.updates != self._updates else ""
+
+    def advance(self) -> None:
+        """Look after the batch under way, and start the next. PeerTimeout where a peer does not answer in time."""
+        if self._next == len(self._batches):
+            self._prepare()  # in a step that has little else to do
+        if self._flight is not None:
+            if not self._flight.landed(self.layer.name):
+                return
+            if self._mover.stream is None:
+                self._examine(self._batches[self._next - 1])
+            self._flight = None
+        if self._next < len(self._batches):
+            batch, self._next = self._batches[self._next], self._next + 1
+            with self._mover.beside():
+                works = self._start(batch)
+                if self._mover.stream is not None:
+                    for work, _ in works:
+                        work.wait()  # the stream, not the host
+                    self._examine(batch)
+            self._flight = _Flight(self._mover, works)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Write the slots in place and put the new map in force, between two forwards."""
+        rows = self._prepare()
+        self._mover.lead()
+        self._store.write(rows, self._mover.staging.pairs)
+        self.layer.expert_weights.expert_map = self.itinerary.new
+        self.layer.placement.update(self.itinerary.new)
+
+    @torch.no_grad()
+    def _prepare(self) -> dict[int, Tensor]:
+        """What `commit` needs and what can be made before it, once: forwards wait for a commit. Changes nothing that
+        serves. Returns the row of each slot that is to be written."""
+        if self._rows is None:
+            self._rows = {slot: self._row(expert) for slot, expert in self.itinerary.slots}
+            with self._mover.beside():
+                self._store.address(self._rows, self._mover.staging.pairs)
+            self.layer.placement.prepare(self.itinerary.new)
+        return self._rows
+
+    # --- a batch -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _start(self, batch: Batch) -> list[tuple[dist.Work, str]]:
+        for expert in batch.copies:
+            self._store.read(self._slot(expert), 0, self._store.row_bytes, self._row(expert))
+        works: list[tuple[dist.Work, str]] = []
+        used = 0
+        for sent, received in batch.rounds:
+            there = here = None
+            if sent is not None:
+                packed = self._mover.staging.outbox(used, sent.stop - sent.start)
+                self._store.read(self._slot(sent.expert), sent.start, sent.stop, packed)
+                there, used = (packed, sent.peer), used + len(packed)
+            if received is not None:
+                here = (self._landing(received), received.peer)
+            works += self._mover.swap(there, here)
+        return works
+
+    @torch.no_grad()
+    def _examine(self, batch: Batch) -> None:
+        """Compare the rows that this batch has completed with their checksums, on the device."""
+        complete = [part.expert for _, part in batch.rounds if part and part.stop == self._store.row_bytes]
+        for expert in (*batch.copies, *complete):
+            self._store.examine(self._row(expert), self._damage[self._place[expert]])
+        if self._next == len(self._batches):
+            self._seen.copy_(self._damage, non_blocking=True)
+
+    def _slot(self, expert: int) -> int:
+        return self.itinerary.old.local(self._rank).index(expert)
+
+    def _row(self, expert: int) -> Tensor:
+        return self._mover.staging.row(self._place[expert], self._store.row_bytes)
+
+    def _landing(self, piece: Piece) -> Tensor:
+        return self._row(piece.expert)[piece.start : piece.stop]
+
+
+class _Flight:
+    """A batch under way. On a GPU it has landed when the stream has come there, which is asked and not waited for; on
+    a CPU the transfer goes on beside the forward, and what is left of it is waited for."""
+
+    def __init__(self, mover: Mover, works: list[tuple[dist.Work, str]]) -> None:
+        self._mover, self._works = mover, works
+        self._started = time.monotonic()
+        self._event: torch.cuda.Event | None = None
+        if mover.stream is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(mover.stream)
+
+    def landed(self, layer: str) -> bool:
+        if self._event is None:
+            for work, text in self._works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise PeerTimeout(self._late(layer, text, str(error).splitlines()[0])) from error
+            return True
+        if self._event.query():
+            return True
+        if time.monotonic() - self._started > self._mover.deadline_s:
+            raise PeerTimeout(self._late(layer, ", ".join(text for _, text in self._works), "no progress"))
+        return False
+
+    def _late(self, layer: str, text: str, cause: str) -> str:
+        return (
+            f"layer {layer}: bytes {text} did not arrive within {self._mover.deadline_s:g} s ({cause}); raise "
+            f"EPLBConfig.deadline_s if that rank was only slow"
+        )

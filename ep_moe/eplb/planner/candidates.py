@@ -1,0 +1,264 @@
+"""The maps that the planner compares, for all layers at once.
+
+A layer is cut into one row per node (see `packing` for rows and letters; L layers, N nodes), solved row by row, and put
+together again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ep_moe.eplb.planner import packing
+from ep_moe.eplb.planner.exhaustive_search import rescue
+from ep_moe.eplb.planner.local_search import refine
+from ep_moe.eplb.planner.packing import ABSENT, Floats, Ints
+from ep_moe.eplb.planner.relabel import assign, keep_ranks
+from ep_moe.placement.expert_map import EMPTY
+
+SLACK = 1 + 1e-9  # loads this close are equal
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned, in arrays; L layers.
+
+    load: float64 [L, E]
+    now: int64 [L, R, S], the experts in force, those beyond `room` too; EMPTY, or ABSENT beyond `room`
+    room: int64 [L, R], slots of each rank
+    """
+
+    load: Floats
+    now: Ints
+    room: Ints
+    groups: int
+    nodes: int
+    tolerance: float = 0.0
+    enough: float = 1.0
+
+    @property
+    def mean(self) -> Floats:
+        """float64 [L]: load of the mean rank among those with slots."""
+        return np.asarray(self.load.sum(1) / (self.room > 0).sum(1))
+
+    def only(self, layers: Ints) -> Problem:
+        return replace(self, load=self.load[layers], now=self.now[layers], room=self.room[layers])
+
+
+def occupied(problem: Problem, table: Ints) -> Ints:
+    """The table with a copy of its node's heaviest expert on each rank that has slots and no expert: no load grows, and
+    a map without it would have forgotten the rank's memory."""
+    table = table.copy()
+    per_node = table.shape[1] // problem.nodes
+    for layer, rank in np.argwhere((problem.room > 0) & ~(table >= 0).any(2)):
+        counts = packing.count_copies(table[layer : layer + 1], problem.load.shape[1])[0]
+        near = table[layer, rank // per_node * per_node :][:per_node]
+        experts = np.unique(near[near >= 0])
+        heaviest = experts[(problem.load[layer, experts] / counts[experts]).argmax()]
+        table[layer, rank, problem.room[layer, rank] - 1] = heaviest
+    return table
+
+
+def fullest_rank(problem: Problem, table: Ints) -> Floats:
+    """float64 [L]: load of the fullest rank."""
+    return np.asarray(packing.rank_loads(problem.load, table).max(1))
+
+
+def legal_layers(problem: Problem) -> Any:
+    """bool [L]: the current map could be a plan: all experts, none twice on a rank or beyond its room, and no group
+    on two nodes."""
+    within = (problem.now < 0) | (np.arange(problem.now.shape[2]) < problem.room[:, :, None])
+    complete = (packing.count_copies(problem.now, problem.load.shape[1]) > 0).all(1)
+    alone = ((_residents(problem) > 0).sum(1) == 1).all(1)
+    return within.all((1, 2)) & complete & alone & ~packing.has_twice(problem.now)
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """The published algorithm's result for L layers, with N nodes.
+
+    home: int64 [L, groups], the node of each group
+    table: int64 [L * N, R / N, S], the algorithm's, but with the second copy of an expert on a rank moved away
+    twice: bool [L * N], there was one
+    published: float64 [L], the algorithm's own fullest rank
+    bound: float64 [L], what no map with these nodes stays under
+    """
+
+    home: Ints
+    table: Ints
+    twice: Any
+    published: Floats
+    bound: Floats
+
+    def only(self, layers: Ints) -> Fresh:
+        nodes = len(self.table) // len(self.home)
+        rows = (layers[:, None] * nodes + np.arange(nodes)).ravel()
+        return Fresh(
+            self.home[layers],
+            self.table[rows],
+            self.twice[rows],
+            self.published[layers],
+            self.bound[layers],
+        )
+
+
+def make_fresh(problem: Problem) -> Fresh:
+    layers, nodes = len(problem.load), problem.nodes
+    home = _homes(problem)
+    rows = _Rows.of(problem, home)
+    counts = packing.greedy_counts(rows.load, rows.room.sum(1))
+    table = packing.fill(rows.load, counts, packing.empty_table(rows.room), distinct=False)
+    published = packing.rank_loads(rows.load, table).reshape(layers, -1).max(1)
+    twice = packing.has_twice(table)
+    table = packing.part_twins(rows.load, table)
+    counts[twice] = _legal_counts(rows, twice)
+    heaviest = (rows.load / counts).max(1)
+    bound = np.maximum(heaviest, rows.load.sum(1) / (rows.room > 0).sum(1)).reshape(layers, nodes).max(1)
+    return Fresh(home, table, twice, published, bound)
+
+
+def _homes(problem: Problem) -> Ints:
+    """int64 [L, groups]: the published packing of groups to nodes, the nodes renamed after what they hold now."""
+    layers, nodes, groups = len(problem.load), problem.nodes, problem.groups
+    if nodes == 1:
+        return np.zeros((layers, groups), np.int64)
+    weight = problem.load.reshape(layers, groups, -1).sum(2)
+    room = np.full((layers, nodes), groups // nodes)
+    packed = packing.fill(weight, np.ones_like(room[:, :1]).repeat(groups, 1), packing.empty_table(room))
+    home = _home_of(packed)
+    common = np.zeros((layers, nodes, nodes))
+    np.add.at(common, (np.arange(layers)[:, None], home), _residents(problem).transpose(0, 2, 1))
+    slots = problem.room.reshape(layers, nodes, -1)
+    kind = (slots[:, :, None] == slots[:, None]).all(3).argmax(2)  # the first node with the same slots
+    taken = assign(common, kind)  # [L, old node] -> new set
+    return np.take_along_axis(np.argsort(taken, axis=1), home, 1)
+
+
+def _residents(problem: Problem) -> Ints:
+    """int64 [L, nodes, groups]: experts of each group that a node holds now."""
+    layers, nodes = len(problem.load), problem.nodes
+    held = packing.holders(problem.now.reshape(layers, nodes, -1), problem.load.shape[1])
+    return np.asarray(held.reshape(layers, nodes, problem.groups, -1).sum(3))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Layers cut into one row per node, experts numbered from 0 in each row.
+
+    member: int64 [L, N * E / N], the logical expert of each row's experts
+    """
+
+    load: Floats
+    room: Ints
+    now: Ints
+    member: Ints
+
+    @classmethod
+    def of(cls, problem: Problem, home: Ints) -> _Rows:
+        layers, experts = problem.load.shape
+        nodes, ranks = problem.nodes, problem.room.shape[1]
+        own = home.repeat(experts // problem.groups, 1)  # [L, E]
+        member = np.argsort(own, axis=1, kind="stable")
+        number = np.argsort(member, axis=1, kind="stable") % (experts // nodes)
+        flat = np.maximum(problem.now, 0).reshape(layers, -1)
+        node = np.arange(ranks).repeat(problem.now.shape[2]) // (ranks // nodes)
+        here = (problem.now.reshape(layers, -1) >= 0) & (np.take_along_axis(own, flat, 1) == node)
+        now = np.where(here, np.take_along_axis(number, flat, 1), EMPTY)
+        load = np.take_along_axis(problem.load, member, 1)
+        return cls(
+            load.reshape(layers * nodes, -1),
+            problem.room.reshape(layers * nodes, -1),
+            now.reshape(layers * nodes, ranks // nodes, -1),
+            member,
+        )
+
+    def logical(self, table: Ints) -> Ints:
+        """[L, R, S] of a table [L * N, R / N, S] with numbers of the rows."""
+        layers = len(self.member)
+        member = self.member.reshape(len(table), -1)
+        flat = table.reshape(len(table), -1)
+        named = np.where(flat >= 0, np.take_along_axis(member, np.maximum(flat, 0), 1), flat)
+        return named.reshape(layers, -1, table.shape[2])
+
+
+def adapted(problem: Problem, goal: Floats, fresh: Fresh) -> Ints:
+    """The current tables with as few changes as bring the fullest rank to the goal, where that succeeds."""
+    nodes = problem.nodes
+    home = _kept_homes(problem, fresh)
+    rows = _Rows.of(problem, home)
+    goals = goal.repeat(nodes)
+    start = _start(rows)
+    held = packing.count_copies(start, rows.load.shape[1])
+    at_rest = (held > 0).all(1) & (packing.copy_loads(rows.load, held, start).sum(2).max(1) <= goals)
+    busy = np.flatnonzero(~at_rest)
+    load, room = rows.load[busy], rows.room[busy]
+    # a copy heavier than half a rank is hard to place
+    counts = packing.adapted_counts(load, held[busy], room.sum(1), (room > 0).sum(1), goals[busy] / 2)
+    table = packing.fill(load, counts, packing.drop_surplus(load, counts, start[busy]))
+    start[busy] = refine(load, table, goals[busy])
+    return rows.logical(start)
+
+
+def _kept_homes(problem: Problem, fresh: Fresh) -> Ints:
+    """int64 [L, groups]: where each group is now, but for swaps that bring the fullest node to that of the fresh
+    packing; the fresh packing where nodes hold unequal numbers of groups now."""
+    nodes, groups = problem.nodes, problem.groups
+    home = _residents(problem).argmax(1)
+    whole = ((home[:, None, :] == np.arange(nodes)[:, None]).sum(2) == groups // nodes).all(1)
+    if nodes == 1 or not whole.any():
+        return fresh.home
+    weight = problem.load.reshape(len(home), groups, -1).sum(2)
+    start, packed = (
+        np.argsort(one, axis=1, kind="stable").reshape(-1, nodes, groups // nodes)
+        for one in (np.where(whole[:, None], home, fresh.home), fresh.home)
+    )
+    goal = np.maximum(packing.rank_loads(weight, packed).max(1), weight.sum(1) / nodes * (1 + problem.tolerance))
+    return _home_of(refine(weight, start, goal))
+
+
+def _home_of(packed: Ints) -> Ints:
+    """int64 [L, groups], the node of each group, of [L, nodes, groups / nodes], the groups of each node."""
+    home = np.empty((len(packed), packed.shape[1] * packed.shape[2]), np.int64)
+    np.put_along_axis(home, packed.reshape(home.shape), np.arange(packed.shape[1]).repeat(packed.shape[2])[None], 1)
+    return home
+
+
+def _start(rows: _Rows) -> Ints:
+    """The current tables as far as they are legal: no expert twice on a rank, nothing where there is no slot."""
+    table = _widened(packing.empty_table(rows.room), rows.now.shape[2])
+    return np.where((table == EMPTY) & ~packing.second_copies(rows.now), rows.now, table)
+
+
+def refined(problem: Problem, fresh: Fresh, goal: Floats) -> Ints:
+    """The fresh tables on their way to the goal, ranks named after the current ones."""
+    rows, goals = _Rows.of(problem, fresh.home), goal.repeat(problem.nodes)
+    table = refine(rows.load, fresh.table, goals)
+    twins = np.flatnonzero(fresh.twice)
+    if twins.size:
+        table[twins] = _without_twins(rows, twins, table[twins], goals[twins])
+        least = (fresh.published * SLACK).repeat(problem.nodes)
+        table[twins] = rescue(rows.load[twins], rows.room[twins], table[twins], least[twins])
+    table = keep_ranks(rows.now, _widened(table, rows.now.shape[2]), rows.load.shape[1])
+    return rows.logical(table)
+
+
+def _without_twins(rows: _Rows, twins: Ints, table: Ints, goals: Floats) -> Ints:
+    """`table`, the refined one of rows `twins`, or one packed anew under the rule that forbids twins, if better."""
+    load = rows.load[twins]
+    other = packing.fill(load, _legal_counts(rows, twins), packing.empty_table(rows.room[twins]))
+    other = refine(load, _widened(other, table.shape[2]), goals)
+    better = packing.rank_loads(load, other).max(1) < packing.rank_loads(load, table).max(1)
+    return np.where(better[:, None, None], other, table)
+
+
+def _legal_counts(rows: _Rows, which: Any) -> Ints:
+    room = rows.room[which]
+    return packing.greedy_counts(rows.load[which], room.sum(1), (room > 0).sum(1))
+
+
+def _widened(table: Ints, slots: int) -> Ints:
+    wide = np.full((*table.shape[:2], slots), ABSENT)
+    wide[..., : table.shape[2]] = table
+    return wide

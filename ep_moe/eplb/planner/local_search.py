@@ -1,0 +1,221 @@
+"""Local search: exchange experts between ranks, then add and drop copies, until no rank is above the goal.
+
+Shapes and letters as in `packing`. Every step makes the rank it starts from lighter and leaves every other one below
+what that was, so the fullest rank of a row never gets fuller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ep_moe.eplb.planner.packing import ABSENT, Bools, Floats, Ints, copy_loads, count_copies, holders
+from ep_moe.placement.expert_map import EMPTY
+
+_ROUNDS = 64
+_CELLS = 1_000_000  # ranks times experts, over all rounds: rows beyond 60 ranks of 256 experts get fewer
+_FEWEST = 4
+_LESS = 1 - 1e-9  # an improvement smaller than this is rounding
+
+
+@dataclass
+class _Search:
+    """A table under change, with what is derived from it kept in step."""
+
+    load: Floats
+    goal: Floats
+    table: Ints
+    counts: Ints
+    held: Bools
+    copies: Floats  # [X, R, S], load of the copy in each slot
+    ranks: Floats  # [X, R], load of each rank
+
+    def exchange(self, rows: Ints, rank: Ints, slot: Ints, other: Ints, place: Ints) -> None:
+        """Swap the contents of (rank, slot) and (other, place) of each row; ranks of a row are named once only."""
+        here, there = (rows, rank, slot), (rows, other, place)
+        mine, theirs = self.table[here], self.table[there]
+        self.table[here], self.table[there] = theirs, mine
+        given, taken = self.copies[here], self.copies[there]
+        self.copies[here], self.copies[there] = taken, given
+        self.ranks[rows, rank] += taken - given
+        self.ranks[rows, other] += given - taken
+        for expert, source, target in ((mine, rank, other), (theirs, other, rank)):
+            real = expert >= 0
+            self.held[rows[real], source[real], expert[real]] = False
+            self.held[rows[real], target[real], expert[real]] = True
+
+    def recount(self, rows: Ints) -> None:
+        """Derive everything anew after copies were added or dropped."""
+        self.counts[rows] = count_copies(self.table[rows], self.load.shape[1])
+        self.held[rows] = holders(self.table[rows], self.load.shape[1])
+        self.copies[rows] = copy_loads(self.load[rows], self.counts[rows], self.table[rows])
+        self.ranks[rows] = self.copies[rows].sum(2)
+
+
+def refine(load: Floats, table: Ints, goal: Floats) -> Ints:
+    """A table whose fullest rank is no fuller than that of `table`, and at most `goal` [X] where the search gets there.
+
+    Ranks below the goal change only as partners of one above it.
+    """
+    counts = count_copies(table, load.shape[1])
+    copies, held = copy_loads(load, counts, table), holders(table, load.shape[1])
+    search = _Search(load, goal * (1 + 1e-12), table.copy(), counts, held, copies, copies.sum(2))
+    rows = np.flatnonzero(search.ranks.max(1) > search.goal)
+    if table.shape[1] > 1:
+        rounds = max(_FEWEST, min(_ROUNDS, _CELLS // (table.shape[1] * load.shape[1])))
+        rows = _exhaust(_swap_pairs, search, rows, _ROUNDS)
+        for _ in range(rounds):
+            rows = _exhaust(_swap_fullest, search, rows, rounds)
+            if not rows.size:
+                break
+            rows = rows[_change_copies(search, rows)]
+    return search.table
+
+
+def _exhaust(step: Callable[[_Search, Ints], Bools], search: _Search, rows: Ints, rounds: int) -> Ints:
+    """Repeat a step on the rows above the goal until it moves none of them; those still above."""
+    busy = rows
+    for _ in range(rounds):
+        busy = busy[search.ranks[busy].max(1) > search.goal[busy]]
+        if not busy.size:
+            break
+        busy = busy[step(search, busy)]
+    above: Ints = rows[search.ranks[rows].max(1) > search.goal[rows]]
+    return above
+
+
+def _swap_pairs(search: _Search, rows: Ints) -> Bools:
+    """The fullest rank with the emptiest, the second with the second last, ...: the best swap of each pair whose
+    fuller rank is above the goal."""
+    order = np.argsort(search.ranks[rows], axis=1, kind="stable")
+    pairs = order.shape[1] // 2
+    low, high = order[:, :pairs], order[:, ::-1][:, :pairs]
+    row = rows[:, None]
+    full, gap = search.ranks[row, high], search.ranks[row, high] - search.ranks[row, low]
+    mine, theirs = search.table[row, high], search.table[row, low]
+    give = _give(search, row, low, mine, search.copies[row, high]) - gap[..., None] / 2
+    take = _take(search, row, high, theirs, search.copies[row, low])
+    off = give[..., :, None] - take[..., None, :]
+    off = np.abs(off, out=off).reshape(*gap.shape, math.prod(off.shape[2:]))
+    best = off.argmin(2)
+    wanted = (np.take_along_axis(off, best[..., None], 2)[..., 0] < gap / 2 * _LESS) & (full > search.goal[row])
+    at, pair = np.nonzero(wanted)
+    slot, place = np.divmod(best[at, pair], mine.shape[2])
+    search.exchange(rows[at], high[at, pair], slot, low[at, pair], place)
+    return np.asarray(wanted.any(1))
+
+
+def _swap_fullest(search: _Search, rows: Ints) -> Bools:
+    """The best swap of the fullest rank with any other."""
+    row, local = rows[:, None], np.arange(len(rows))
+    every = np.arange(search.table.shape[1])[None, :]
+    high = search.ranks[rows].argmax(1)
+    full = search.ranks[rows, high]
+    copies, mine = search.copies[rows], search.table[rows, high]
+    give = _give(search, row, every, mine[:, None].repeat(copies.shape[1], 1), copies[local, high][:, None])
+    take = _take(search, row, high[:, None], search.table[rows], copies)
+    moved = give[..., :, None] - take[..., None, :]
+    worst = np.maximum(full[:, None, None, None] - moved, search.ranks[rows][..., None, None] + moved)
+    worst = worst.reshape(len(rows), -1)
+    best = worst.argmin(1)
+    wanted = worst[local, best] < full * _LESS
+    slots = mine.shape[1]
+    other, rest = np.divmod(best[wanted], slots * slots)
+    slot, place = np.divmod(rest, slots)
+    search.exchange(rows[wanted], high[wanted], slot, other, place)
+    return np.asarray(wanted)
+
+
+def _give(search: _Search, row: Ints, target: Ints, experts: Ints, copies: Floats) -> Floats:
+    """Loads of what could go to `target`, infinite for what cannot."""
+    bad = (experts < 0) | search.held[row[..., None], target[..., None], np.maximum(experts, 0)]
+    return np.where(bad, np.inf, copies)
+
+
+def _take(search: _Search, row: Ints, target: Ints, experts: Ints, copies: Floats) -> Floats:
+    """Loads of what `target` could get for it, an EMPTY slot too; -infinite for what it cannot."""
+    bad = (experts == ABSENT) | (experts >= 0) & search.held[row[..., None], target[..., None], np.maximum(experts, 0)]
+    return np.where(bad, -np.inf, copies)
+
+
+def _change_copies(search: _Search, rows: Ints) -> Bools:
+    """The best of: drop a copy from the fullest rank; add a copy of one of its experts elsewhere, in an EMPTY slot or
+    in place of an expert that has more copies."""
+    local = np.arange(len(rows))
+    high = search.ranks[rows].argmax(1)
+    full = search.ranks[rows, high]
+    dropped = _drop_scores(search, rows, high)
+    put = _put_scores(search, rows, high)
+    drop, best = dropped.argmin(1), put.argmin(1)
+    drops = dropped[local, drop] <= put[local, best]
+    wanted = np.minimum(dropped[local, drop], put[local, best]) < full * _LESS
+    at = np.flatnonzero(wanted & drops)
+    search.table[rows[at], high[at], drop[at]] = EMPTY
+    at = np.flatnonzero(wanted & ~drops)
+    slots = search.table.shape[2]
+    slot, place = np.divmod(best[at], search.table.shape[1] * slots)
+    other, place = np.divmod(place, slots)
+    search.table[rows[at], other, place] = search.table[rows[at], high[at], slot]
+    search.recount(rows[wanted])
+    return np.asarray(wanted)
+
+
+def _drop_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
+    """float64 [X, S]: the fullest of the ranks concerned once the fullest rank gave up the copy in a slot."""
+    local = np.arange(len(rows))
+    experts = search.table[rows, high]
+    safe = np.maximum(experts, 0)
+    load, counts = search.load[rows[:, None], safe], search.counts[rows[:, None], safe]
+    hosts = search.held[rows].transpose(0, 2, 1)[local[:, None], safe].copy()  # [X, S, R]
+    hosts[local, :, high] = False
+    step = load / (counts * np.maximum(counts - 1, 1))
+    others = np.where(hosts, search.ranks[rows][:, None, :] + step[..., None], -np.inf).max(2)
+    mine = search.ranks[rows, high][:, None] - load / counts
+    return np.where((experts >= 0) & (counts > 1), np.maximum(others, mine), np.inf)
+
+
+def _put_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
+    """float64 [X, S * R * S]: the same once a copy of the fullest rank's expert in a slot stands in another one."""
+    table, ranks, held = search.table[rows], search.ranks[rows], search.held[rows]
+    local, shape = np.arange(len(rows)), table.shape
+    copy = search.load[rows] / search.counts[rows]
+    mine = table[local, high]  # [X, S]
+    one = np.maximum(mine, 0)
+    counts = np.take_along_axis(search.counts[rows], one, 1)
+    weight = np.take_along_axis(search.load[rows], one, 1)
+    lighter = weight / (counts * (counts + 1))
+    placed = weight / (counts + 1)
+
+    flat = np.maximum(table, 0).reshape(len(rows), -1)
+    freed = np.where(table >= 0, np.take_along_axis(copy, flat, 1).reshape(shape), 0.0)
+    given = np.take_along_axis(search.counts[rows], flat, 1).reshape(shape)
+    heavier = np.where(table >= 0, freed / np.maximum(given - 1, 1), 0.0)  # on each other rank with that expert
+    others = _fullest_host(ranks, held, high, table) + heavier
+    here = np.take_along_axis(held[local, high], flat, 1).reshape(shape) & (table >= 0)
+    usable = (table == EMPTY) | (table >= 0) & (given > 1)
+    usable[local, high] = False
+
+    barred = held.transpose(0, 2, 1)[local[:, None], one] | (mine < 0)[..., None]  # [X, S, R]
+    top = ranks[local, high][:, None, None, None] - lighter[..., None, None] + np.where(here, heavier, 0.0)[:, None]
+    target = ranks[:, None, :, None] + placed[..., None, None] - freed[:, None]
+    score = np.maximum(np.maximum(top, target), others[:, None])
+    score[barred[..., None] | ~usable[:, None]] = np.inf
+    return score.reshape(len(rows), -1)
+
+
+def _fullest_host(ranks: Floats, held: Bools, high: Ints, table: Ints) -> Floats:
+    """float64 [X, R, S]: the fullest rank that has a slot's expert too, but the slot's own and the fullest of all."""
+    local = np.arange(len(ranks))
+    loads = np.where(held, ranks[..., None], -np.inf)  # [X, R, E]
+    loads[local, high] = -np.inf
+    first = loads.argmax(1)
+    most = np.take_along_axis(loads, first[:, None], 1)[:, 0]
+    np.put_along_axis(loads, first[:, None], -np.inf, 1)
+    second = loads.max(1)
+    flat = np.maximum(table, 0).reshape(len(ranks), -1)
+    pick = [np.take_along_axis(array, flat, 1).reshape(table.shape) for array in (first, most, second)]
+    own = np.arange(table.shape[1])[None, :, None]
+    return np.where(table >= 0, np.where(pick[0] == own, pick[2], pick[1]), -np.inf)

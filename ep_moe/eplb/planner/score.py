@@ -1,0 +1,170 @@
+"""What a map is worth: load per rank, and bytes to get from one map to another, by the link they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ep_moe.checks import as_whole, check_count, check_divides, shown
+from ep_moe.eplb.planner.packing import Bools, Floats, Ints, holders, rank_loads
+from ep_moe.errors import ConfigError
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+
+MOST_LOAD = 1e100  # of one expert: sums over experts and their squares are then far from infinite
+
+
+def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
+    """float64 [layers, R]: load of each rank, each copy of an expert carrying an equal share. load: [layers, E]."""
+    if not isinstance(maps, Sequence) or not all(isinstance(held, ExpertMap) for held in maps):
+        raise ConfigError(f"maps must be a sequence of ExpertMaps, one per layer, got {shown(maps)}")
+    loads = checked_loads("load", load)
+    if not len(maps) or loads.shape != (len(maps), maps[0].num_experts):
+        raise ConfigError(f"load must be [layers, E] for {len(maps)} maps, got shape {list(loads.shape)}")
+    for layer, held in enumerate(maps):
+        if (held.num_experts, held.num_ranks) != (maps[0].num_experts, maps[0].num_ranks):
+            raise ConfigError(f"maps must be alike in E and R, got {maps[0]} and, in layer {layer}, {held}")
+    return np.stack([rank_loads(one[None], table_of(held)[None])[0] for one, held in zip(loads, maps, strict=True)])
+
+
+def checked_loads(name: str, load: Any) -> Floats:
+    """float64 of any shape: numbers of at least 0 whose sums and squares are finite too."""
+    try:
+        given = np.asarray(load)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{name} must be an array of numbers, got {type(load).__name__}: {error}") from None
+    if given.dtype.kind not in "iuf":
+        raise ConfigError(f"{name} must be an array of numbers, got dtype {given.dtype}: {shown(load)}")
+    loads = given.astype(np.float64)
+    if loads.size and not (np.isfinite(loads).all() and (loads >= 0).all() and (loads <= MOST_LOAD).all()):
+        limit = f" and at most {MOST_LOAD:g}" if loads.max() > MOST_LOAD else ""
+        raise ConfigError(f"{name} must be finite loads of at least 0{limit}, got {loads.min()} to {loads.max()}")
+    return loads
+
+
+def balancedness(ranks: Any, *, dead_ranks: Collection[int] = ()) -> Floats:
+    """float64 [layers]: mean / fullest rank, 1 where there is no load. ranks: [layers, R]; the dead do not count."""
+    mean, full = _mean_and_fullest(ranks, dead_ranks)
+    return np.divide(mean, full, out=np.ones_like(mean), where=full > 0)
+
+
+def critical_path(ranks: Any, *, dead_ranks: Collection[int] = ()) -> float:
+    """Sum over layers of the mean rank / sum of the fullest: balancedness, each layer by the time it takes."""
+    mean, full = _mean_and_fullest(ranks, dead_ranks)
+    return float(mean.sum() / full.sum()) if full.sum() > 0 else 1.0
+
+
+def _mean_and_fullest(ranks: Any, dead_ranks: Collection[int]) -> tuple[Floats, Floats]:
+    loads = checked_loads("ranks", ranks)
+    if loads.ndim != 2:
+        raise ConfigError(f"ranks must be loads [layers, R], got shape {list(loads.shape)}")
+    alive = np.delete(loads, dead_of(loads.shape[1], dead_ranks), axis=1)
+    if not alive.shape[1]:
+        raise ConfigError(f"dead_ranks must leave a rank alive, got all {loads.shape[1]}")
+    return alive.mean(1), alive.max(1)
+
+
+def dead_of(ranks: int, dead_ranks: Collection[int]) -> list[int]:
+    """Once each, in order."""
+    if not isinstance(dead_ranks, Iterable) or isinstance(dead_ranks, str):
+        raise ConfigError(f"dead_ranks must be a collection of ranks in [0, {ranks}), got {shown(dead_ranks)}")
+    found = [as_whole(rank) for rank in dead_ranks]
+    for rank, given in zip(found, dead_ranks, strict=True):
+        if rank is None or not 0 <= rank < ranks:
+            raise ConfigError(f"dead_ranks must be ranks in [0, {ranks}), got {shown(given)}")
+    return sorted({rank for rank in found if rank is not None})
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Experts that ranks receive on the way from one map to another, int64 [layers, R] each.
+
+    local: change their slot on a rank that has them already
+    same_node: come from a rank of the same node
+    other_node: come from another node, no rank of the own one having them
+    lost: no living rank has them; they come from a checkpoint
+    expert_bytes: of one expert's weights and scales
+    """
+
+    local: Ints
+    same_node: Ints
+    other_node: Ints
+    lost: Ints
+    expert_bytes: int
+
+    @property
+    def local_bytes(self) -> int:
+        return int(self.local.sum()) * self.expert_bytes
+
+    @property
+    def same_node_bytes(self) -> int:
+        return int(self.same_node.sum()) * self.expert_bytes
+
+    @property
+    def other_node_bytes(self) -> int:
+        return int(self.other_node.sum()) * self.expert_bytes
+
+    @property
+    def lost_bytes(self) -> int:
+        return int(self.lost.sum()) * self.expert_bytes
+
+    @property
+    def moved(self) -> int:
+        """Experts that change their rank."""
+        return int((self.same_node + self.other_node + self.lost).sum())
+
+
+def traffic(
+    old: Sequence[ExpertMap],
+    new: Sequence[ExpertMap],
+    *,
+    expert_bytes: int,
+    ranks_per_node: int | None = None,
+    dead_ranks: Collection[int] = (),
+) -> Traffic:
+    """What has to travel from `old` to `new`; a rank receives an expert once. ranks_per_node: default one node.
+
+    dead_ranks: nothing can be fetched from them
+    """
+    if len(old) != len(new) or not old:
+        raise ConfigError(f"traffic needs as many old maps as new ones, at least one, got {len(old)} and {len(new)}")
+    ranks = old[0].num_ranks
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    check_divides("ranks_per_node", per_node, ranks, "ranks of the maps")
+    check_count("expert_bytes", expert_bytes, at_least=0)
+    found = np.stack([_received(a, b, per_node, dead_ranks) for a, b in zip(old, new, strict=True)], axis=1)
+    local, same_node, other_node, lost = found
+    return Traffic(local, same_node, other_node, lost, expert_bytes)
+
+
+def _received(old: ExpertMap, new: ExpertMap, per_node: int, dead_ranks: Collection[int]) -> Ints:
+    """int64 [4, R]: local, same_node, other_node, lost of one layer."""
+    if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):
+        raise ConfigError(f"traffic needs maps alike in E and R, got {old} and {new}")
+    has, wants = _held(old), _held(new)
+    has[dead_of(old.num_ranks, dead_ranks)] = False
+    near = has.reshape(-1, per_node, old.num_experts).any(1).repeat(per_node, 0)
+    come = wants & ~has
+    within, without, gone = come & near, come & ~near & has.any(0), come & ~has.any(0)
+    return np.stack([_shifted(old, new), within.sum(1), without.sum(1), gone.sum(1)])
+
+
+def _held(held: ExpertMap) -> Bools:
+    return np.asarray(holders(table_of(held)[None], held.num_experts)[0])
+
+
+def _shifted(old: ExpertMap, new: ExpertMap) -> Ints:
+    """int64 [R]: experts that stay on a rank in another slot."""
+    slots = max(old.cap, new.cap)
+    before, after = table_of(old, slots), table_of(new, slots)
+    stays = np.take_along_axis(_held(old), np.maximum(after, 0), 1) & (after != EMPTY)
+    return np.asarray((stays & (before != after)).sum(1))
+
+
+def table_of(held: ExpertMap, slots: int = 0) -> Ints:
+    """int64 [R, S], the expert in each slot, S = the map's cap or `slots` if that is more."""
+    table = np.full((held.num_ranks, max(slots, held.cap)), EMPTY)
+    table[:, : held.cap] = np.reshape(held.physical_to_logical, (held.num_ranks, held.cap))
+    return table

@@ -1,0 +1,34 @@
+"""What `torch.compile` makes of a layer.
+
+A layer on one process is traced: its expert kernels, its placement and its grouped products are operators of the graph.
+An expert-parallel layer is not: the host waits there for numbers of rows, replays recorded calls and takes addresses,
+of which a graph knows nothing. Its call is one step between two graphs, run as it is without `torch.compile`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ep_moe.types import Routing, TokenMask
+
+UNTRACED = (
+    "an expert-parallel ep_moe.MoELayer waits for the numbers of rows that ranks send, which no graph can hold; "
+    "compile the model with torch.compile(model), without fullgraph=True: the layer then runs between two graphs"
+)
+
+
+def traced(layer: Any) -> bool:
+    """Whether a compiled graph holds the layer's call itself: one process, and rows as they are."""
+    plain = layer.wire.dispatch == "plain" and layer.wire.combine == "plain"
+    return bool(plain and layer.choice.all2all == "local" and layer.context.tokens.whole)
+
+
+@torch.compiler.disable(recursive=True, reason=UNTRACED)  # type: ignore[untyped-decorator]
+def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
+    """The layer's own call."""
+    out: Tensor = layer._guarded(x, routing, mask)
+    return out

@@ -1,0 +1,116 @@
+"""Launches of one stream as one CUDA graph, whose first and last kernel are given other arguments at each call.
+
+To the host that is two kernels' arguments set and one launch, whatever lies between them: less than half of the time
+that the launches take by themselves, and nothing is copied to where a graph would read it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_uint64, c_void_p, sizeof, string_at
+from typing import Any
+
+import torch
+
+from ep_moe.errors import BackendUnavailable
+from ep_moe.runtime.nvrtc import done
+
+Given = Sequence[int]  # addresses, and a number of 32 bits as the last one
+
+
+class CallGraph:
+    """graph(first, last, stream): all launches on that stream, with these in the place of the arguments that the first
+    and the last one begin with."""
+
+    @classmethod
+    def record(cls, launch: Callable[[], None], first: Given, last: Given, stream: torch.cuda.Stream) -> CallGraph:
+        """first, last: what `launch`, on a stream of which nothing else is recorded, gives the two kernels. Raises
+        BackendUnavailable where that is not so, or memory is allocated, which another call could have meanwhile."""
+        from cuda.bindings import driver
+
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL  # other threads may ask what they like
+        with torch.cuda.stream(stream):
+            before = _allocations(stream.device)
+            done(driver.cuStreamBeginCapture(stream.cuda_stream, mode))
+            try:
+                launch()
+            finally:
+                answer = driver.cuStreamEndCapture(stream.cuda_stream)
+            graph = done(answer)
+            if _allocations(stream.device) != before:
+                done(driver.cuGraphDestroy(graph))
+                raise BackendUnavailable("the launches of a call allocate memory, which a graph of them would keep")
+        return cls(graph, first, last)
+
+    def __init__(self, graph: Any, first: Given, last: Given) -> None:
+        """graph: the driver's, which is this object's from now on"""
+        from cuda.bindings import driver
+
+        weakref.finalize(self, driver.cuGraphDestroy, graph).atexit = False
+        begin, end = _ends(graph)
+        self._first, self._last = _Kernel(begin, first), _Kernel(end, last)
+        self._made = done(driver.cuGraphInstantiate(graph, 0))
+        weakref.finalize(self, driver.cuGraphExecDestroy, self._made).atexit = False  # waits for what is under way
+        self._launch = driver.cuGraphLaunch
+
+    def __call__(self, first: Given, last: Given, stream: int) -> None:
+        made = self._made
+        self._first.give(made, first)
+        self._last.give(made, last)
+        done(self._launch(made, stream))
+
+
+class _Kernel:
+    """One of a graph, whose first arguments change. given: what they were recorded as"""
+
+    def __init__(self, node: Any, given: Given) -> None:
+        from cuda.bindings import driver
+
+        self._node, self._how = node, done(driver.cuGraphKernelNodeGetParams(node))
+        self._values = (c_uint64 * len(given))(*given)
+        sizes = _sizes(self._how.func)
+        kept = (c_void_p * len(sizes)).from_address(int(self._how.kernelParams))  # the node's own, while there is one
+        recorded = [int.from_bytes(string_at(at, size), "little") for at, size in zip(kept, sizes, strict=True)]
+        asked = [sizeof(c_uint64)] * (len(given) - 1) + [4]
+        if (sizes[: len(given)], recorded[: len(given)]) != (asked, list(given)):
+            raise BackendUnavailable(f"a kernel has arguments {recorded} of {sizes} bytes, and begins not with {given}")
+        own = [addressof(self._values) + n * sizeof(c_uint64) for n in range(len(given))]  # little-endian numbers
+        self._places = (c_void_p * len(sizes))(*own, *kept[len(given) :])
+        self._how.kernelParams = addressof(self._places)
+        self._set = driver.cuGraphExecKernelNodeSetParams
+
+    def give(self, made: Any, given: Given) -> None:
+        """To the launches from now on; those that are under way keep theirs."""
+        self._values[:] = given  # type: ignore[call-overload]  # whatever has as many
+        done(self._set(made, self._node, self._how))
+
+
+def _ends(graph: Any) -> tuple[Any, Any]:
+    """The nodes that no other comes before, and after."""
+    from cuda.bindings import driver
+
+    nodes, _ = done(driver.cuGraphGetNodes(graph, done(driver.cuGraphGetNodes(graph))[1]))
+    before, after, *_ = done(driver.cuGraphGetEdges(graph, done(driver.cuGraphGetEdges(graph))[-1]))
+    heads, tails = ({int(node) for node in nodes} - {int(node) for node in found} for found in (after, before))
+    if len(heads) != 1 or len(tails) != 1:
+        raise BackendUnavailable(f"the launches of a call begin with {len(heads)} kernels and end with {len(tails)}")
+    place = {int(node): node for node in nodes}
+    return place[heads.pop()], place[tails.pop()]
+
+
+def _sizes(function: Any) -> list[int]:
+    """Bytes of each of a kernel's arguments."""
+    from cuda.bindings import driver
+
+    sizes: list[int] = []
+    while True:
+        status, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        if int(status):
+            return sizes
+        sizes.append(int(size))
+
+
+def _allocations(device: torch.device) -> int:
+    """How often tensors were given memory there."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["allocation"]["all"]["allocated"])

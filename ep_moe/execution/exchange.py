@@ -1,0 +1,187 @@
+"""From placed rows to combined ones: dispatch, experts, combine; in one go, or in parts of which one is computed while
+the next one travels and the last one returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from ep_moe import registry
+from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.checks import too_many_tokens
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.experts.base import Experts
+from ep_moe.placement.deferred import placed
+from ep_moe.quant.wire import round_rows
+from ep_moe.runtime.profiling import stage
+from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
+
+Result = TypeVar("Result")
+
+
+class Exchange:
+    """One call of one layer.
+
+    x: [T, H] of the layer's dtype. More tokens than fit into the dispatcher's buffers, on any rank, travel in parts
+    """
+
+    def __init__(
+        self, context: EPContext, dispatcher: Dispatcher, experts: Experts, x: Tensor, routing: PhysicalRouting
+    ) -> None:
+        self.context, self.dispatcher = context, dispatcher
+        self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
+        self.to_peers = experts.capabilities.peer_out
+        self.bound = context.step_tokens
+        most = dispatcher.geometry.max_tokens
+        self.in_parts = most is not None and self.bound is not None and self.bound > most
+        on_the_way = dispatcher.capabilities.places and not self.in_parts
+        self.routing = routing if on_the_way else placed(routing)
+        wire = dispatcher.geometry.wire
+        self.x, self.x_scale = (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_rows(x, wire)
+
+    def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
+        """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.
+
+        Without work and in one part everything stays on the current stream."""
+        if self.in_parts and (problem := too_many_tokens(self.x, self.bound)) is not None:
+            self.refuse(problem)
+        if work is None and not self.in_parts:
+            with self._stage("dispatch"):
+                received = self.dispatcher.dispatch(self.x, self.routing, self.x_scale, max_tokens=self.bound)
+            return self._return(received), None
+        parts, found = self._parts(), None
+        with self._stage("dispatch"):
+            pending = self._arrived(parts[0]) if work is None else self._start(parts[0])
+        if work is not None:
+            with self._stage("shared"):
+                found = work()
+        if self.in_parts:
+            return self._pipeline(pending, parts), found
+        return self._return(self._waited(pending)), found
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise this rank's problem, on all ranks where they can still hear of it; peers that have set out get NaN."""
+        self.experts = self._nan
+        if not self.in_parts or capturing(self.x.device):
+            self.dispatcher.dispatch_start(self.x[:0], self._routing(slice(0, 0)), problem, max_tokens=self.bound)
+            raise AssertionError("a dispatcher raises the problem that it is given")
+        self.x, self.routing = self.x[:0], self._routing(slice(0, 0))
+        self.x_scale = None if self.x_scale is None else self.x_scale[:0]
+        self.run()
+        self.dispatcher.refuse(problem)
+
+    def _nan(self, received: Received, out: Tensor | PeerRows | None) -> Tensor | PeerRows:
+        """In the place of experts: no number may pass for a result."""
+        if isinstance(out, PeerRows):
+            out.write(out.blocks[0].new_full((len(out.blocks) * out.bound, out.blocks[0].shape[1]), torch.nan))
+            return out
+        if out is not None:
+            return out.fill_(torch.nan)
+        g = self.dispatcher.geometry
+        shape = (*received.x.shape[:-1], g.hidden_size)
+        return torch.full(shape, torch.nan, dtype=g.dtype, device=received.x.device)
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return stage(name, self.context.stage_times)
+
+    def _parts(self) -> list[slice]:
+        """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
+        if not self.in_parts:
+            return [slice(0, len(self.x))]  # too many too, for the dispatcher to refuse
+        most = self.dispatcher.geometry.max_tokens
+        assert most is not None
+        assert self.bound is not None
+        return [slice(start, min(start + most, self.bound)) for start in range(0, self.bound, most)]
+
+    def _start(self, part: slice) -> Pending[Received]:
+        return self.dispatcher.dispatch_start(
+            self.x[part], self._routing(part), x_scale=self._scale(part), max_tokens=self._most(part)
+        )
+
+    def _arrived(self, part: slice) -> Pending[Received]:
+        """For a part with nothing to do meanwhile."""
+        routing, scale = self._routing(part), self._scale(part)
+        received = self.dispatcher.dispatch(self.x[part], routing, scale, max_tokens=self._most(part))
+        return Pending.of(received)
+
+    def _scale(self, part: slice) -> Tensor | None:
+        return None if self.x_scale is None else self.x_scale[part]
+
+    def _most(self, part: slice) -> int | None:
+        return part.stop - part.start if self.in_parts else self.bound
+
+    def _routing(self, part: slice) -> PhysicalRouting:
+        if part.start == 0 and part.stop >= len(self.routing.weights):
+            return self.routing  # perhaps to be placed on its way
+        return PhysicalRouting(PhysicalIds(self.routing.ids[part]), self.routing.weights[part])
+
+    def _return(self, received: Received) -> Tensor:
+        with self._stage("experts"):
+            y = self._answers(received)
+        with self._stage("combine"):
+            return self.dispatcher.combine(y, received.handle)
+
+    def _answers(self, received: Received, *, last: bool = True) -> Tensor | PeerRows:
+        """The experts' rows, written where the transport would have them: to the peers by the experts themselves, but
+        for a part that can travel while the next one is computed."""
+        to_peers = last and self.to_peers and received.peer_out is not None
+        return self.experts(received, received.peer_out if to_peers else received.out)
+
+    def _computed(self, received: Received, *, last: bool) -> Pending[Tensor | PeerRows]:
+        y = self._answers(received, last=last)
+        return Pending.of(y)
+
+    def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
+        """While part i is computed, part i - 1 returns and part i + 1 travels, in this order. The last one has nothing
+        beside it when it returns.
+
+        Parts are computed ahead of the transport's kernels, whose many blocks would take all multiprocessors first."""
+        g = self.dispatcher.geometry
+        out = torch.empty(len(self.x), g.hidden_size, dtype=g.dtype, device=self.x.device)
+        back: Pending[Tensor] | None = None
+        for part, following in pairwise(parts):
+            received = self._waited(pending)
+            with self._stage("dispatch"):
+                pending = self._start(following)
+            y = self._computed_beside(received, last=False)
+            with self._stage("combine"):
+                under_way = self.dispatcher.combine_start(y, received.handle, out[part])
+            if back is not None:
+                self._waited(back, "combine wait")
+            back = under_way
+        received = self._waited(pending)
+        y = self._computed_beside(received, last=True)
+        if back is not None:  # before the last one sets out: kernels that wait for peers keep one order on all ranks
+            self._waited(back, "combine wait")
+        with self._stage("combine"):
+            self.dispatcher.combine(y, received.handle, out[parts[-1]])
+        return out
+
+    def _waited(self, pending: Pending[Result], name: str = "dispatch wait") -> Result:
+        with self._stage(name):
+            return pending.wait()
+
+    def _computed_beside(self, received: Received, *, last: bool) -> Tensor | PeerRows:
+        call = partial(self._computed, received, last=last)
+        with self._stage("experts"):
+            return self.context.compute.start(self.x.device, call).wait()
+
+
+def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:
+    """most: tokens that a rank sends in one call, None for any number."""
+    if tokens is None:
+        return
+    if most is None or not registry.load("dispatchers", all2all).capabilities.static:
+        raise ConfigError(
+            f"pipeline={tokens!r} needs a transport with fixed buffers and EPContext.from_torchrun(max_tokens=...), "
+            f"not all2all={all2all!r}"
+        )
+    if type(tokens) is not int or not 1 <= tokens <= most:
+        raise ConfigError(f"pipeline must be an integer in [1, {most}] (tokens that a rank sends), got {tokens!r}")

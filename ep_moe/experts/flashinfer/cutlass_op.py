@@ -1,0 +1,360 @@
+"""FlashInfer's CUTLASS MoE as one torch operator on caller-owned memory. The only file that calls `cutlass_fused_moe`'s
+module.
+
+`flashinfer.fused_moe.cutlass_fused_moe` allocates three tensors that this path never reads at each call and looks the
+tactic up by the autotuner; the operator below hands the same arguments to the same compiled `run_moe`, in the order
+of `RUN_MOE` (tests/test_flashinfer_signature.py holds it against FlashInfer's own source).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts.flashinfer.call_scales import column_scales, round_rows
+from ep_moe.experts.flashinfer.fp8_tensor_rows import fill_scales
+from ep_moe.experts.flashinfer.row_kernels import clean_ids, row_extremes
+from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
+from ep_moe.experts.hopper.operator import operator
+from ep_moe.quant.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
+
+# parameters of FusedMoeRunner::runMoe, flashinfer_cutlass_fused_moe_binding.cu, FlashInfer 0.7.2.post1
+RUN_MOE = (
+    "output", "input", "token_selected_experts", "token_final_scales", "fc1_expert_weights", "fc1_expert_biases",
+    "fc2_expert_weights", "fc2_expert_biases", "quant_scales", "input_sf", "swiglu_alpha", "swiglu_beta",
+    "swiglu_limit", "clamped_relu2_limit", "situ_beta", "situ_linear_beta", "swizzled_input_sf", "tp_size", "tp_rank",
+    "ep_size", "ep_rank", "cluster_size", "cluster_rank", "enable_alltoall", "min_latency_mode", "profile_ids",
+    "enable_pdl", "base_activation_type", "workspace_buffer",
+)  # fmt: skip
+
+ALONE: Mapping[str, Any] = {  # of a rank's own experts: dispatch has been
+    "clamped_relu2_limit": None,
+    "situ_beta": None,
+    "situ_linear_beta": None,
+    "swizzled_input_sf": False,  # of input_sf, where there is one
+    "ep_size": 1,
+    "ep_rank": 0,
+    "cluster_size": 1,
+    "cluster_rank": 0,
+    "enable_alltoall": False,
+    "min_latency_mode": False,
+    "enable_pdl": True,
+}
+
+PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel takes rows that are fp8 already
+DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, from the rows
+BLOCK_SCALED = ("nvfp4", "mxfp4_mxfp8", "mxfp8")  # it takes rows that are rounded already, with their block scales
+_INT64 = ("nvfp4", "mxfp4_mxfp8")  # it takes 16 numbers of 4 bits as one int64
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What FlashInfer compiles one kernel set for."""
+
+    input: torch.dtype
+    weight: torch.dtype
+    output: torch.dtype
+    scheme: str
+    fused_finalize: bool
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {
+            "use_deepseek_fp8_block_scale": self.scheme == "fp8_block",
+            "use_w4_group_scaling": self.scheme in ("mxfp4", "mxfp4_fp8", "int4_fp8"),
+            "use_mxfp8_act_scaling": self.scheme in ("mxfp4_mxfp8", "mxfp8"),
+            "use_packed_weights": self.scheme == "int4_fp8",
+            "use_fused_finalize": self.fused_finalize,
+            "use_wfp4afp8_humming": self.scheme == "mxfp4_fp8",
+        }
+
+
+def runner_of(x: torch.dtype, weight: torch.dtype, scheme: str, fused_finalize: bool) -> Runner:
+    """x: of the rows before any rounding, and of the output; weight: as it is stored."""
+    rows = {"nvfp4": torch.uint8} | dict.fromkeys((*PRE_ROUNDED, "mxfp4_mxfp8", "mxfp8"), torch.float8_e4m3fn)
+    return Runner(rows.get(scheme, x), torch.int64 if scheme in _INT64 else weight, x, scheme, fused_finalize)
+
+
+@functools.cache
+def compiled(runner: Runner, device: torch.device) -> Any:
+    """FlashInfer's compiled object for a runner; builds or loads its module on first use."""
+    from flashinfer.fused_moe.core import get_cutlass_fused_moe_module
+
+    major, minor = torch.cuda.get_device_capability(device)
+    module = get_cutlass_fused_moe_module(f"{major * 10 + minor}")
+    sizes = {"top_k": 1, "tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0, "cluster_size": 1, "cluster_rank": 0}
+    made = module.MoERunner(
+        x_dtype=runner.input,
+        weight_dtype=runner.weight,
+        output_dtype=runner.output,
+        **sizes,
+        enable_alltoall=False,
+        min_latency_mode=False,
+        enable_pdl=True,
+        activation_type=3,
+        **runner.flags,
+    )
+    return made.fused_moe_runner
+
+
+def scratch_bytes(
+    runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, activation: int, device: torch.device
+) -> int:
+    """What FlashInfer itself needs for `rows` rows."""
+    from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
+    from flashinfer.tllm_enums import ActivationType
+
+    return int(
+        cutlass_fused_moe_workspace_size(
+            rows,
+            hidden,
+            inner,
+            slots,
+            top_k,
+            x_dtype=runner.input,
+            weight_dtype=runner.weight,
+            output_dtype=runner.output,
+            activation_type=ActivationType(activation),
+            device=device,
+            **runner.flags,
+        )
+    )
+
+
+def own_shapes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, weighted: bool) -> Shapes:
+    """What the operator carves out of the workspace before FlashInfer's scratch."""
+    shapes: Shapes = {"ids": ((rows, top_k), torch.int32)}
+    if weighted:
+        shapes["weights"] = ((rows, top_k), torch.float32)
+    if runner.scheme in DYNAMIC:
+        shapes["extremes"] = ((2,), torch.float32)
+    if runner.scheme in PRE_ROUNDED:
+        shapes |= {"rows": ((rows, hidden), torch.float8_e4m3fn), "input_scale": ((), torch.float32)}
+        shapes |= dict.fromkeys(("alpha1", "quant2", "alpha2"), ((slots,), torch.float32))
+    if runner.scheme == "int4_fp8":
+        shapes |= {"act1": ((hidden,), runner.output), "act2": ((inner,), runner.output)}
+        shapes |= dict.fromkeys(("alpha1", "alpha2"), ((slots,), torch.float32))
+    if runner.scheme == "nvfp4":
+        shapes |= {"rows": ((rows, hidden // 2), torch.uint8), "row_scale": ((rows, hidden // 16), torch.float8_e4m3fn)}
+        shapes |= dict.fromkeys(("input_scale", "quant1"), ((), torch.float32))
+        shapes |= dict.fromkeys(("alpha1", "quant2", "alpha2"), ((slots,), torch.float32))
+    elif runner.scheme in BLOCK_SCALED:
+        shapes |= {"rows": ((rows, hidden), torch.float8_e4m3fn), "row_scale": ((rows, hidden // 32), torch.uint8)}
+        shapes |= {"ones": ((slots,), torch.float32)}
+    return shapes
+
+
+def own_bytes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int) -> int:
+    return carved_bytes(own_shapes(runner, rows, hidden, inner, slots, top_k, weighted=True))
+
+
+@operator("cutlass_moe")
+def cutlass_moe(
+    out: Tensor,
+    workspace: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    input_scale: float | None,
+    ids: Tensor,
+    base: int,
+    weights: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    scales: Sequence[Tensor],
+    clamp: Sequence[Tensor],
+    scheme: str,
+    activation: int,
+    activation_cap: float,
+    etp_rank: int,
+    fused_finalize: bool,
+    chunk: int,
+    tactics: Sequence[int],
+) -> None:
+    """The expert step on RANK_MAJOR rows.
+
+    out: bf16 or fp16 [N, H]; workspace: uint8; ids: int [N, K], counted from `base`, all others for none
+    x: [N, H] of out's dtype; or, for `BLOCK_SCALED` schemes and fp8_static, as `row_formats` has the rows that the
+        kernel reads, with x_scale, input_scale, or both for NVFP4
+    weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` or `CutlassSm100` stores them, [L, ...]
+    scales: the scheme's stored tensors in the order of `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU
+    activation: FlashInfer's ActivationType; activation_cap: what no activation exceeds, 0 for unbounded
+    etp_rank: rank 0 adds w2_bias; chunk: rows of one kernel call; tactics: (rows, first, second) ascending by rows
+    """
+    rows, hidden = out.shape
+    slots, inner = w2.shape[0], w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)
+    if rows == 0 or slots == 0:  # the kernel raises for no rows, and has nothing to do without experts
+        out.zero_()
+        return
+    runner = runner_of(out.dtype, w13.dtype, scheme, fused_finalize)
+    shapes = own_shapes(runner, min(rows, chunk), hidden, inner, slots, ids.shape[1], weights is not None)
+    own = carve(workspace, shapes)
+    if scheme in DYNAMIC:
+        _measure(x, ids, base, own, slots, chunk)
+    handed = _Rows(scheme, dict(zip(scale_names(scheme), scales, strict=True)), own, activation_cap, input_scale)
+    fixed: dict[str, Any] = {
+        **ALONE,
+        "fc1_expert_weights": w13.view(runner.weight),
+        "fc1_expert_biases": w13_bias,
+        "fc2_expert_weights": w2.view(runner.weight),
+        "fc2_expert_biases": w2_bias,
+        "quant_scales": handed.scales or None,
+        **dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), clamp or (None, None, None), strict=True)),
+        "tp_size": etp_rank + 1,  # its only use: w2_bias is added where tp_rank is 0
+        "tp_rank": etp_rank,
+        "base_activation_type": activation,
+        "workspace_buffer": own["rest"],
+    }
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        count = part.stop - part.start
+        part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
+        clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids, part_weights)
+        row_input, row_scale = handed.as_read(x[part], None if x_scale is None else x_scale[part])
+        run_moe(
+            runner,
+            output=out[part],
+            input=row_input,
+            token_selected_experts=part_ids,
+            token_final_scales=part_weights,
+            input_sf=None if row_scale is None else row_scale.view(torch.uint8),
+            profile_ids=tactic_for(tactics, count),
+            **fixed,
+        )
+
+
+class _Rows:
+    """How one call's rows are handed to FlashInfer. scales: its `quant_scales`, filled here or with the rows"""
+
+    def __init__(
+        self, scheme: str, stored: dict[str, Tensor], own: dict[str, Tensor], cap: float, input_scale: float | None
+    ) -> None:
+        """stored: the scheme's tensors by name; cap: what no activation exceeds; input_scale: of rows that come
+        rounded, if there is one"""
+        self._scheme, self._stored, self._own, self._inputs = scheme, stored, own, _inputs(scheme, stored, own, cap)
+        self._come_rounded = input_scale is not None
+        if scheme == "int4_fp8":
+            assert self._inputs is not None
+            column_scales(self._inputs, own["act1"], own["act2"], own["alpha1"], own["alpha2"])
+        if scheme in BLOCK_SCALED:
+            _fill_scales(scheme, stored, own, input_scale)
+        self.scales = quant_scales(scheme, stored, own)
+        if scheme == "fp8_static" and input_scale is not None:
+            each = stored["w13_scale"], stored["w2_scale"], stored["w2_input_scale"]
+            fill_scales(input_scale, *each, TensorScales(*self.scales))
+
+    def as_read(self, x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Some of the rows, with their block scales, as the kernel reads them."""
+        if self._scheme in BLOCK_SCALED and x_scale is None:
+            rows, scale = self._own["rows"][: len(x)], self._own["row_scale"][: len(x)]
+            _round_blocks(self._scheme, x, self._own, rows, scale)
+            return rows, scale
+        if self._scheme in PRE_ROUNDED and not self._come_rounded:
+            assert self._inputs is not None
+            rows, each = self._own["rows"][: len(x)], (self._stored["w13_scale"], self._stored["w2_scale"])
+            round_rows(x, *each, self._inputs, rows, TensorScales(*self.scales))
+            return rows, x_scale
+        return x, x_scale
+
+
+def _inputs(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], cap: float) -> Inputs | None:
+    """Where the scales of rows come from, for schemes that have one for all."""
+    if scheme in DYNAMIC:
+        return Inputs(own["extremes"], stored["w13_bound"], dynamic=True, cap=cap)
+    if scheme == "fp8_static":
+        return Inputs(stored["w13_input_scale"], stored["w2_input_scale"], dynamic=False)
+    return None
+
+
+def run_moe(runner: Runner, **arguments: Any) -> None:
+    assert arguments.keys() == set(RUN_MOE)
+    device = arguments["input"].device
+    compiled(runner, device).run_moe(*[arguments[name] for name in RUN_MOE])
+
+
+def tactic_for(tactics: Sequence[int], rows: int) -> list[int]:
+    """(first, second) of the smallest measured number of rows that is not less than `rows`, else of the largest; -1 is
+    FlashInfer's default."""
+    for at in range(0, len(tactics), 3):
+        if rows <= tactics[at] or at + 3 == len(tactics):
+            return [tactics[at + 1], tactics[at + 2]]
+    return [-1, -1]
+
+
+def scale_names(scheme: str) -> tuple[str, ...]:
+    """Stored tensors that a scheme hands to the operator besides data and biases."""
+    return {
+        "none": (),
+        "fp8_static": ("w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"),
+        "fp8_dynamic": ("w13_scale", "w2_scale", "w13_bound"),
+        "fp8_block": ("w13_scale", "w2_scale"),
+        "mxfp4": ("w13_scale", "w2_scale"),
+        "mxfp4_fp8": ("w13_scale", "w13_residual", "w2_scale", "w2_residual"),
+        "int4_fp8": ("w13_scale", "w2_scale", "w13_bound"),
+        "nvfp4": tuple(
+            f"{name}{part}" for name in ("w13", "w2") for part in ("_scale", "_global_scale", "_input_scale")
+        ),
+        "mxfp4_mxfp8": ("w13_scale", "w2_scale"),
+        "mxfp8": ("w13_scale", "w2_scale"),
+    }[scheme]
+
+
+def _measure(x: Tensor, ids: Tensor, base: int, own: dict[str, Tensor], slots: int, chunk: int) -> None:
+    """One scale for all rows of the call, whatever the chunks."""
+    own["extremes"].zero_()
+    for start in range(0, len(x), chunk):
+        part_ids = own["ids"][: min(chunk, len(x) - start)]
+        clean_ids(ids[start : start + chunk], None, base, slots, part_ids, None)
+        row_extremes(x[start : start + chunk], part_ids, own["extremes"])
+
+
+def _fill_scales(
+    scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], input_scale: float | None
+) -> None:
+    """What the kernel is given beside the block scales: it divides by `quant` before it rounds to blocks, and its sums
+    times `alpha` are the products. MXFP4 and MXFP8 have no scale beside those of the blocks."""
+    if scheme != "nvfp4":
+        own["ones"].fill_(1.0)
+        return
+    # the rows have one scale, whatever expert they go to; the second product's input has each expert's own
+    if input_scale is None:
+        torch.amax(stored["w13_input_scale"], 0, out=own["input_scale"])
+    else:
+        own["input_scale"].fill_(input_scale)
+    torch.reciprocal(own["input_scale"], out=own["quant1"])
+    torch.reciprocal(stored["w2_input_scale"], out=own["quant2"])
+    torch.mul(stored["w13_global_scale"], own["input_scale"], out=own["alpha1"])
+    torch.mul(stored["w2_global_scale"], stored["w2_input_scale"], out=own["alpha2"])
+
+
+def _round_blocks(scheme: str, x: Tensor, own: Mapping[str, Tensor], rows: Tensor, scale: Tensor) -> None:
+    if scheme == "nvfp4":
+        nvfp4_rows(x, own["input_scale"], rows, scale)
+    else:
+        mxfp8_rows(x, rows, scale)
+
+
+def quant_scales(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
+    """FlashInfer's `quant_scales`, from what is stored and what the operator fills in the workspace before the call."""
+    weights = [stored[name] for name in ("w13_scale", "w2_scale") if name in stored]
+    if scheme in PRE_ROUNDED:
+        return [own["alpha1"], own["quant2"], own["alpha2"], own["input_scale"]]
+    if scheme == "int4_fp8":
+        nothing = own["act1"][:0]
+        return [*weights, own["act1"], own["act2"], nothing, nothing, own["alpha1"], own["alpha2"]]
+    if scheme == "mxfp4_fp8":
+        first, second = stored["w13_residual"], stored["w2_residual"]
+        return [weights[0], first, first, weights[1], second]  # the third is reserved, not read
+    if scheme in BLOCK_SCALED:
+        first, second = (scale.view(torch.int32) for scale in weights)
+        if scheme == "nvfp4":
+            return [own["quant1"], first, own["alpha1"], own["quant2"], second, own["alpha2"]]
+        return [first, own["ones"], second, own["ones"]]
+    return weights

@@ -1,0 +1,176 @@
+"""`flashinfer_trtllm`: FlashInfer's TRTLLM kernels on Blackwell, under any placement.
+
+The routed entries know one contiguous range of experts. They are called as if alone, on local ids and with one expert
+more than there are slots; picks of other ranks name that one (`trtllm_op.pack`). Uneven, redundant and arbitrary
+placements are then nothing to them. Routing weights are rounded to bf16: packed ids have no room for more.
+
+Caller-owned are the output and what the adapter itself needs; FlashInfer allocates its own intermediate results at each
+call, from torch's allocator. Its autotuner is not used here: without `flashinfer.autotune` it takes default tactics.
+With fp8_block the first product's result is rounded to E4M3 once more than elsewhere, before the activation, which is a
+kernel of its own there.
+
+Not run on a GPU yet: there is an emulation of the kernels, and FlashInfer's own signatures and index tables.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe import registry
+from ep_moe.config import MoEConfig
+from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
+from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.runtime.workspace import Workspaces
+from ep_moe.types import Activation, Received, RowLayout, Weighting
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.layouts.trtllm import LAYOUTS, Trtllm
+
+# flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit given is the clamped one
+ACTIVATIONS = {
+    Activation.SWIGLU: trtllm_op.SWIGLU,
+    Activation.SWIGLU_CLAMPED: trtllm_op.SWIGLU,
+    Activation.RELU2: trtllm_op.RELU2,
+}
+_NO_CLAMP = ("fp8_static",)  # `gemm1_clamp_limit` of the per-tensor entry belongs to another activation
+_SWIGLU_ONLY = ("fp8_block", "mxint4")  # the launcher knows no other for DeepSeekFp8, and none for MxInt4
+HIDDEN_UNITS = {"nvfp4": 512}  # what vLLM requires of these kernels too (`TrtLlmNvFp4ExpertsBase._supports_shape`)
+MAX_TOP_K = 32  # check_routing
+_MAX_INDEX = 2**31 - 1
+_MAX_TILE = 256  # rows that an expert's rows are filled up to, at most
+
+
+class FlashInferTrtllmExperts(Experts):
+    name = "flashinfer_trtllm"
+    capabilities = ExpertsCapabilities(
+        layouts=frozenset({RowLayout.RANK_MAJOR}),
+        weightings=frozenset(Weighting),
+        activations=frozenset(ACTIVATIONS),
+        dtypes=frozenset({torch.bfloat16}),
+        schemes=frozenset(trtllm_op.ENTRIES),
+        biases=True,
+        etp=True,
+        alignment_bytes=16,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=False,
+        differentiable=False,
+        min_compute_capability=(10, 0),
+        max_compute_capability=(10, 9),
+        devices=frozenset({"cuda"}),
+        run_on=frozenset(),
+        wire_ids=True,
+    )
+    preparation = Trtllm
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        weights: ExpertWeights,
+        workspaces: Workspaces | None = None,
+        options: ExpertsOptions | None = None,
+    ) -> None:
+        self._clamp: list[Tensor] | None = None
+        super().__init__(config, weights, workspaces, options)
+
+    @classmethod
+    def available(cls) -> str | None:
+        return registry.without_flashinfer()
+
+    @classmethod
+    def why_not(
+        cls,
+        config: MoEConfig,
+        dtype: torch.dtype,
+        etp: int,
+        scheme: Scheme = PLAIN,
+        options: ExpertsOptions | None = None,
+    ) -> str | None:
+        reason = super().why_not(config, dtype, etp, scheme, options)
+        return reason or shape_problem(config, etp, scheme)
+
+    @property
+    def row_formats(self) -> frozenset[str]:
+        """Also the format that the scheme's entry takes."""
+        name = self.weights.scheme.name
+        return self.capabilities.row_formats | ({trtllm_op.ROWS[name]} if name in trtllm_op.ROWS else set())
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of one kernel call."""
+        experts = trtllm_op.expert_count(self.weights.num_slots, self.config.top_k)
+        return min(self.options.chunk_rows, largest_call(self.config, experts, self.weights.etp.size))
+
+    def workspace_bytes(self) -> int:
+        if not self.weights.num_slots:
+            return 0
+        config = self.config
+        return trtllm_op.own_bytes(self.weights.scheme.name, self.chunk_rows, config.hidden_size, config.top_k)
+
+    def compute(self, received: Received, out: Tensor | None) -> Tensor:
+        x, weights = received.x, self.weights
+        wire = received.wire_ids
+        ids, base = (received.local_ids, 0) if wire is None else (wire.ids, wire.base)
+        if out is None:
+            out = torch.empty(len(x), self.config.hidden_size, dtype=weights.dtype, device=x.device)
+        if self._clamp is None:
+            self._clamp = clamp_constants(self.config, weights.num_slots, weights.device)
+        assert ids is not None
+        trtllm_op.trtllm_moe(
+            out,
+            self.workspace(),
+            x,
+            received.x_scale,
+            received.input_scale,
+            ids,
+            base,
+            received.weights if received.weighting is Weighting.EXPERTS else None,
+            weights.get_parameter("w13"),
+            weights.get_parameter("w2"),
+            weights.stored("w13_bias"),
+            weights.stored("w2_bias") if weights.adds_output_bias else None,
+            [weights.get_parameter(name) for name in trtllm_op.scale_names(weights.scheme.name)],
+            self._clamp,
+            weights.scheme.name,
+            ACTIVATIONS[self.config.activation],
+            self.config.intermediate_size // weights.etp.size,
+            self.chunk_rows,
+        )
+        return out
+
+
+def shape_problem(config: MoEConfig, etp: int, scheme: Scheme) -> str | None:
+    """None, or why the scheme's entry cannot serve a layer of this shape; routed or not."""
+    name, activation = scheme.name, config.activation
+    gated = activation is not Activation.RELU2
+    if (name in _NO_CLAMP and activation is Activation.SWIGLU_CLAMPED) or (name in _SWIGLU_ONLY and not gated):
+        return f"activation {activation.value} does not go with quantization {name}"
+    if config.expert_bias and name not in trtllm_op.FP4:
+        return f"it has expert biases with quantization {', '.join(trtllm_op.FP4)} alone, not with {name}"
+    if config.top_k > MAX_TOP_K:
+        return f"top_k must be at most {MAX_TOP_K}, got {config.top_k}"
+    unit = LAYOUTS[name].unit
+    for field, size, wanted in (
+        ("hidden_size", config.hidden_size, HIDDEN_UNITS.get(name, unit)),
+        ("intermediate_size / etp", config.intermediate_size // etp, unit),
+    ):
+        if size % wanted:
+            return f"{field} must be a multiple of {wanted} with quantization {name}, got {size}"
+    return None
+
+
+def clamp_constants(config: MoEConfig, slots: int, device: torch.device) -> list[Tensor]:
+    """alpha, beta and limit, float32 [L] each, of the clamped SwiGLU; none for other activations."""
+    if config.activation is not Activation.SWIGLU_CLAMPED:
+        return []
+    values = (config.activation_alpha, 1.0, config.activation_limit)
+    return [torch.full((slots,), value, device=device) for value in values]
+
+
+def largest_call(config: MoEConfig, experts: int, etp: int) -> int:
+    """Rows that a call can have: the finalize step counts the elements of all pairs in 32 bits, each expert's pairs
+    filled up to tiles."""
+    widest = max(config.hidden_size, config.w13_rows // etp)
+    pairs = _MAX_INDEX // widest - (experts + 1) * _MAX_TILE
+    return max(1, pairs // config.top_k)

@@ -1,0 +1,350 @@
+"""FlashInfer's TRTLLM MoE entries as one torch operator. The only file that calls them.
+
+What each entry wants is in `arguments`: one dict of keyword arguments, bound against FlashInfer's own signatures by
+tests/test_trtllm_signature.py. Facts are those of FlashInfer 0.7.2: fused_moe/core.py for the arguments,
+csrc/trtllm_fused_moe_kernel_launcher.cu for shapes and dtypes, RoutingKernel.cuh for ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts.flashinfer.row_kernels import clean_ids
+from ep_moe.experts.hopper.operator import operator
+from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.quant.microscale import MX_BLOCK, NVFP4_BLOCK
+from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+# flashinfer.tllm_enums
+SWIGLU, RELU2 = 3, 6  # ActivationType
+RENORMALIZE = 1  # RoutingMethodType; the entries below are routed already, and read of it only which top-k it allows
+MAJOR_K, BLOCK_MAJOR_K = 0, 2  # WeightLayout
+DEEPSEEK_FP8, MXFP8 = 1, 2  # Fp8QuantizationType
+LINEAR_SCALES = 2  # SfLayout
+
+ENTRIES = {
+    "none": "trtllm_bf16_routed_moe",
+    "fp8_static": "trtllm_fp8_per_tensor_scale_routed_moe",
+    "fp8_block": "trtllm_fp8_block_scale_routed_moe",
+    "mxfp8": "trtllm_fp8_block_scale_routed_moe",
+    "nvfp4": "trtllm_fp4_block_scale_routed_moe",
+    "mxfp4": "trtllm_fp4_block_scale_routed_moe",
+    "mxfp4_mxfp8": "trtllm_fp4_block_scale_routed_moe",
+    "mxint4": "trtllm_mxint4_block_scale_routed_moe",
+}
+ROWS = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "mxfp4_mxfp8": "mxfp8", "fp8_block": "fp8_block"}  # formats that they read
+FP4 = tuple(scheme for scheme, entry in ENTRIES.items() if "fp4" in entry)
+
+
+def scale_names(scheme: str) -> tuple[str, ...]:
+    """Stored tensors that a scheme hands to the operator besides data and biases."""
+    weights = ("w13_scale", "w2_scale")
+    inputs = ("w13_input_scale", "w2_input_scale")
+    return {
+        "none": (),
+        "fp8_static": (*weights, *inputs),
+        "nvfp4": (*weights, "w13_global_scale", "w2_global_scale", *inputs),
+    }.get(scheme, weights)
+
+
+# --- routing ---------------------------------------------------------------------------------------------------------
+
+
+def expert_count(slots: int, top_k: int) -> int:
+    """`num_experts` of a call whose experts are `slots` local ones: at least one id that is none of them, more than
+    top_k, and a multiple of 4 (`Fp8BlockScaleLauncher::check_routing`)."""
+    return -(-max(slots + 1, top_k + 1) // 4) * 4
+
+
+def pack(ids: Tensor, weights: Tensor | None, slots: int, out: Tensor) -> None:
+    """Ids and weights in the form of the routed entries: `(id << 16) | bits of the weight in bfloat16`.
+
+    A pick of none gets the id `slots` with weight 0: an expert of the call (`expert_count`) outside the local ones
+    [0, slots), as a pick of another rank is in FlashInfer's own expert parallelism. Every routing kernel leaves such a
+    pick out (`isLocalExpert`), whatever its number within a row, and the finalize step skips it. The id -1 has the same
+    effect in 0.7.2, but nothing promises it, and the kernel for few tokens then never writes the pick's weight.
+
+    ids: int32 [N, K], distinct slots or -1 within a row; weights: float32 [N, K], None for 1; out: int32 [N, K]
+    """
+    none = ids < 0
+    if weights is None:
+        bits = torch.full_like(ids, 0x3F80)  # 1.0
+    else:
+        bits = weights.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
+    out.copy_(torch.where(none, slots << 16, (ids << 16) | bits))
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def row_shapes(scheme: str, rows: int, hidden: int) -> Shapes:
+    """Rows and their scales as the scheme's entry takes them; none for those that it takes as they are."""
+    match scheme:
+        case "fp8_static":
+            return {"rows": ((rows, hidden), FP8)}
+        case "mxfp8" | "mxfp4_mxfp8":
+            return {"rows": ((rows, hidden), FP8), "row_scales": ((rows, hidden // MX_BLOCK), torch.uint8)}
+        case "nvfp4":
+            return {"rows": ((rows, hidden // 2), torch.uint8), "row_scales": ((rows, hidden // NVFP4_BLOCK), FP8)}
+    return {}
+
+
+def quantize_rows(
+    x: Tensor, scheme: str, input_scale: Tensor | None, own: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Rows as the scheme's entry takes them, and their scales: the one place where they are rounded.
+
+    x: bf16 [N, H]; input_scale: float32 scalar where the scheme is calibrated; own: `row_shapes`, at least N rows
+    none, mxfp4, mxint4   x itself
+    fp8_static            E4M3 [N, H], saturating
+    fp8_block             E4M3 [N, H], float32 [H / 128, N]
+    mxfp8, mxfp4_mxfp8    E4M3 [N, H], E8M0 uint8 [N, H / 32], linear
+    nvfp4                 uint8 [N, H / 2], float8_e4m3fn [N, H / 16], linear
+    """
+    if scheme == "fp8_block":
+        data, scale = round_blocks(x)
+        return data, scale.t().contiguous()
+    if "rows" not in own:
+        return x, None
+    rows, scales = own["rows"][: len(x)], own["row_scales"][: len(x)] if "row_scales" in own else None
+    if scales is None:
+        assert input_scale is not None
+        return rows.copy_((x.float() / input_scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)), None
+    if input_scale is None:
+        mxfp8_rows(x, rows, scales)
+    else:
+        nvfp4_rows(x, input_scale, rows, scales)
+    return rows, scales
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+
+def output_scales(scheme: str, stored: Mapping[str, Tensor], gated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 [L] each: `output1_scale_scalar`, `output1_scale_gate_scalar`, `output2_scale_scalar`.
+
+    With the sum acc of codes, value = acc * gate. The first step's result is activation(acc * gate) in units of the
+    second product's input scale; a gated one multiplies by an up that is not scaled yet, so that `gate` is part of the
+    first factor (prepare.py, `prepare_trtllm_fp8_per_tensor_weights`). The rows' scale is the largest of all slots'.
+    """
+    weights = ("w13_scale", "w2_scale") if scheme == "fp8_static" else ("w13_global_scale", "w2_global_scale")
+    inner = stored["w2_input_scale"]
+    gate = stored[weights[0]] * stored["w13_input_scale"].amax(0)
+    return (gate if gated else 1) / inner, gate, stored[weights[1]] * inner
+
+
+def clamp_arguments(clamp: Sequence[Tensor], gate: Tensor | None) -> dict[str, Tensor | None]:
+    """alpha, beta and limit of the clamped SwiGLU under FlashInfer's names. Under NVFP4 the kernel clamps and adds
+    beta before it scales (BatchedGemmInterface.h of trtllm-gen: limit / dequantAb, beta / dequantAb); alpha it applies
+    to scaled gates."""
+    names = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
+    if not clamp:
+        return dict.fromkeys(names)
+    alpha, beta, limit = clamp
+    if gate is not None:
+        beta, limit = beta / gate, limit / gate
+    return dict(zip(names, (alpha, beta, limit), strict=True))
+
+
+# --- the call --------------------------------------------------------------------------------------------------------
+
+
+def arguments(
+    scheme: str,
+    *,
+    routing: Mapping[str, Any],
+    x: Tensor,
+    x_scale: Tensor | None,
+    weights: Mapping[str, Tensor | None],
+    scales: Mapping[str, Tensor],
+    clamp: Sequence[Tensor],
+    activation: int,
+    inner: int,
+    output: Tensor,
+    on_input: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments of the scheme's entry, routed or not.
+
+    routing: what says which expert takes which row; weights: w13, w2, w13_bias, w2_bias as `Trtllm` stores them, [L,
+    ...], None for none; scales: stored, by name; inner: I of this rank
+    on_input: the entry multiplies rows by the routing weight, not results; fp8_static alone
+    """
+    w13, w2 = weights["w13"], weights["w2"]
+    assert w13 is not None
+    given: dict[str, Any] = {
+        **routing,
+        "hidden_states": x,
+        "gemm1_weights": w13,
+        "gemm2_weights": w2,
+        "intermediate_size": inner,
+        "local_num_experts": len(w13),
+        "do_finalize": True,
+        "output": output,
+    }
+    if scheme == "none":
+        given |= {"use_shuffled_weight": True, "weight_layout": BLOCK_MAJOR_K, "activation_type": activation}
+        return given | clamp_arguments(clamp, None)
+    if scheme == "fp8_static":
+        first, gate, second = output_scales(scheme, scales, activation == SWIGLU)
+        given.setdefault("routing_bias", None)
+        return given | {
+            "output1_scales_scalar": first,
+            "output1_scales_gate_scalar": gate,
+            "output2_scales_scalar": second,
+            "use_routing_scales_on_input": on_input,
+            "activation_type": activation,
+        }
+    given |= {"gemm1_weights_scale": scales["w13_scale"], "gemm2_weights_scale": scales["w2_scale"]}
+    if scheme == "mxint4":
+        return given | clamp_arguments(clamp, None)
+    given.setdefault("routing_bias", None)
+    given |= {"activation_type": activation, "hidden_states_scale": x_scale}
+    if scheme in FP4:
+        return given | _fp4_arguments(scheme, x_scale, weights, scales, clamp, activation)
+    blocks = scheme == "fp8_block"
+    given |= {
+        "use_shuffled_weight": not blocks,
+        "weight_layout": MAJOR_K,
+        "fp8_quantization_type": DEEPSEEK_FP8 if blocks else MXFP8,
+    }
+    return given | clamp_arguments(clamp, None)
+
+
+def _fp4_arguments(
+    scheme: str,
+    x_scale: Tensor | None,
+    weights: Mapping[str, Tensor | None],
+    scales: Mapping[str, Tensor],
+    clamp: Sequence[Tensor],
+    activation: int,
+) -> dict[str, Any]:
+    first, second = weights["w13_bias"], weights["w2_bias"]
+    output1 = gate = output2 = None
+    if scheme == "nvfp4":
+        output1, gate, output2 = output_scales(scheme, scales, activation == SWIGLU)
+        # the kernel adds a bias to the sum of codes, before it scales
+        first = None if first is None else first / gate.unsqueeze(1)
+        second = None if second is None else second / output2.unsqueeze(1)
+    return {
+        # one dtype for E4M3 and E8M0 bytes: the entry knows them by how many there are
+        "hidden_states_scale": None if x_scale is None else x_scale.view(FP8),
+        "gemm1_weights_scale": scales["w13_scale"].view(FP8),
+        "gemm2_weights_scale": scales["w2_scale"].view(FP8),
+        "gemm1_bias": first,
+        "gemm2_bias": second,
+        "output1_scale_scalar": output1,
+        "output1_scale_gate_scalar": gate,
+        "output2_scale_scalar": output2,
+        "hidden_states_scale_layout": LINEAR_SCALES,  # what is not said is deprecated
+        **clamp_arguments(clamp, gate),
+    }
+
+
+def own_shapes(scheme: str, rows: int, hidden: int, top_k: int, weighted: bool) -> Shapes:
+    """What the operator carves out of the workspace."""
+    shapes: Shapes = dict.fromkeys(("ids", "packed"), ((rows, top_k), torch.int32))
+    if weighted:
+        shapes["weights"] = ((rows, top_k), torch.float32)
+    return shapes | row_shapes(scheme, rows, hidden)
+
+
+def own_bytes(scheme: str, rows: int, hidden: int, top_k: int) -> int:
+    return carved_bytes(own_shapes(scheme, rows, hidden, top_k, weighted=True))
+
+
+@operator("trtllm_moe")
+def trtllm_moe(
+    out: Tensor,
+    workspace: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    input_scale: float | None,
+    ids: Tensor,
+    base: int,
+    weights: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    scales: Sequence[Tensor],
+    clamp: Sequence[Tensor],
+    scheme: str,
+    activation: int,
+    inner: int,
+    chunk: int,
+) -> None:
+    """The expert step on RANK_MAJOR rows.
+
+    out: bf16 [N, H]; workspace: uint8; ids: int [N, K], counted from `base`, all others for none
+    x: bf16 [N, H]; or, as `row_formats` has the rows that the entry reads (`ROWS`), with x_scale, and input_scale for
+        NVFP4
+    weights: float32 [N, K], None for 1; rounded to bf16 for the kernel
+    w13, w2, biases: as `Trtllm` stores them, [L, ...]; scales: the scheme's stored tensors in the order of
+    `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU, float32 [L] each
+    activation: FlashInfer's ActivationType; inner: I of this rank; chunk: rows of one kernel call
+    """
+    (rows, hidden), top_k, slots = out.shape, ids.shape[1], len(w13)
+    if slots == 0:  # the launcher wants an expert; without rows it is not called at all
+        out.zero_()
+        return
+    own = carve(workspace, own_shapes(scheme, min(rows, chunk), hidden, top_k, weights is not None))
+    stored = dict(zip(scale_names(scheme), scales, strict=True))
+    if input_scale is not None:
+        stored["w13_input_scale"] = torch.full((slots,), input_scale, device=x.device)
+    of_rows = stored["w13_input_scale"].amax(0) if "w13_input_scale" in stored else None
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        count = part.stop - part.start
+        part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
+        clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids, part_weights)
+        packed = own["packed"][:count]
+        pack(part_ids, part_weights, slots, packed)
+        if x_scale is None:
+            data, row_scale = quantize_rows(x[part], scheme, of_rows, own)
+        else:  # the fp8_block entry wants scales by column
+            data, row_scale = x[part], x_scale[part].t().contiguous() if scheme == "fp8_block" else x_scale[part]
+        call(
+            ENTRIES[scheme],
+            **arguments(
+                scheme,
+                routing=routed(packed, slots),
+                x=data,
+                x_scale=row_scale,
+                weights={"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias},
+                scales=stored,
+                clamp=clamp,
+                activation=activation,
+                inner=inner,
+                output=out[part],
+            ),
+        )
+
+
+def routed(packed: Tensor, slots: int) -> dict[str, Any]:
+    """A call as if alone, on local ids: experts [0, slots) are here, all others elsewhere."""
+    top_k = packed.shape[1]
+    return {
+        "topk_ids": packed,
+        "num_experts": expert_count(slots, top_k),
+        "top_k": top_k,
+        "n_group": None,
+        "topk_group": None,
+        "local_expert_offset": 0,
+        "routed_scaling_factor": None,
+        "routing_method_type": RENORMALIZE,
+    }
+
+
+def call(entry: str, **given: Any) -> None:
+    """One of FlashInfer's entries; the result is in `output`."""
+    import flashinfer.fused_moe
+
+    getattr(flashinfer.fused_moe, entry)(**given)

@@ -1,0 +1,329 @@
+"""The contract of a fused kernel: rows and their routes in, what the layer's experts give for them out.
+
+It replaces the middle of the layer: dispatch, experts and combine in one (`travels`), or routing and experts on one
+rank (`routes`). It sees physical ids, or the router's logits; never an expert map beyond what its capabilities allow.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.checks import routing_problem, too_many_tokens
+from ep_moe.checks import check_count, check_fields
+from ep_moe.config import MoEConfig
+from ep_moe.errors import InputError
+from ep_moe.experts.base import ExpertsOptions, KernelCapabilities
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.rank_group import Link
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.types import PhysicalIds, PhysicalRouting, capturing, dtype_name
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.layouts.base import Preparation
+
+INSIDE = "inside"  # the all2all of a fused kernel, wherever a name stands for one
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedCapabilities(KernelCapabilities):
+    """What a fused kernel can do; one constant per class.
+
+    travels: dispatch and combine are inside; without, it serves one EP rank
+    routes: it routes inside, from the router's logits: the layer's own `Router`, no load is counted, no placement
+    any_map: any expert map with as many slots on every rank, replicas too; without, the linear one alone
+    static: its buffers are made once, for `EPContext(max_tokens=...)`
+    top_ks: None for any
+    hidden_unit, inner_unit: columns that H and I (its etp piece) must be multiples of
+    min_ranks, max_ranks: of the EP group, None for no limit
+    """
+
+    travels: bool
+    routes: bool
+    any_map: bool
+    static: bool
+    top_ks: frozenset[int] | None = None
+    hidden_unit: int = 1
+    inner_unit: int = 1
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    devices: frozenset[str] = frozenset({"cuda"})
+
+    def check(self) -> None:
+        check_fields(self, FusedCapabilities)
+        for name in ("hidden_unit", "inner_unit", "min_ranks", *(() if self.max_ranks is None else ("max_ranks",))):
+            check_count(f"FusedCapabilities.{name}", getattr(self, name), at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedGeometry(Geometry):
+    """What is the same in equal layers of a context, whose buffers they share.
+
+    kernel: its name; intermediate_size: I of this rank's pieces of experts
+    """
+
+    kernel: str
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
+class RouterLogits:
+    """What a kernel that routes inside is given.
+
+    logits: [T, E], of the router's dtype; correction_bias: float32 [E], or None
+    """
+
+    logits: Tensor
+    correction_bias: Tensor | None = None
+
+
+Routed = PhysicalRouting | RouterLogits
+Stage = Callable[[str], AbstractContextManager[None]]
+Pool = Callable[[Callable[[], Any]], Any]  # the context's object for this geometry, made on first use by what is given
+
+
+class FusedExperts(ABC):
+    """One layer's fused kernel on one rank. Holds no parameters: it reads those of `ExpertWeights`.
+
+    link: the EP group; geometry: with `max_tokens` where it is static
+    pool: keeps what equal layers of a context share (an object with `capabilities` and `destroy()`); default: nobody
+        else has it
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[FusedCapabilities]
+    preparation: ClassVar[type[Preparation]] = Preparation  # the layout it reads weights in
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        weights: ExpertWeights,
+        link: Link,
+        geometry: FusedGeometry,
+        options: ExpertsOptions | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.link = link
+        self.geometry = geometry
+        self.options = options or ExpertsOptions()
+        self.pool = pool or _own()
+
+    # --- what selection asks -----------------------------------------------------------------------------------
+
+    @classmethod
+    def available(cls) -> str | None:
+        """None, or why it cannot run in this installation. Touches no device and no group."""
+        return None
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout, device: torch.device) -> str | None:
+        """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
+        can = cls.capabilities
+        if device.type not in can.devices:
+            return f"{cls.name} runs on {', '.join(sorted(can.devices))}, not on {device.type}"
+        lowest, highest = can.min_compute_capability, can.max_compute_capability
+        if device.type != "cuda" or (lowest is None and highest is None):
+            return None
+        found = torch.cuda.get_device_capability(device)
+        if (lowest is None or found >= lowest) and (highest is None or found <= highest):
+            return None
+        bounds = " to ".join(f"{bound[0]}.{bound[1]}" for bound in dict.fromkeys((lowest, highest)) if bound)
+        return f"{cls.name} needs a GPU of compute capability {bounds}, this one has {found[0]}.{found[1]}"
+
+    @classmethod
+    def why_not(
+        cls,
+        config: MoEConfig,
+        layout: RankLayout,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+        *,
+        expert_map: ExpertMap | None = None,
+        max_tokens: int | None = None,
+        options: ExpertsOptions | None = None,
+    ) -> str | None:
+        """None, or why this kernel cannot serve a layer of this shape.
+
+        expert_map: default one that it can serve; max_tokens: the most that a rank sends, None for any number
+        """
+        can, ranks, inner = cls.capabilities, layout.ep, config.intermediate_size // layout.etp
+        if (problem := can.problem(config, dtype, layout.etp, scheme, options)) is not None:
+            return problem
+        if not can.travels and ranks > 1:
+            return f"it has no all2all inside and serves one rank, ep={ranks}"
+        if ranks < can.min_ranks or (can.max_ranks is not None and ranks > can.max_ranks):
+            return f"it serves {can.min_ranks} to {can.max_ranks or 'any number of'} ranks, ep={ranks}"
+        if can.top_ks is not None and config.top_k not in can.top_ks:
+            return f"top_k {config.top_k} is not among {', '.join(map(str, sorted(can.top_ks)))}"
+        for name, size, unit in (
+            ("hidden_size", config.hidden_size, can.hidden_unit),
+            ("intermediate_size / etp", inner, can.inner_unit),
+        ):
+            if size % unit:
+                return f"{name} must be a multiple of {unit}, got {size}"
+        if can.static and max_tokens is None:
+            return "it has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
+        return None if expert_map is None else cls.map_problem(expert_map)
+
+    @classmethod
+    def map_problem(cls, expert_map: ExpertMap) -> str | None:
+        """None, or why it cannot serve experts that lie so."""
+        slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
+        if not cls.capabilities.any_map:
+            if expert_map == ExpertMap.linear(expert_map.num_experts, expert_map.num_ranks):
+                return None
+            return f"it serves the linear expert map without replicas alone, not {expert_map} (EPLB, ExpertMap)"
+        if len(set(slots)) == 1:
+            return None
+        spare = expert_map.num_ranks * expert_map.cap - expert_map.num_experts
+        return (
+            f"it needs as many slots on every rank, got {slots}; fill them up, for example with "
+            f"ExpertMap.redundant({expert_map.num_experts}, {expert_map.num_ranks}, {spare})"
+        )
+
+    @classmethod
+    def buffer_bytes(cls, geometry: FusedGeometry) -> int:
+        """What it keeps between calls for all layers of a geometry, in bytes; a library's bookkeeping not counted."""
+        return 0
+
+    def workspace_bytes(self) -> int:
+        """Of the context's scratch memory."""
+        return 0
+
+    def tune(self, rows: Sequence[int], cache: Path | None) -> list[int]:
+        """As `Experts.tune`; nothing to tune: []."""
+        return []
+
+    def use(self, tuned: list[int]) -> None:
+        assert not tuned, f"{self.name} has nothing to tune"
+
+    # --- calls -------------------------------------------------------------------------------------------------
+
+    def __call__(self, x: Tensor, routed: Routed, *, max_tokens: int | None = None) -> Tensor:
+        """x [T, H] to [T, H]: the sum over each row's experts, multiplied by the routing weights; zero where there are
+        none. T may differ per rank and be 0. Collective over the EP group where it travels.
+
+        routed: a PhysicalRouting [T, K], -1 for none; RouterLogits [T, E] where the kernel routes
+        max_tokens: the most that any rank has in this call, default the geometry's
+        """
+        bound = self.geometry.max_tokens if max_tokens is None else max_tokens
+        problem = self._problem(x, routed, bound)
+        if problem is not None:
+            self.refuse(problem)
+        if capturing(x.device) and not self.capabilities.cuda_graph:
+            raise InputError(f"{self.name} cannot be captured in a CUDA graph")
+        self.connect()
+        with self.link.ledger.step("fused", self.name):
+            out = self.compute(x, routed)
+        if x.is_cuda and self.capabilities.travels and not capturing(x.device):
+            self.link.ledger.mark(x.device)
+        return out
+
+    def connect(self) -> None:
+        """Make what the first call needs; collective, and outside of the step, whose deadline is that of a call."""
+        return
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise this rank's problem. Where the kernel travels there is no exchange for it to ride on: this rank takes
+        part with no rows, so that the peers' rows find their experts here, and the peers raise it at a later step."""
+        if not self.capabilities.travels:
+            raise InputError(problem)
+        device = self.weights.device
+        if not capturing(device) and device.type != "meta":
+            self.connect()
+            ids = torch.empty(0, self.geometry.top_k, dtype=torch.int32, device=device)
+            x = torch.empty(0, self.geometry.hidden_size, dtype=self.geometry.dtype, device=device)
+            with self.link.ledger.step("fused", self.name):
+                self.compute(x, PhysicalRouting(PhysicalIds(ids), ids.float()))
+        text = f"rank {self.link.ranks[self.link.rank]}: {problem}"
+        self.link.ledger.refuse(text)
+        raise InputError(text)
+
+    @abstractmethod
+    def compute(self, x: Tensor, routed: Routed) -> Tensor:
+        """As `__call__`, for a call that has been checked. Ids may be out of range: those are nobody's."""
+
+    def _problem(self, x: Tensor, routed: Routed, max_tokens: int | None) -> str | None:
+        """What is wrong with a call, without waiting for the device."""
+        g = self.geometry
+        if x.dim() != 2 or x.shape[1] != g.hidden_size:
+            return f"x must be [T, {g.hidden_size}], got {list(x.shape)}"
+        if x.dtype != g.dtype:
+            return f"x must be {dtype_name(g.dtype)}, got {dtype_name(x.dtype)}"
+        if self.capabilities.static:
+            assert g.max_tokens is not None
+            if max_tokens is None or not 1 <= max_tokens <= g.max_tokens:
+                return f"max_tokens must be in [1, {g.max_tokens}], as EPContext has it, got {max_tokens}"
+            if (problem := too_many_tokens(x, max_tokens)) is not None:
+                return problem
+        if self.capabilities.routes:
+            if not isinstance(routed, RouterLogits):
+                return f"{self.name} routes inside and takes RouterLogits, got {type(routed).__name__}"
+            experts = [len(x), self.config.num_experts]
+            if list(routed.logits.shape) != experts:
+                return f"logits must be [T, E] = {experts}, got {list(routed.logits.shape)}"
+            return None
+        if not isinstance(routed, PhysicalRouting):
+            return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routed).__name__}"
+        return routing_problem(routed.ids, routed.weights, x, g.top_k)
+
+
+class Inside:
+    """One call of one layer by its fused kernel; in the place of an `Exchange`. bound: the most tokens of any rank."""
+
+    def __init__(self, kernel: FusedExperts, x: Tensor, routed: Routed, bound: int | None, stage: Stage) -> None:
+        self.kernel, self.x, self.routed, self.bound, self._stage = kernel, x, routed, bound, stage
+
+    def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
+        """Rows [T, H] that are summed over ranks, and what `work` returns."""
+        with self._stage("fused"):
+            out = self.kernel(self.x, self.routed, max_tokens=self.bound)
+        if work is None:
+            return out, None
+        with self._stage("shared"):
+            return out, work()
+
+    def refuse(self, problem: str) -> NoReturn:
+        self.kernel.refuse(problem)
+
+
+def router_logits(router: Any, x: Tensor) -> RouterLogits:
+    """A `Router`'s logits of x [T, H]."""
+    return RouterLogits(router.logits(x), router.e_score_correction_bias)
+
+
+def fused_geometry(
+    kernel: str, config: MoEConfig, layout: RankLayout, cap: int, dtype: torch.dtype, max_tokens: int | None
+) -> FusedGeometry:
+    return FusedGeometry(
+        hidden_size=config.hidden_size,
+        top_k=config.top_k,
+        cap=cap,
+        num_ranks=layout.ep,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        kernel=kernel,
+        intermediate_size=config.intermediate_size // layout.etp,
+    )
+
+
+def _own() -> Pool:
+    """A pool of one."""
+    kept: list[Any] = []
+
+    def pool(make: Callable[[], Any]) -> Any:
+        if not kept:
+            kept.append(make())
+        return kept[0]
+
+    return pool

@@ -1,0 +1,325 @@
+"""FlashInfer's mega kernels for Hopper: rows are pushed into peers' memory over NVLink, computed there, and pushed
+back, in one round on the current stream without a wait on the host.
+
+Any rank may get every route of all ranks: buffers have room for that (`capacity_factor` 1), so none is dropped. Equal
+layers of a context share them. Physical ids are the kernel's expert ids, for both are owner * cap + local.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ep_moe import registry
+from ep_moe.all2all.checks import one_host_problem
+from ep_moe.config import MoEConfig
+from ep_moe.errors import BackendUnavailable, InputError
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.fused.base import FusedCapabilities, FusedExperts, FusedGeometry, Routed
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.rank_group import Link
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.types import Activation, PhysicalRouting, capturing
+from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.mega import MegaBf16
+
+TOP_KS = (1, 2, 4, 6, 8)  # that its kernels are compiled for; others fill up with picks of none
+ELEMENTS = (1 << 32) - (1 << 24)  # of a bf16 product's output, less the last tile's (MAX_OUTPUT_ELEMENTS, 0.7.2.post1)
+TOKENS = 65535  # of a rank: the second dimension of the grid that sums a bf16 round
+INNER = 16384  # columns that the fp8 kernel's activation has shared memory for
+SETUP_S = 600.0  # for what is compiled at first use
+
+_COMMON = FusedCapabilities(
+    travels=True,
+    routes=False,
+    any_map=True,
+    static=True,
+    schemes=frozenset(),  # each its own
+    activations=frozenset({Activation.SWIGLU}),
+    dtypes=frozenset({torch.bfloat16}),
+    biases=False,
+    etp=True,
+    cuda_graph=True,
+    host_sync=False,
+    deterministic=True,
+    hidden_unit=128,
+    inner_unit=128,
+    min_ranks=2,
+    max_ranks=32,
+    min_compute_capability=(9, 0),
+    max_compute_capability=(9, 0),
+)
+
+
+class FlashInferMega(FusedExperts):
+    """What the two kernels have in common."""
+
+    _places: tuple[int, ...] | None = None
+    _held: Any = None
+
+    def connect(self) -> None:
+        """Collective: FlashInfer's buffers, for all layers of this geometry."""
+        device = self.weights.device
+        if capturing(device):
+            return
+        self.pool(lambda: Window(type(self), self.geometry, self.link, device, self._bundle()))
+
+    def compute(self, x: Tensor, routed: Routed) -> Tensor:
+        assert isinstance(routed, PhysicalRouting)
+        window: Window = self.pool(self._too_late)
+        # a pick of none is skipped, an id out of range would end the process
+        valid = (routed.ids >= 0) & (routed.ids < self.geometry.num_physical)
+        ids, weights = torch.where(valid, routed.ids, -1).int(), routed.weights.detach()
+        wide = _top_k(self.geometry.top_k) - self.geometry.top_k
+        if wide:
+            ids, weights = pad(ids, (0, wide), value=-1), pad(weights, (0, wide))
+        x = x.detach().contiguous()
+        if x.data_ptr() % 16:  # its rows are read 16 bytes at a time
+            x = x.clone()
+        return window.run(self._bundle(), x, ids.contiguous(), weights.contiguous())
+
+    def _too_late(self) -> Any:
+        raise InputError(f"{self.name} makes its buffers in the first call: run the layer once before a capture")
+
+    def _bundle(self) -> Any:
+        """FlashInfer's view of the weights as they are stored now; the same object as long as they stay in their place,
+        for FlashInfer looks at each new one anew."""
+        stored = dict(self.weights.tensors.items())
+        places = tuple(tensor.data_ptr() for tensor in stored.values())
+        if places != self._places:
+            self._places, self._held = places, self.bundle({name: t.detach() for name, t in stored.items()})
+        return self._held
+
+    @abstractmethod
+    def bundle(self, stored: dict[str, Tensor]) -> Any:
+        """FlashInfer's object for kernel-ready weights; refers to them."""
+
+    @classmethod
+    @abstractmethod
+    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
+        """Of FlashInfer's configuration for this kernel."""
+
+    @classmethod
+    def available(cls) -> str | None:
+        return registry.without_flashinfer()
+
+    @classmethod
+    def platform_problem(cls, layout: RankLayout, device: torch.device) -> str | None:
+        return super().platform_problem(layout, device) or one_host_problem(cls.name, layout)
+
+    @classmethod
+    def why_not(
+        cls,
+        config: MoEConfig,
+        layout: RankLayout,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+        *,
+        expert_map: ExpertMap | None = None,
+        max_tokens: int | None = None,
+        options: ExpertsOptions | None = None,
+    ) -> str | None:
+        rest: dict[str, Any] = {"expert_map": expert_map, "max_tokens": max_tokens, "options": options}
+        reason = super().why_not(config, layout, dtype, scheme, **rest)
+        if reason is not None or max_tokens is None:
+            return reason
+        if config.top_k > TOP_KS[-1]:
+            return f"top_k must be at most {TOP_KS[-1]}, got {config.top_k}"
+        return cls.size_problem(config, layout, max_tokens)
+
+    @classmethod
+    @abstractmethod
+    def size_problem(cls, config: MoEConfig, layout: RankLayout, max_tokens: int) -> str | None:
+        """None, or which number is too large for this kernel."""
+
+
+class FlashInferMegaBf16(FlashInferMega):
+    """Products in bf16 with float32 sums. On the way back each rank sends one bf16 row per token, rounded once."""
+
+    name = "flashinfer_mega_bf16"
+    preparation: ClassVar[type[Preparation]] = MegaBf16
+    capabilities = dataclasses.replace(_COMMON, schemes=frozenset({"none"}), hidden_unit=256)
+
+    def bundle(self, stored: dict[str, Tensor]) -> Any:
+        sizes = (self.geometry.cap, self.geometry.hidden_size, self.geometry.intermediate_size)
+        return library(self.name).weights(stored["w13"], stored["w2"], *sizes)
+
+    @classmethod
+    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
+        assert geometry.max_tokens is not None
+        # FlashInfer's own rule for few tokens, stated because it would read the environment first
+        return {"combine_wire": "per_route" if geometry.max_tokens <= 8 else "prereduced"}
+
+    @classmethod
+    def size_problem(cls, config: MoEConfig, layout: RankLayout, max_tokens: int) -> str | None:
+        if max_tokens > TOKENS:
+            return f"it serves at most {TOKENS} tokens per rank, got max_tokens={max_tokens}"
+        each = layout.ep * _top_k(config.top_k) * max(config.hidden_size, config.intermediate_size // layout.etp)
+        if max_tokens * each <= ELEMENTS:
+            return None
+        return (
+            f"it has room for every route of all ranks and counts elements in 32 bits: at most {ELEMENTS // each} "
+            f"tokens per rank with these sizes, got max_tokens={max_tokens}"
+        )
+
+    @classmethod
+    def buffer_bytes(cls, geometry: FusedGeometry) -> int:
+        tokens, routes, rows = _sizes(geometry)
+        hidden, inner, wide = geometry.hidden_size, geometry.intermediate_size, _top_k(geometry.top_k)
+        assert geometry.max_tokens is not None
+        window = 2 * tokens * hidden + 16 * routes + 2 * geometry.max_tokens * wide * hidden
+        return window + rows * (4 * hidden + 2 * inner + 20) + 4 * tokens * (wide + 2)
+
+
+class FlashInferMegaFp8(FlashInferMega):
+    """E4M3 blocks of 128 x 128 by DeepGEMM; rows are rounded per 128 columns before they travel and between the
+    products. On the way back each route is a bf16 row of its own: in E4M3, FlashInfer's default, results would keep 4
+    bits of mantissa. A NaN in a row is not kept: FlashInfer's rounding makes -448 of it, times the scale."""
+
+    name = "flashinfer_mega_fp8"
+    capabilities = dataclasses.replace(_COMMON, schemes=frozenset({"fp8_block"}))
+
+    def bundle(self, stored: dict[str, Tensor]) -> Any:
+        return library(self.name).weights(*(stored[name] for name in ("w13", "w13_scale", "w2", "w2_scale")))
+
+    @classmethod
+    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
+        return {"payload_dtype": "fp8", "combine_dtype": "bf16", "grouped_combine": False}
+
+    @classmethod
+    def size_problem(cls, config: MoEConfig, layout: RankLayout, max_tokens: int) -> str | None:
+        if (inner := config.intermediate_size // layout.etp) > INNER:
+            return f"intermediate_size / etp must be at most {INNER}, got {inner}"
+        return None
+
+    @classmethod
+    def buffer_bytes(cls, geometry: FusedGeometry) -> int:
+        tokens, routes, rows = _sizes(geometry)
+        hidden, inner, wide = geometry.hidden_size, geometry.intermediate_size, _top_k(geometry.top_k)
+        assert geometry.max_tokens is not None
+        window = tokens * (hidden + hidden // 32) + 16 * routes + 2 * geometry.max_tokens * wide * hidden
+        scales = (hidden + inner) // 32 * (routes + 31 * geometry.cap)
+        return window + rows * (3 * hidden + 5 * inner + 20) + scales
+
+
+def _sizes(geometry: FusedGeometry) -> tuple[int, int, int]:
+    """Tokens and routes of all ranks, and rows that the products have room for."""
+    assert geometry.max_tokens is not None
+    tokens = geometry.num_ranks * geometry.max_tokens
+    routes = tokens * _top_k(geometry.top_k)
+    return tokens, routes, -(-routes // 128) * 128
+
+
+def _top_k(top_k: int) -> int:
+    return next((size for size in TOP_KS if size >= top_k), top_k)
+
+
+class Window:
+    """FlashInfer's kernel and its buffers, for one geometry on one EP group, and the stream that ran it last. One round
+    is under way in it at a time. Made and destroyed collectively."""
+
+    def __init__(
+        self, kind: type[FlashInferMega], geometry: FusedGeometry, link: Link, device: torch.device, bundle: Any
+    ) -> None:
+        self.capabilities = kind.capabilities
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        own = self._own = library(kind.name)
+        self._bootstrap = own.bootstrap(
+            world_size=link.size, rank=link.rank, auto_bootstrap=False, device=device.index, process_group=link.group
+        )
+        self._fleet = own.fleet(
+            num_experts=geometry.num_physical,
+            max_tokens_per_rank=geometry.max_tokens,
+            token_hidden_size=geometry.hidden_size,
+        )
+        config = own.config(
+            intermediate_size=geometry.intermediate_size,
+            top_k=_top_k(geometry.top_k),
+            capacity_factor=1.0,
+            dedup_dispatch=True,
+            allow_unverified_p2p=True,  # `one_host_problem` and FlashInfer's own probes where GPUs see each other
+            init_timeout_s=max(SETUP_S, 2 * link.ledger.deadline_s + 60),
+            **kind.settings(geometry),
+        )
+        try:
+            with self._current():
+                self._kernel = own.kernel(config)
+                self._kernel.bind_ep_bootstrap(self._bootstrap)
+                self._kernel.validate_init(self._bootstrap, self._fleet)
+                self._kernel.validate_transformed_weights(bundle, self._bootstrap, self._fleet)
+                self._buffers = self._kernel.prepare_workspace(self._bootstrap, self._fleet)
+        except (RuntimeError, ValueError) as error:  # FlashInfer asks all ranks, and all raise
+            raise BackendUnavailable(f"{kind.name} cannot run here: {error}; choose other experts") from error
+
+    def run(self, bundle: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """One round with a layer's weights. ids int32, weights float32 [T, K that it is compiled for]."""
+        out = torch.empty_like(x)
+        self._follow()
+        with self._current():
+            self._kernel.validate_transformed_weights(bundle, self._bootstrap, self._fleet)
+            tensors = self._own.tensors(hidden_states=x, topk_ids=ids, topk_weights=weights)
+            self._kernel.stage_inputs(tensors, self._buffers, quantize_input=True)
+            self._kernel.compute(self._buffers, bundle, output=out)
+        return out
+
+    def destroy(self) -> None:
+        with self._current():
+            self._kernel.destroy(self._buffers)
+        self._buffers = None
+
+    def _follow(self) -> None:
+        """A round on another stream begins when the last one has ended; FlashInfer asks that of its caller. A capture
+        begins with a synchronised device, and replays are put in order by whoever replays."""
+        if self._device.type != "cuda" or capturing(self._device):
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and stream != self._stream:
+            self._stream.synchronize()
+        self._stream = stream
+
+    def _current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+def library(name: str) -> Any:
+    """FlashInfer's classes for one of the kernels: kernel, config, weights, bootstrap, fleet, tensors."""
+    from flashinfer import moe_ep
+
+    backend: Any
+    weights: Any
+    if name == FlashInferMegaBf16.name:
+        from flashinfer.moe_ep.backends.mega.kernel.sm90.bf16_bf16_bf16_push_cake import Sm90CakeBf16MegaKernelBackend
+        from flashinfer.moe_ep.kernel_src.sm90.cake_bf16_megamoe import Sm90CakeBf16Weights
+
+        backend, weights = Sm90CakeBf16MegaKernelBackend, Sm90CakeBf16Weights
+        config = moe_ep.Sm90_Bf16_Bf16_Bf16_PushCake_MegaMoeConfig
+    else:
+        from flashinfer.moe_ep.backends.mega.kernel.sm90.fp8_fp8_bf16_push_cuda import Sm90PushFp8MegaKernelBackend
+        from flashinfer.moe_ep.kernel_src.sm90.push_style_megamoe import Sm90PushWeights
+
+        backend, weights = Sm90PushFp8MegaKernelBackend, Sm90PushWeights
+        config = moe_ep.Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig
+
+    class Kernel(backend):  # type: ignore[misc]
+        """FlashInfer would share its buffers within the process, by the group: contexts must not meet in them."""
+
+        def _workspace_pool_key(self, fleet_params: Any) -> None:
+            return None
+
+    return SimpleNamespace(
+        kernel=Kernel,
+        config=config,
+        weights=weights,
+        bootstrap=moe_ep.BootstrapConfig,
+        fleet=moe_ep.FleetParams,
+        tensors=moe_ep.MoEEpTensors,
+    )

@@ -1,0 +1,88 @@
+"""`fp8_tensor_triton`: experts in fp8 with one scale a matrix (`fp8_static`) on Hopper by this project's own kernels.
+
+Weights are read as the checkpoint has them, rows where the transport left them, ids as they travelled. Rows come plain
+and are rounded here, or rounded before they travelled. Nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts.base import ExpertsCapabilities
+from ep_moe.experts.hopper import fp8_tensor_op
+from ep_moe.experts.hopper.experts import TritonExperts
+from ep_moe.experts.hopper.operator import home_of, told_of
+from ep_moe.experts.layouts import expected_pairs
+from ep_moe.runtime import nvrtc
+from ep_moe.runtime.launch_cache import Launch
+from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
+
+UNIT = 128  # hidden and intermediate sizes are multiples of it
+
+
+class Fp8TensorTritonExperts(TritonExperts):
+    name = "fp8_tensor_triton"
+    capabilities = ExpertsCapabilities(
+        layouts=frozenset({RowLayout.RANK_MAJOR}),
+        weightings=frozenset(Weighting),
+        activations=frozenset(Activation),
+        dtypes=frozenset({torch.bfloat16}),
+        schemes=frozenset({"fp8_static"}),
+        biases=False,
+        etp=True,
+        alignment_bytes=2 * UNIT,
+        cuda_graph=True,
+        host_sync=False,
+        deterministic=True,
+        differentiable=False,
+        min_compute_capability=(9, 0),
+        max_compute_capability=(9, 0),
+        devices=frozenset({"cuda"}),
+        row_formats=frozenset({"plain", "fp8_tensor"}),
+        wire_ids=True,
+        spare_sms=True,
+        peer_out=True,
+    )
+
+    @classmethod
+    def available(cls) -> str | None:
+        return super().available() or nvrtc.missing()
+
+    def workspace_bytes(self) -> int:
+        if not self.weights.num_slots:
+            return 0
+        config = self.config
+        inner = config.intermediate_size // self.weights.etp.size
+        return fp8_tensor_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
+
+    def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
+        weights, config, wire = self.weights, self.config, received.wire_ids
+        ids = received.local_ids if wire is None else wire.ids
+        assert ids is not None
+        scale = received.input_scale
+        assert (scale is None) == (received.format == "plain")
+        fp8_tensor_op.fp8_tensor_moe(
+            out,
+            self.workspace(),
+            received.x,
+            None if scale is None else float(scale),
+            ids,
+            0 if wire is None else wire.base,
+            *told_of(wire),
+            received.weights if received.weighting is Weighting.EXPERTS else None,
+            weights.get_parameter("w13"),
+            weights.get_parameter("w13_scale"),
+            weights.get_parameter("w13_input_scale"),
+            weights.get_parameter("w2"),
+            weights.get_parameter("w2_scale"),
+            weights.get_parameter("w2_input_scale"),
+            config.activation.value,
+            config.activation_alpha,
+            config.activation_limit,
+            expected_pairs(config, weights.num_slots, ids.shape[1]),
+            self.picks,
+            self.options.spare_sms,
+            *home_of(peers),
+            launch=launch,
+        )

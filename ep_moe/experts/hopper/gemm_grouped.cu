@@ -1,0 +1,368 @@
+// The grouped product of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e.
+//
+// One thread copies operands into a ring of stages (TMA); two groups of four warps multiply 128 rows of weights each, of
+// the tile's 256, with the tile's rows (wgmma) and write what comes out, turned, through shared memory.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, and the name of the activation, if there is one.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) Map {  // the driver's
+  char bytes[128];
+};
+
+constexpr int LINE = 128;                  // bytes along K of a stage
+constexpr int GROUPS = 2;
+constexpr int WEIGHTS = 128 * GROUPS;      // rows of weights in a tile
+constexpr int STEP = 16;                   // of a tile's width
+constexpr int MOST = 192;                  // of it
+constexpr int WIDE = 64;                   // rows of a copy, while there are as many: each takes some 60 cycles to start
+constexpr int COLUMNS = GATED ? 64 : 128;  // of a group's results
+constexpr int UNIT = OUT_BYTES == 1 ? 16 : 8;            // columns that a warp's eight rows of threads have
+constexpr int PIECES = GATED && OUT_BYTES == 1 ? 2 : 1;  // copies of a stage's weights
+// Results on their way out, in boxes of 16 rows and up to 128 bytes; a group has two chunks of them, in turns.
+constexpr int ACROSS = COLUMNS * OUT_BYTES < 128 ? COLUMNS * OUT_BYTES : 128;
+constexpr int BOXES = COLUMNS * OUT_BYTES / ACROSS;
+constexpr int BOX = STEP * ACROSS;
+constexpr int CHUNK = 4096;
+constexpr int CHUNK_ROWS = CHUNK / (COLUMNS * OUT_BYTES);
+
+__device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+__device__ __forceinline__ void wait(u32 barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(phase)
+      : "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Of an operand whose lines of 128 bytes are swizzled, 1024 bytes from eight of them to the next.
+__device__ __forceinline__ u64 operand(u32 at) {
+  return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+template <int N>
+struct Multiply;  // 64 rows of weights with N rows, 32 bytes along K; more: to the sums, which it begins otherwise
+// Multiply<STEP> to Multiply<MOST>
+
+// Walks over the tiles of a program: of each expert, column by column, all its rows.
+struct Walk {
+  const int* first;  // tile of each expert, and how many there are
+  const int* ends;
+  int experts, columns, most, tile, expert;
+  int row, count, width, column;  // of the tile: first row, rows, rows in steps
+
+  __device__ __forceinline__ bool next() {
+    if (tile >= first[experts]) return false;
+    while (tile >= first[expert + 1]) expert++;
+    const int start = expert ? ends[expert - 1] : 0, rows = ends[expert] - start;
+    const int cuts = (rows + most - 1) / most;
+    width = ((rows + cuts - 1) / cuts + STEP - 1) / STEP * STEP;
+    const int own = tile - first[expert];
+    column = own / cuts;
+    row = start + own % cuts * width;
+    count = min(width, start + rows - row);
+    tile += gridDim.x;
+    return true;
+  }
+};
+
+__device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
+#if defined(SWIGLU)
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+#elif defined(GEGLU)
+  return 0.5f * gate * (1.0f + erff(gate * 0.7071067811865476f)) * up;
+#elif defined(SWIGLU_CLAMPED)
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+  return (up + 1.0f) * __fdividef(gate, 1.0f + __expf(-alpha * gate));
+#elif defined(RELU2)
+  gate = gate < 0.0f ? 0.0f : gate;
+  return gate * gate;
+#else
+  return gate;
+#endif
+}
+
+__device__ __forceinline__ u32 two_bf16(float a, float b) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+  return both;
+}
+
+__device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {
+  unsigned short low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return (u32)low | (u32)high << 16;
+}
+
+// Four (two) matrices of 8 x 8 pairs of bytes, turned, each row where one of the lanes says.
+__device__ __forceinline__ void store_turned(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_turned(u32 at, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
+}
+
+// Where 16 bytes of a row of a box are, so that eight rows' are in different banks.
+__device__ __forceinline__ u32 place(int row, int part) {
+  return row * ACROSS + (ACROSS == 128 ? part ^ (row & 7) : part ^ (row >> 1 & 3)) * 16;
+}
+
+struct Ring {
+  u32 memory, full, free;
+  int stages, stage_bytes, stage;
+  u32 phase;
+
+  __device__ __forceinline__ u32 at() const { return memory + stage * stage_bytes; }
+  __device__ __forceinline__ void next() {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+};
+
+struct Out {
+  char* memory;
+  u32 chunks;  // of my group
+  int n, group;
+  float alpha, limit;
+  int turn;
+  const float* row_scale;
+};
+
+// Scales of a tile's rows: a lane has those of row `lane`, `lane` + 32 and so on, and shows them to its warp.
+struct RowScales {
+  float own[SCALED_ROWS ? MOST / 32 : 1];
+
+  __device__ __forceinline__ void load(const float* scale, const Walk& tiles) {
+#pragma unroll
+    for (int i = 0; i < MOST / 32; i++) own[i] = __ldg(scale + tiles.row + min(32 * i + (int)threadIdx.x % 32, tiles.count - 1));
+  }
+  __device__ __forceinline__ float at(int j, int odd) const {  // of row 8 * j + 2 * (lane % 4) + odd
+    return __shfl_sync(~0u, own[j / 4], j % 4 * 8 + threadIdx.x % 4 * 2 + odd);
+  }
+};
+
+// Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two.
+template <int N>
+__device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks) {
+  int before = 0;
+#pragma unroll 1
+  for (int k = 0; k < k_blocks; k++) {
+    wait(ring.full + 8 * ring.stage, ring.phase);
+    const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group * 128 * LINE);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      Multiply<N>::run(sum[0], weights + 2 * i, rows + 2 * i, k + i);
+      Multiply<N>::run(sum[1], weights + 2 * i + (64 * LINE >> 4), rows + 2 * i, k + i);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the stage before has been read
+    if (k > 0 && threadIdx.x % 32 == 0) arrive(ring.free + 8 * before);
+    before = ring.stage;
+    ring.next();
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (threadIdx.x % 32 == 0) arrive(ring.free + 8 * before);
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i / (N / 2)][i % (N / 2)])::"memory");
+}
+
+// 16 rows of a group's results, from row 8 * j on, into their boxes.
+__device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int j, u32 box, const Out& to,
+                                           const RowScales& rows, float scale, float factor) {
+  const int warp = threadIdx.x / 32 % 4, matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8;
+  float by[2][2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) by[i / 2][i % 2] = SCALED_ROWS ? scale * rows.at(j + i / 2, i % 2) : scale;
+  // m: 64 rows of weights; next: 8 rows; i: 8 rows of weights, where a gate's `up` is the second; odd: row
+  auto value = [&](int m, int next, int i, int odd) {
+    const float* own = &sum[m][4 * (j + next) + odd];
+    const float one = IN_BYTES == 1 ? by[next][odd] : 1.0f;
+    const float result = activate(own[2 * i] * one, own[2] * one, to.alpha, to.limit);
+    return OUT_BYTES == 1 ? result * factor : result;
+  };
+  auto two = [&](int m, int next, int i) { return two_bf16(value(m, next, i, 0), value(m, next, i, 1)); };
+  auto four = [&](int m, int n, int next, int i) {
+    return four_e4m3(value(m, next, 0, 0), value(n, next, i, 0), value(m, next, 0, 1), value(n, next, i, 1));
+  };
+  if constexpr (OUT_BYTES == 2 && !GATED) {
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+      store_turned(box + m * BOX + place(matrix / 2 * 8 + line, 2 * warp + matrix % 2), two(m, 0, 0), two(m, 0, 1),
+                   two(m, 1, 0), two(m, 1, 1));
+  } else if constexpr (OUT_BYTES == 2) {
+    store_turned(box + place(matrix % 2 * 8 + line, matrix / 2 * 4 + warp), two(0, 0, 0), two(0, 1, 0), two(1, 0, 0),
+                 two(1, 1, 0));
+  } else if constexpr (!GATED) {
+    store_turned(box + place(matrix % 2 * 8 + line, matrix / 2 * 4 + warp), four(0, 0, 0, 1), four(0, 0, 1, 1),
+                 four(1, 1, 0, 1), four(1, 1, 1, 1));
+  } else {
+    store_turned(box + place(matrix % 2 * 8 + line, warp), four(0, 1, 0, 0), four(0, 1, 1, 0));
+  }
+}
+
+// The same instructions for all widths: each with its own would be more than a multiprocessor's instruction cache keeps
+// while other kernels run, and fetching them took a fifth of a product's time.
+__device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Walk& tiles, Out& to, float scale, float factor) {
+  RowScales rows;
+  if constexpr (SCALED_ROWS) rows.load(to.row_scale, tiles);
+  auto stage = [&](int start) {
+#pragma unroll
+    for (int row = 0; row < CHUNK_ROWS && start + row < MOST; row += STEP)
+      if (start + row < tiles.width)
+        stage_step(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, rows, scale, factor);
+  };
+  stage(0);
+#pragma unroll
+  for (int start = 0; start < MOST; start += CHUNK_ROWS) {
+    if (start >= tiles.width) break;
+    const u32 chunk = to.chunks + to.turn * CHUNK;
+    to.turn ^= 1;
+    asm volatile("bar.sync %0, 128;" ::"r"(to.group + 1) : "memory");  // all have read the other chunk, too
+    uint4 values[CHUNK / 16 / 128];
+    auto each = [&](auto use) {
+      constexpr int PARTS = ACROSS / 16;
+#pragma unroll
+      for (int i = 0; i < CHUNK / 16 / 128; i++) {
+        const int item = threadIdx.x % 128 + i * 128;
+        use(values[i], item / (BOXES * PARTS), item / PARTS % BOXES, item % PARTS);
+      }
+    };
+    each([&](uint4& v, int row, int box, int part) {
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(chunk + (row / STEP * BOXES + box) * BOX + place(row % STEP, part)));
+    });
+    stage(start + CHUNK_ROWS);  // while these are on their way
+    each([&](const uint4& v, int row, int box, int part) {
+      const int column = (tiles.column * GROUPS + to.group) * COLUMNS + (box * ACROSS + part * 16) / OUT_BYTES;
+      if (start + row < tiles.count && column < to.n)
+        *(uint4*)(to.memory + ((u64)(tiles.row + start + row) * to.n + column) * OUT_BYTES) = v;
+    });
+  }
+}
+
+// Where each expert ends, and the number of its first tile; barriers.
+__device__ __forceinline__ void prepare(const int* ends, int* first, int* limits, int experts, int rows, int columns,
+                                        const Ring& ring, int most) {
+  const int lane = threadIdx.x;
+  int before = 0;
+  for (int base = 0; base < experts; base += 32) {
+    const int e = base + lane;
+    int tiles = 0;
+    if (e < experts) {
+      limits[e] = min(ends[e], rows);
+      tiles = (limits[e] - (e ? min(ends[e - 1], rows) : 0) + most - 1) / most * columns;
+    }
+    int upto = tiles;
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, upto, d);
+      if (lane >= d) upto += other;
+    }
+    if (e < experts) first[e] = before + upto - tiles;
+    before += __shfl_sync(~0u, upto, 31);
+  }
+  if (lane == 0) {
+    first[experts] = before;
+    for (int i = 0; i < ring.stages; i++) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ring.full + 8 * i));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.free + 8 * i), "r"(4 * GROUPS));
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+  }
+}
+
+__device__ __forceinline__ void copy_weights(const Map& weights, u32 to, u32 bar, int depth, int unit) {
+#pragma unroll
+  for (int i = 0; i < PIECES; i++)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, %3}], "
+        "[%5];" ::"r"(to + i * (WEIGHTS * LINE / PIECES)),
+        "l"(&weights), "r"(depth), "r"(0), "r"(unit + i * (COLUMNS / UNIT)), "r"(bar)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_rows(const Map& rows, u32 to, u32 bar, int depth, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(&rows), "r"(depth), "r"(row), "r"(bar)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy(const Map& weights, const Map& wide, const Map& step, Ring& ring, Walk& tiles,
+                                     int units, int k_blocks) {
+  ring.phase = 1;  // all stages are free
+  while (tiles.next()) {
+    const int unit = tiles.expert * units + tiles.column * (COLUMNS * GROUPS / UNIT);
+#pragma unroll 1
+    for (int k = 0; k < k_blocks; k++) {
+      wait(ring.free + 8 * ring.stage, ring.phase);
+      const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + WEIGHTS * LINE;
+      const int depth = k * (LINE / IN_BYTES);
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"((WEIGHTS + tiles.width) * LINE)
+                   : "memory");
+      copy_weights(weights, ring.at(), bar, depth, unit);
+      int row = 0;
+#pragma unroll 1
+      for (; row + WIDE <= tiles.width; row += WIDE) copy_rows(wide, to + row * LINE, bar, depth, tiles.row + row);
+#pragma unroll 1
+      for (; row < tiles.width; row += STEP) copy_rows(step, to + row * LINE, bar, depth, tiles.row + row);
+      ring.next();
+    }
+  }
+}
+
+// wide, step: a, in boxes of so many rows. ends: of each expert's rows. n: columns of out. units: of an expert's weights,
+// as their map counts them. most: rows of a tile.
+// Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
+// With SCALED_ROWS a_scale is of each row.
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
+                char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
+                float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
+  extern __shared__ __align__(1024) char memory[];
+  const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
+  char* chunks = memory + stages * stage_bytes;
+  u64* bars = (u64*)(chunks + GROUPS * 2 * CHUNK);
+  int* first = (int*)(bars + 2 * stages);
+  int* limits = first + experts + 1;
+  Ring ring{shared(memory), shared(bars), shared(bars + stages), stages, stage_bytes, 0, 0};
+  if (threadIdx.x < 32) prepare(ends, first, limits, experts, all_rows, columns, ring, most);
+  __syncthreads();
+  Walk tiles{first, limits, experts, columns, most, (int)blockIdx.x, 0};
+  const int group = threadIdx.x / 128;
+  if (group == GROUPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == 128 * GROUPS) copy(weights, wide, step, ring, tiles, units, k_blocks);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale};
+    while (tiles.next()) {
+      float scale = a_factor, factor = 1.0f;
+      if (a_scale && !SCALED_ROWS) scale *= a_scale[tiles.expert * a_step];
+      if (b_scale) scale *= b_scale[tiles.expert * b_step];
+      if (out_scale) factor = 1.0f / out_scale[tiles.expert];
+      float sum[2][MOST / 2];
+#define WIDTH(I) \
+  case I: \
+    multiply<I * STEP>(sum, ring, group, k_blocks); \
+    break;
+      switch (tiles.width / STEP) {
+        WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6) WIDTH(7) WIDTH(8) WIDTH(9) WIDTH(10) WIDTH(11) WIDTH(12)
+      }
+      store(sum, tiles, to, scale, factor);
+    }
+  }
+}

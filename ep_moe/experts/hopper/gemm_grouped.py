@@ -1,0 +1,153 @@
+"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix, or one
+a matrix of weights and one a row. For few rows: `gemm_streaming`, `gemm_skinny`.
+
+In CUDA C++, with weights as the left operand of the tensor cores, so that a tile is as wide as an expert's rows ask
+for, in steps of 16: Triton's shapes are powers of two.
+
+Nothing here allocates or waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_float, c_int, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from torch import Tensor
+
+from ep_moe.quant.fp8_row_kernels import RowScales
+from ep_moe.quant.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.runtime import nvrtc
+from ep_moe.runtime.devices import multiprocessors
+from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.types import Activation
+
+LINE, WEIGHTS = 128, 256  # bytes along K at a time; rows of weights in a tile
+STEP, WIDE = 16, 64  # of a tile's width; rows of a copy
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut.
+
+    rows: of an expert in a tile at most, a multiple of 16 up to 192; an expert's tiles are of one width
+    stages: blocks of 128 bytes along K that are on their way at once
+    """
+
+    rows: int
+    stages: int = 4
+
+
+CUTS = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
+
+
+def tiles_for(rows: float, w: Tensor, spare_sms: int = 0) -> Tiles:
+    """Those that take the fewest steps. rows: of an expert, as many as are expected on average; w: [L, N, K]"""
+    tiles_of_weights, programs = len(w) * -(-w.shape[1] // WEIGHTS), _programs(w, spare_sms)
+
+    def steps(cut: Tiles) -> float:
+        tiles = math.ceil((rows + math.sqrt(rows)) / cut.rows)  # most experts have not much more than the average
+        width = math.ceil(rows / tiles / STEP) * STEP
+        waves = math.ceil(tiles_of_weights * tiles / programs)
+        # 56: what a tile takes besides, as rows; three stages are 4 % slower than four (both fitted to an H200)
+        return waves * (width + 56) * (1.04 if cut.stages < 4 else 1.0)
+
+    return min(CUTS, key=steps)
+
+
+def _programs(w: Tensor, spare_sms: int) -> int:
+    return max(1, multiprocessors(w.device) - spare_sms)
+
+
+def grouped_gemm(
+    a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
+    alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | RowScales | None = None,
+    launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
+
+    a: [M, K]; b: [L, N, K]; both bf16, K a multiple of 64, or with `scales` E4M3, K a multiple of 128
+    ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
+    out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
+        `scales.out` is given
+    spare_sms: multiprocessors that are left free; launch: how it is launched
+    """
+    (experts, rows, k), itemsize = b.shape, b.element_size()
+    gated = activation is not None and activation.gated
+    n, depth = rows // 2 if gated else rows, LINE // itemsize
+    a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
+    b_step = 1 if b_scale is None else b_scale.stride(0)
+    weights, unit = _weights(b, gated, out.element_size())
+    arguments = [
+        (weights, None),
+        *((nvrtc.tensor_map(a.data_ptr(), itemsize, (k, len(a)), (k,), (depth, box)), None) for box in (WIDE, STEP)),
+        *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, a_scale, b_scale, out_scale)),
+        (1.0 if a_factor is None else a_factor, c_float),
+        *((number, c_int) for number in (a_step or 0, b_step, experts, len(a), n, rows // unit, k // depth)),
+        *((number, c_int) for number in (tiles.rows, tiles.stages)),
+        *((number, c_float) for number in (alpha, limit)),
+    ]
+    form = options(itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales))
+    function = nvrtc.kernel(source(itemsize), "gemm_grouped", form, a.device.index)
+    kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
+    launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
+
+
+def shared_bytes(tiles: Tiles, experts: int) -> int:
+    """The ring, results on their way out, barriers, and where each expert's rows and tiles begin."""
+    return tiles.stages * (WEIGHTS + tiles.rows) * LINE + 16 * 1024 + 16 * tiles.stages + 4 * (2 * experts + 1)
+
+
+def options(
+    itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False
+) -> tuple[str, ...]:
+    """What `source` is compiled with."""
+    gated = activation is not None and activation.gated
+    given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
+    form = [f"-D{name}={value}" for name, value in given.items()]
+    return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
+
+
+def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
+    """Of a tile's rows of weights, as tensor cores give their products: eight rows of gates, eight of `up`, and so on,
+    so that a thread holds both; results in E4M3 have neighbouring columns in a thread, which one store writes.
+
+    Returns how many columns the map's fourth dimension counts at once, too.
+    """
+    (experts, rows, k), itemsize = b.shape, b.element_size()
+    n, depth = rows // 2 if gated else rows, LINE // b.element_size()
+    all_rows = experts * rows - (n if gated else 0)
+    if out_bytes == 2:
+        unit, strides = 8, (k, n * k, 8 * k, k)
+        shape, box = (k, 8, 1 + gated, all_rows // 8, 1), (depth, 8, 1 + gated, 16 if gated else 32, 1)
+    elif gated:
+        unit, strides = 16, (2 * k, n * k, 16 * k, k)
+        shape, box = (k, 8, 2, all_rows // 16, 2), (depth, 8, 2, 4, 2)
+    else:
+        unit, strides = 16, (2 * k, k, 16 * k, k)
+        shape, box = (k, 8, 2, all_rows // 16, 1), (depth, 8, 2, 16, 1)
+    return nvrtc.tensor_map(b.data_ptr(), itemsize, shape, strides, box), unit
+
+
+@cache
+def source(itemsize: int) -> str:
+    """With the instruction for each width, which has a name and a list of registers of its own."""
+    kind, depth, order = ("bf16.bf16", 16, ", 0, 0") if itemsize == 2 else ("e4m3.e4m3", 32, "")
+    most, structs = CUTS[-1].rows, []
+    for n in range(STEP, most + 1, STEP):
+        numbers = ", ".join(f"%{i}" for i in range(n // 2))
+        sums = ", ".join(f'"+f"(sum[{i}])' for i in range(n // 2))
+        left, right, more = (f"%{n // 2 + i}" for i in range(3))
+        structs.append(
+            f"template <> struct Multiply<{n}> {{\n"
+            f"  static __device__ __forceinline__ void run(float (&sum)[{most // 2}], u64 a, u64 b, int more) {{\n"
+            f'    asm volatile("{{.reg .pred more; setp.ne.b32 more, {more}, 0; "\n'
+            f'                 "wgmma.mma_async.sync.aligned.m64n{n}k{depth}.f32.{kind} '
+            f'{{{numbers}}}, {left}, {right}, more, 1, 1{order};}}"\n'
+            f'                 : {sums} : "l"(a), "l"(b), "r"(more));\n  }}\n}};\n'
+        )
+    text = files("ep_moe.experts.hopper").joinpath("gemm_grouped.cu").read_text()
+    return text.replace("// Multiply<STEP> to Multiply<MOST>\n", "".join(structs))

@@ -1,0 +1,78 @@
+"""Expert steps as torch operators: one node of a compiled graph each, and a plain call outside of one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.types import PeerRows, WireIds
+
+Given = ParamSpec("Given")
+
+
+def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
+    """For a function that writes its arguments `out` and `workspace`, and leaves others as they were.
+
+    Compiled graphs get `torch.ops.ep_moe.<name>`. An eager call goes past torch's dispatcher, which for operators
+    written in Python costs the host some 20 us a call. Nothing is recorded for gradients in either.
+    """
+
+    def wrap(function: Callable[Given, None]) -> Callable[Given, None]:
+        made = torch.library.custom_op(f"ep_moe::{name}", function, mutates_args=("out", "workspace"))
+        made.register_fake(lambda *args, **kwargs: None)
+
+        @functools.wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
+            if torch.compiler.is_compiling():
+                getattr(torch.ops.ep_moe, name)(*args, **kwargs)
+                return
+            with torch.no_grad():
+                function(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`operator` for a function whose first argument is a `Launch`, which compiled graphs know nothing of; who calls it
+    gives it by name, if at all."""
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        def plain(*args: Any) -> None:
+            function(at_once, *args)
+
+        signature = inspect.signature(function, eval_str=True)
+        plain.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+        made = operator(name)(plain)
+
+        def call(*args: Any, launch: Launch = at_once) -> None:
+            if torch.compiler.is_compiling():
+                made(*args)
+                return
+            with torch.no_grad():
+                function(launch, *args)
+
+        call.__doc__ = function.__doc__
+        return call
+
+    return wrap
+
+
+def told_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
+    """`told` and `calls`, as operators take them."""
+    return (None, None) if ids is None else (ids.told, ids.calls)
+
+
+def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:
+    """The fields of `route_sort.Home`, as operators take them: of types that a graph's node can have."""
+    if peers is None:
+        return None, 0, 1, 0, None, 0
+    number, stride = (None, 0) if peers.cells is None else (peers.cells.number, peers.cells.stride)
+    return peers.addresses, peers.offset, peers.bound, peers.rank, number, stride

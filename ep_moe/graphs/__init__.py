@@ -1,1 +1,0 @@
-"""Calls of a layer as CUDA graphs: captured by the user (`captured`), or repeated by the layer itself (`repeated`)."""

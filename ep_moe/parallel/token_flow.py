@@ -1,0 +1,203 @@
+"""Which rows of a call this rank works on, and how outputs find back: split, union, reduce, gather.
+
+    x [T, H]    what the model passed; equal on all tp ranks where tokens are replicated
+    own         the rows this rank answers for; over all ranks every token once
+    union       the own rows of this rank's etp group: its members hold pieces of the same experts, so each of them
+                sends all these rows through its piece, and the pieces are summed
+
+With etp = 1 union and own are the same; with one tp rank, or sequence-sharded tokens, own is x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ep_moe.errors import InputError
+from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
+from ep_moe.parallel.layout import RankLayout, share
+from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, Link
+from ep_moe.parallel.replicated import (
+    Passed,
+    RowComparison,
+    argument_bits,
+    arguments_problem,
+    counts_problem,
+    has_mask,
+)
+from ep_moe.types import LogicalIds, TokenMask, capturing
+
+
+@dataclass(frozen=True)
+class Share:
+    """One call's split. own: [start, stop) of x. etp_counts, tp_counts: own rows of each peer. masked: whether a rank
+    of the etp group passes a mask."""
+
+    own: tuple[int, int]
+    etp_counts: list[int]
+    tp_counts: list[int]
+    masked: bool = False
+
+
+class TokenFlow:
+    """The way of tokens between the attention view and the expert view of the ranks.
+
+    whole: each rank's tokens are its own, and nothing is agreed on before a call
+    union_is_local: the rows of `union` are all among this rank's x, so that no rank asks another for them
+    """
+
+    def __init__(self, layout: RankLayout, *, tp: Link, etp: Link, lockstep: Link) -> None:
+        self._layout = layout
+        self._tp, self._etp, self._lockstep = tp, etp, lockstep
+        self._replicated = layout.split > 1
+        # a lockstep group holds whole tp groups where tokens are split over them
+        self._split_rank = {rank: at % layout.split for at, rank in enumerate(lockstep.ranks)}
+        self.union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
+        self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
+        self._comparison = RowComparison(tp)
+        self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
+
+    def enter(
+        self,
+        total: int,
+        problem: str | None,
+        device: torch.device,
+        passed: Passed | None = None,
+        *,
+        gradients: Gradients = NO_GRADIENTS,
+    ) -> Share:
+        """Agree with all ranks of this layer's collectives on a call with `total` rows here, and split them.
+
+        Raises InputError on all of them when any has a problem, or when tp ranks that must pass the same do not. Where
+        the EP group holds all of them and nothing is split, the dispatcher's own exchange does this instead. Inside a
+        CUDA-graph capture all must pass equally many, and nothing is compared.
+
+        passed: the call's arguments, of which tp ranks pass the same
+        gradients: what the call is differentiated by, on all ranks or on none
+        """
+        layout = self._layout
+        masked = passed is not None and has_mask(argument_bits(passed))
+        if self.whole:
+            return Share((0, total), [total], [total], masked)
+        totals = {layout.rank: total}
+        if capturing(device):  # no exchange can be captured: a batch size is captured on all ranks alike
+            totals, masked = dict.fromkeys(self._lockstep.ranks, total), masked and self.union_is_local
+        elif self.checks_input:
+            with self._lockstep.ledger.step("enter"):
+                same = self._comparison.facts(passed, device, compared=self._replicated)
+                rows = self._lockstep.agree([total, *same], problem, device, gradients=gradients)
+            found = dict(zip(self._lockstep.ranks, rows, strict=True))
+            totals = {rank: row[0] for rank, row in found.items()}
+            masked = any(has_mask(found[rank][1]) for rank in self._etp.ranks)
+            self._check_replicated(rows, passed or {}, device)
+        return Share(
+            own=share(total, layout.split, self._split_rank[layout.rank]),
+            etp_counts=[self._own_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
+            tp_counts=[self._own_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
+            masked=masked,
+        )
+
+    def agree(self, problem: str | None, device: torch.device) -> None:
+        """Raise a problem that a rank met after `enter`, on all ranks that entered; where the EP group holds them all
+        the dispatcher's own exchange does this instead."""
+        if self.checks_input and not capturing(device):
+            with self._lockstep.ledger.step("route"):
+                self._lockstep.agree([], problem, device)
+
+    def _own_count(self, rank: int, totals: dict[int, int]) -> int:
+        start, stop = share(totals[rank], self._layout.split, self._split_rank[rank])
+        return stop - start
+
+    def _check_replicated(self, rows: list[list[int]], passed: Passed, device: torch.device) -> None:
+        """Every rank sees what all have exchanged, so that all raise alike. rows: total and `facts` of each rank."""
+        if not self._replicated:
+            return
+        tp = self._layout.tp
+        unequal: set[int] = set()
+        for base in range(0, self._lockstep.size, tp):
+            ranks, found = self._lockstep.ranks[base : base + tp], rows[base : base + tp]
+            for column, problem in enumerate((counts_problem, arguments_problem)):
+                if len({row[column] for row in found}) > 1:
+                    raise InputError(problem({rank: row[column] for rank, row in zip(ranks, found, strict=True)}))
+            if len({row[2] for row in found}) > 1:
+                unequal.update(ranks)
+        if unequal:
+            text = None
+            if self._layout.rank in unequal:
+                with self._tp.ledger.step("tp rows", counted=False):
+                    text = self._comparison.problem(passed)
+            with self._lockstep.ledger.step("tp rows"):
+                self._lockstep.agree([], text, device)
+
+    def shared_gradients(self, x: Tensor) -> Tensor:
+        """For a value that all tp ranks hold alike and use for their own share: backward sums over tp."""
+        return sum_gradients(x, self._tp) if self._replicated else x
+
+    def own(self, x: Tensor, call: Share) -> Tensor:
+        """The rows this rank answers for. x: [T, ...]."""
+        return x[call.own[0] : call.own[1]] if self._replicated else x
+
+    def union(self, x: Tensor, call: Share) -> Tensor:
+        """The own rows of the whole etp group. x: [T, ...]."""
+        if self._layout.etp == 1:
+            return self.own(x, call)
+        if self.union_is_local:
+            before = sum(call.etp_counts[: self._layout.etp_rank])
+            start = call.own[0] - before
+            return x[start : start + sum(call.etp_counts)]
+        with self._etp.ledger.step("etp gather"):
+            return gather_rows(self.own(x, call), call.etp_counts, self._etp).wait()
+
+    def union_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[LogicalIds, Tensor]:
+        """The routing [union, K] of `union`'s rows from that of the own rows, where these lie on other ranks. Each rank
+        thereby routes its own tokens alone, and its router has their gradient.
+
+        Ids are far below 2**24, so that float32 holds them exactly and both travel in one message.
+        """
+        with self._etp.ledger.step("etp gather"):
+            both = gather_rows(torch.cat([ids.float(), weights], dim=1), call.etp_counts, self._etp).wait()
+        found, gathered = both.chunk(2, dim=1)
+        return LogicalIds(found.detach().long()), gathered
+
+    def mask(self, mask: TokenMask | None, rows: Tensor, call: Share) -> TokenMask | None:
+        """That of the union's rows. mask: of x, None where all are tokens; rows: x. Collective over etp where `union`
+        is, on ranks without a mask too."""
+        if not call.masked:
+            return None
+        tokens, sent = (True, False) if mask is None else (mask.tokens.reshape(-1), mask.sent)
+        if self.union_is_local:
+            assert isinstance(tokens, Tensor)
+            return TokenMask(self.union(tokens, call), sent)
+        codes = torch.full((len(rows),), 2 * bool(sent), dtype=torch.uint8, device=rows.device)
+        with torch.no_grad():
+            codes = self.union(codes.masked_fill(torch.as_tensor(tokens, device=rows.device), 1), call)
+        return TokenMask(codes == 1, codes > 0)
+
+    def whole_input(self, y: Tensor, call: Share) -> Tensor:
+        """What a router gave, for all rows of x [T, ...]. y: of the rows it saw: `union` if that is local, else `own`.
+
+        All tp ranks must go on to use the result alike: backward gives each rank the gradient of its own rows.
+        """
+        if self._layout.etp > 1 and self.union_is_local:
+            before = sum(call.etp_counts[: self._layout.etp_rank])
+            y = y[before : before + call.own[1] - call.own[0]]
+        if not self._replicated:
+            return y
+        with self._tp.ledger.step("router logits", counted=False):  # ranks that record nothing do not make it
+            return gather_replicated(y, call.tp_counts, self._tp)
+
+    def reduce(self, y: Tensor, call: Share) -> Tensor:
+        """Sum the etp group's partial rows [union, H] and keep the own ones."""
+        if self._layout.etp == 1:
+            return y
+        with self._etp.ledger.step("etp reduce"):
+            return reduce_scatter_rows(y, call.etp_counts, self._etp).wait()
+
+    def leave(self, y: Tensor, call: Share) -> Tensor:
+        """Own rows to what the model expects back: [T, H]."""
+        if not self._replicated:
+            return y
+        with self._tp.ledger.step("leave"):
+            return gather_replicated(y, call.tp_counts, self._tp)

@@ -1,0 +1,340 @@
+"""Which transport and which expert kernel serve a layer, and why. The layer runs what this module prints.
+
+A fused kernel stands under `experts`, its all2all is "inside". It runs where it is named, never by "auto".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_moe import registry
+from ep_moe.checks import check_count
+from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
+from ep_moe.errors import BackendUnavailable, ConfigError
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.fused.base import INSIDE, FusedExperts
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import PLAIN, Scheme, scheme_of
+from ep_moe.runtime.devices import as_device
+from ep_moe.types import RowLayout, Weighting, dtype_name
+
+AUTO = "auto"
+_MOST_RANKS = 1_000_000  # of a layout on paper: all of them are listed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One pair. status: "chosen", "possible" or "refused"; reason: why."""
+
+    all2all: str
+    experts: str
+    status: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.status:8}  {self.all2all:17}  {self.experts:20}  {self.reason}"
+
+
+def explain(
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device | str | int,
+    dtype: torch.dtype,
+    *,
+    all2all: str = AUTO,
+    experts: str = AUTO,
+    scheme: Scheme = PLAIN,
+    options: ExpertsOptions | None = None,
+    max_tokens: int | None = None,
+    wire: Wire | None = None,
+    expert_map: ExpertMap | None = None,
+) -> list[Choice]:
+    """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
+
+    scheme: how the experts are quantised; options: how the kernel shall run
+    max_tokens: the most tokens that a rank sends in one call, None for any number
+    wire: how rows are written while they travel
+    expert_map: where experts are; any fused kernel serves some only
+
+    Raises ConfigError for an unknown name.
+    """
+    options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
+    if not isinstance(device, torch.device):  # one of a kind that is not here is explained too
+        device = as_device(device)
+    _check_names(all2all, experts)
+    ours, others = _ranked(config, layout)
+    kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
+
+    def pairs(transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
+        for transport, why in transports:
+            for kernel, stated in kernels.items():
+                reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire)
+                yield transport, kernel, f"{why}; {kernel} is {stated}" if stated else why, reason
+
+    fused = [
+        (
+            INSIDE,
+            kernel,
+            f"all in one, where experts={kernel!r} is asked for",
+            _fused_refusal(config, layout, device, dtype, kernel, scheme, options, max_tokens, wire, expert_map),
+        )
+        for kernel in registry.targets("fused")
+    ]
+    table: list[Choice] = []
+    for transport, kernel, why, reason in [*pairs(ours), *fused, *pairs(others)]:
+        if reason is None and all2all not in (AUTO, transport):
+            reason = f"all2all={all2all!r} was asked for"
+        if reason is None and experts not in (AUTO, kernel):
+            reason = f"experts={experts!r} was asked for"
+        taken = any(row.status == "chosen" for row in table) or (transport == INSIDE and experts == AUTO)
+        if reason is None and (doubt := untried(kernel, device)) is not None:
+            why = f"{why}; {doubt}"
+        table.append(
+            Choice(transport, kernel, "refused" if reason else "possible" if taken else "chosen", reason or why)
+        )
+    return table
+
+
+def choose(
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device | str | int,
+    dtype: torch.dtype,
+    *,
+    all2all: str = AUTO,
+    experts: str = AUTO,
+    scheme: Scheme = PLAIN,
+    options: ExpertsOptions | None = None,
+    max_tokens: int | None = None,
+    wire: Wire | None = None,
+    expert_map: ExpertMap | None = None,
+) -> Choice:
+    """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
+    rest: dict[str, Any] = {
+        "scheme": scheme,
+        "options": options,
+        "max_tokens": max_tokens,
+        "wire": wire,
+        "expert_map": expert_map,
+    }
+    table = explain(config, layout, device, dtype, all2all=all2all, experts=experts, **rest)
+    for row in table:
+        if row.status == "chosen":
+            return row
+    named = [row for row in table if all2all in (AUTO, row.all2all) and experts in (AUTO, row.experts)]
+    reasons = _reasons(named) if named else f"{experts} has its all2all inside; leave all2all={AUTO!r}"
+    free = explain(config, layout, device, dtype, **rest)
+    able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
+    raise BackendUnavailable(
+        f"all2all={all2all!r} with experts={experts!r} cannot run here ({reasons}). Pairs that can: {able}"
+    )
+
+
+def _reasons(rows: list[Choice]) -> str:
+    """Of what is installed, and the names of what is not; of that, where nothing is."""
+    here = [row for row in rows if not _missing(row)]
+    pairs: dict[str, list[str]] = {}
+    for row in here or rows:
+        pairs.setdefault(row.reason, []).append(f"{row.all2all} with {row.experts}")
+    if len(pairs) == 1:
+        (found,) = pairs
+    else:
+        found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in pairs.items())
+    absent = sorted({name for row in rows for name in _missing(row)}) if here else []
+    return f"{found}; not installed: {', '.join(absent)} (see ep-moe doctor)" if absent else found
+
+
+def _missing(row: Choice) -> list[str]:
+    """Its backends that cannot run in this installation."""
+    both: list[tuple[registry.Kind, str]] = [("dispatchers", row.all2all), ("experts", row.experts)]
+    named: list[tuple[registry.Kind, str]] = [("fused", row.experts)] if row.all2all == INSIDE else both
+    return [name for kind, name in named if registry.why_not(kind, name) is not None]
+
+
+def explain_model(
+    config: str,
+    parallel: ParallelConfig,
+    all2all: str = AUTO,
+    experts: str = AUTO,
+    quantization: str = PLAIN.name,
+    dtype: str = "bfloat16",
+    max_tokens: int | None = None,
+    wire: Wire | None = None,
+) -> list[Choice]:
+    """`explain` for a bundled model config (or TOML file) on this machine, from names as a command line has them."""
+    dtypes = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
+    world = parallel.pp * parallel.dp * parallel.tp
+    if world > _MOST_RANKS:
+        raise ConfigError(f"dp * tp must be at most {_MOST_RANKS} ranks, got {world}")
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens, at_least=1)
+    layout = RankLayout.from_config(parallel, world=world, rank=0)
+    most = None if max_tokens is None else layout.wire_tokens(max_tokens)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return explain(
+        load_model_config(config).moe,
+        layout,
+        device,
+        dtypes[dtype],
+        all2all=all2all,
+        experts=experts,
+        scheme=scheme_of(quantization),
+        max_tokens=most,
+        wire=wire,
+    )
+
+
+def _check_names(all2all: str, experts: str) -> None:
+    if all2all != AUTO:
+        registry.check("dispatchers", all2all)
+    fused = registry.targets("fused")
+    if experts == AUTO or experts in fused:
+        return
+    try:
+        registry.check("experts", experts)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, and fused ones: {', '.join(fused)}") from None
+
+
+def _ranked(config: MoEConfig, layout: RankLayout) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Transports, best first, each with the reason for its place: ours, with those of other packages that state a
+    place among them, and the rest of these."""
+    ranks, top_k = layout.ep, config.top_k
+    order = {
+        "local": "one rank, nothing travels",
+        "nvlink_p2p": "straight into peers' memory by own kernels, no host sync",
+        "flashinfer_nvlink": "straight into peers' memory, no host sync",
+    }
+    if top_k >= ranks:
+        order["allgather"] = f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
+        order["torch_a2a"] = "a row per rank that needs it"
+    else:
+        order["torch_a2a"] = f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
+        order["allgather"] = "every row to every rank"
+    order |= {"deepep_static": "a row per rank that needs it, no host sync", "deepep": "a row per rank that needs it"}
+    order["pplx"] = "a row per pick, for few tokens"
+    order = _ahead("dispatchers", order)
+    others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
+    return list(order.items()), list(others.items())
+
+
+def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
+    """The same order, with plug-ins ahead of the backends that their `capabilities.ahead_of` names."""
+    names = list(order)
+    reasons = dict(order)
+    stated = {
+        name: registry.load(kind, name).capabilities.ahead_of
+        for name in registry.targets(kind)
+        if registry.is_plugin(kind, name) and registry.why_not(kind, name) is None
+    }
+    for name, named in [*stated.items()] * len(stated):  # again, for those that name each other
+        places = [names.index(other) for other in named if other in names and other != name]
+        if places and not (name in names and names.index(name) < min(places)):
+            first = names[min(places)]
+            if name in names:
+                names.remove(name)
+            names.insert(names.index(first), name)
+            reasons[name] = f"of another package, by its own word ahead of {', '.join(sorted(named))}"
+    return {name: reasons[name] for name in names}
+
+
+def _refusal(
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    transport: str,
+    kernel: str,
+    scheme: Scheme,
+    options: ExpertsOptions,
+    max_tokens: int | None,
+    wire: Wire,
+) -> str | None:
+    problem = scheme.problem(config, layout.etp)
+    if problem is not None:
+        return problem
+    for kind, name in (("dispatchers", transport), ("experts", kernel)):
+        reason = registry.why_not(kind, name)  # type: ignore[arg-type]
+        if reason is not None:
+            return f"{name}: {reason}"
+    sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
+    can, able = sender.capabilities, computer.capabilities
+    for name, devices in ((transport, can.devices), (kernel, able.devices)):
+        if device.type not in devices:
+            return f"{name} runs on {', '.join(sorted(devices))}, not on {device.type}"
+    reason = registry.asked(
+        "dispatchers",
+        transport,
+        lambda: (
+            sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens, wire)
+            or sender.platform_problem(layout)
+        ),
+    )
+    if reason is not None:
+        return reason
+    if not able.layouts & {can.layout, RowLayout.RANK_MAJOR}:  # any layout can be seen as RANK_MAJOR
+        accepted = ", ".join(sorted(layout.value for layout in able.layouts))
+        return f"{transport} delivers {can.layout.value} rows, {kernel} takes {accepted}"
+    if can.layout is RowLayout.RANK_MAJOR and can.weighting is Weighting.COMBINE:
+        return f"{transport} delivers rows of several experts each and leaves their weights to combine"
+    if can.weighting not in able.weightings:
+        return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
+    if options.deterministic and not can.deterministic:
+        return f"{transport} is not deterministic"
+    return registry.asked(
+        "experts",
+        kernel,
+        lambda: (
+            computer.platform_problem(scheme, device) or computer.why_not(config, dtype, layout.etp, scheme, options)
+        ),
+    )
+
+
+def _fused_refusal(
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: str,
+    scheme: Scheme,
+    options: ExpertsOptions,
+    max_tokens: int | None,
+    wire: Wire,
+    expert_map: ExpertMap | None,
+) -> str | None:
+    problem = scheme.problem(config, layout.etp)
+    if problem is not None:
+        return problem
+    if (reason := registry.why_not("fused", kernel)) is not None:
+        return f"{kernel}: {reason}"
+    kind: type[FusedExperts] = registry.load("fused", kernel)
+    if wire != PLAIN_WIRE:
+        return f"{kernel} has its own rows on the wire, not {wire}"
+    return registry.asked(
+        "fused",
+        kernel,
+        lambda: (
+            kind.platform_problem(layout, device)
+            or kind.why_not(
+                config, layout, dtype, scheme, expert_map=expert_map, max_tokens=max_tokens, options=options
+            )
+        ),
+    )
+
+
+def untried(kernel: str, device: torch.device) -> str | None:
+    """None, or that a kernel which can serve here was not run on this kind of GPU by those who wrote it."""
+    if device.type != "cuda":
+        return None
+    kind: registry.Kind = "experts" if kernel in registry.targets("experts") else "fused"
+    run_on, found = registry.load(kind, kernel).capabilities.run_on, torch.cuda.get_device_capability(device)
+    if run_on is None or found in run_on:
+        return None
+    return f"{kernel} was NOT RUN on compute capability {found[0]}.{found[1]} yet"

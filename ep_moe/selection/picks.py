@@ -1,0 +1,156 @@
+"""Which transport and kernel serve a layer's calls, by the bound on their tokens: one pair, or what was tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_moe import registry
+from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.config import MoEConfig, Wire
+from ep_moe.errors import ConfigError
+from ep_moe.execution.exchange import check_pipeline
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.fused.base import INSIDE
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.quant.schemes import Scheme
+from ep_moe.selection import explain
+from ep_moe.selection.tuned import Measured, Tuned, bucket_index
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What serves calls of up to `tokens` tokens per rank (None: of any number).
+
+    pipeline: as `MoELayer`'s; room: tokens that the transport's buffers are made for, None for any number
+    """
+
+    tokens: int | None
+    choice: explain.Choice
+    pipeline: int | None
+    room: int | None
+
+    def __str__(self) -> str:
+        return f"{self.choice.all2all} with {self.choice.experts} {_described(self)}"
+
+
+class Picks:
+    """picks: tokens ascending"""
+
+    def __init__(self, picks: Sequence[Pick]) -> None:
+        self._picks = tuple(picks)
+        self._bounds = [pick.tokens or 0 for pick in picks]
+
+    @property
+    def last(self) -> Pick:
+        return self._picks[-1]
+
+    @property
+    def kernels(self) -> list[str]:
+        """Without repetition, that of the most tokens first."""
+        return list(dict.fromkeys(pick.choice.experts for pick in reversed(self._picks)))
+
+    def at(self, bound: int | None) -> Pick:
+        """For calls of at most `bound` tokens per rank: the first pick that holds them, the last one for more."""
+        if bound is None or len(self._picks) == 1:
+            return self._picks[-1]
+        return self._picks[bucket_index(self._bounds, bound)]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether some transport has buffers for one dtype and size, and no exchange before rows travel."""
+        return any(
+            registry.load("dispatchers", pick.choice.all2all).capabilities.static
+            for pick in self._picks
+            if pick.choice.all2all != INSIDE
+        )
+
+    def dtype_problem(
+        self,
+        dtype: torch.dtype,
+        config: MoEConfig,
+        layout: RankLayout,
+        scheme: Scheme,
+        options: ExpertsOptions,
+        wire: Wire,
+    ) -> str | None:
+        """None, or which backend cannot serve the layer in another dtype than it was made with."""
+        for pick in self._picks:
+            if pick.choice.all2all == INSIDE:
+                return f"experts={pick.choice.experts} has buffers of the dtype that the layer was made with"
+            kernel, transport = pick.choice.experts, pick.choice.all2all
+            sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
+            if (why := computer.why_not(config, dtype, layout.etp, scheme, options)) is not None:
+                return f"experts={kernel} does not compute in it: {why}"
+            why = sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, pick.tokens, wire)
+            if why is not None:
+                return f"all2all={transport} does not carry it: {why}"
+        return None
+
+    def transport_bytes(self, geometry: Callable[[Pick], Geometry]) -> dict[tuple[str, Geometry], int]:
+        """Buffers by transport and geometry."""
+        found: dict[tuple[str, Geometry], int] = {}
+        for pick in self._picks:
+            kind: type[Dispatcher] = registry.load("dispatchers", pick.choice.all2all)
+            key = (pick.choice.all2all, geometry(pick))
+            calls = 1 if pick.pipeline is None else kind.calls_in_parts(key[1])
+            found[key] = max(found.get(key, 0), kind.buffer_bytes(key[1]) * calls)
+        return found
+
+    def explained(self, table: Sequence[explain.Choice]) -> list[explain.Choice]:
+        """`select.explain`'s table with these as "chosen"."""
+        own = {(pick.choice.all2all, pick.choice.experts): pick.choice for pick in self._picks}
+        rest = [dataclasses.replace(row, status="possible") if row.status == "chosen" else row for row in table]
+        return [own.get((row.all2all, row.experts), row) for row in rest]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._picks))
+
+
+def tuned_picks(
+    tuned: Tuned,
+    config: MoEConfig,
+    layout: RankLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    keywords: Mapping[str, Any],
+) -> Picks:
+    """A file's buckets, as far as calls of this context go. keywords: of `select.explain`.
+
+    Raises where a pair cannot run here, or the kernels cannot share weights."""
+    most = keywords["max_tokens"]
+    last = bucket_index([bucket.tokens for bucket in tuned.buckets], most)
+    used = [*tuned.buckets[:last], dataclasses.replace(tuned.buckets[last], tokens=most)]
+    used = [dataclasses.replace(b, pipeline=None) if (b.pipeline or 0) >= b.tokens else b for b in used]
+    for bucket in used:
+        pair = {"all2all": bucket.all2all, "experts": bucket.experts}
+        explain.choose(config, layout, device, dtype, **{**keywords, **pair})
+        check_pipeline(bucket.pipeline, bucket.tokens, bucket.all2all)
+    if len({registry.load("experts", bucket.experts).preparation for bucket in used}) > 1:
+        kernels = ", ".join(sorted({bucket.experts for bucket in used}))
+        raise ConfigError(f"tuned has experts that cannot share one layer's weights: {kernels}; tune again")
+    return Picks([Pick(b.tokens, _choice(b, used), b.pipeline, _room(b, used)) for b in used])
+
+
+def _choice(bucket: Measured, used: Sequence[Measured]) -> explain.Choice:
+    same = [one for one in used if (one.all2all, one.experts) == (bucket.all2all, bucket.experts)]
+    return explain.Choice(bucket.all2all, bucket.experts, "chosen", f"tuned: {', '.join(map(_described, same))}")
+
+
+def _described(one: Measured | Pick) -> str:
+    tokens = "any number of" if one.tokens is None else f"up to {one.tokens}"
+    return f"{tokens} tokens" + ("" if one.pipeline is None else f" in parts of {one.pipeline}")
+
+
+def _room(bucket: Measured, used: Sequence[Measured]) -> int:
+    """Buckets of one transport share its buffers, which are as large as the largest of them wants: a call's receivers
+    look at no more rows than its bound says. Transports without fixed buffers are shared with other layers too."""
+    if not registry.load("dispatchers", bucket.all2all).capabilities.static:
+        return used[-1].tokens
+    if bucket.pipeline is not None:
+        return bucket.pipeline
+    return max(one.tokens for one in used if one.all2all == bucket.all2all and one.pipeline is None)

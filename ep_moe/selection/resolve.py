@@ -1,0 +1,188 @@
+"""Which backends and which expert map a layer gets. All ranks of a context choose alike, or raise alike."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_moe import registry
+from ep_moe.checks import check_kind, shown
+from ep_moe.config import MoEConfig, Wire, flat_facts
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.execution.exchange import check_pipeline
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.fused.base import INSIDE, FusedExperts
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import scheme_of
+from ep_moe.router import Router
+from ep_moe.runtime.devices import as_device
+from ep_moe.selection import explain
+from ep_moe.selection.picks import Pick, Picks, tuned_picks
+from ep_moe.selection.tuned import Tuned, layer_facts, machine_facts, versions
+from ep_moe.types import dtype_name
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user named for a layer; fields as those of `MoELayer`."""
+
+    all2all: str
+    experts: str
+    quantization: str
+    wire: Wire
+    pipeline: int | None
+    options: ExpertsOptions
+    dtype: torch.dtype
+    router: Any
+    tuned: Tuned | None = None
+    shared: Any = None
+    device: Any = None
+
+
+def device_of(context: EPContext) -> torch.device:
+    """A context's device."""
+    check_kind("MoELayer: context", context, EPContext)
+    return context.device
+
+
+def agree(
+    context: EPContext, name: str, config: MoEConfig, asked: Asked, expert_map: ExpertMap | None
+) -> tuple[Picks, ExpertMap, dict[str, Any]]:
+    """Choose backends and check that all ranks were given the same layer; all raise alike.
+
+    Returns what serves which calls, the map, and the keywords of `select.explain` that led to it.
+    """
+    nothing = explain.Choice("", "", "refused", "")
+    picks, problem, keywords = Picks([Pick(None, nothing, None, None)]), None, dict[str, Any]()
+    if (wrong := _wrong_kind(config, asked, expert_map, name)) is not None:
+        # told of by itself: what is not of its kind has no fields to compare
+        context.agreement.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
+        raise AssertionError("a problem is raised")
+    try:
+        if expert_map is None:
+            expert_map = ExpertMap.linear(config.num_experts, context.layout.ep)
+        _check_map(expert_map, config, context.layout.ep)
+        keywords = {
+            "all2all": asked.all2all,
+            "experts": asked.experts,
+            "scheme": scheme_of(asked.quantization),
+            "options": asked.options,
+            "wire": asked.wire,
+            "expert_map": expert_map,
+            "max_tokens": context.wire_tokens,
+        }
+        if asked.tuned is not None:
+            _check_tuned(asked.tuned, context, config, asked)
+            picks = tuned_picks(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
+        else:
+            choice = explain.choose(config, context.layout, context.device, asked.dtype, **keywords)
+            if choice.all2all == INSIDE:
+                _check_fused(choice.experts, asked)
+            else:
+                check_pipeline(asked.pipeline, context.wire_tokens, choice.all2all)
+            most = context.wire_tokens
+            picks = Picks([Pick(most, choice, asked.pipeline, asked.pipeline or most)])
+    except EPMoEError as error:
+        problem = error
+    facts = {
+        "layer": name,
+        **flat_facts(config, "MoEConfig"),
+        "expert_map": "" if expert_map is None else expert_map.to_json(),
+        "dtype": dtype_name(asked.dtype),
+        "quantization": asked.quantization,
+        "router": "the layer's own" if asked.router is None else "given",
+        **flat_facts(asked.options, "ExpertsOptions"),
+        **flat_facts(asked.wire, "Wire"),
+        "pipeline": asked.pipeline,
+        "all2all": picks.last.choice.all2all,
+        "experts": picks.last.choice.experts,
+        "tuned": None if asked.tuned is None else str(picks),
+    }
+    context.agreement.same(f"MoELayer {name}", facts, problem)
+    assert expert_map is not None
+    _warn(context, asked, picks.last.choice.experts)
+    return picks, expert_map, keywords
+
+
+def _wrong_kind(config: MoEConfig, asked: Asked, expert_map: ExpertMap | None, name: str) -> ConfigError | None:
+    for field, value, kinds, remedy in (
+        ("config", config, (MoEConfig,), "MoEConfig(hidden_size=..., ...)"),
+        ("wire", asked.wire, (Wire,), "Wire(dispatch=...)"),
+        ("options", asked.options, (ExpertsOptions,), "ExpertsOptions(...)"),
+        ("dtype", asked.dtype, (torch.dtype,), "torch.bfloat16 or its like"),
+        ("tuned", asked.tuned, (Tuned, type(None)), "Tuned.load(path)"),
+        ("expert_map", expert_map, (ExpertMap, type(None)), "ExpertMap.load(path) or another of its constructors"),
+        ("all2all", asked.all2all, (str,), "the name of a transport, or 'auto'"),
+        ("experts", asked.experts, (str,), "the name of a kernel, or 'auto'"),
+        ("quantization", asked.quantization, (str,), "the name of a scheme, such as 'none' or 'fp8_block'"),
+        ("name", name, (str,), "a name for errors, or None"),
+    ):
+        if not isinstance(value, kinds):
+            return ConfigError(f"{field} must be a {kinds[0].__name__}, got {shown(value)}; give {remedy}")
+    if not asked.dtype.is_floating_point or asked.dtype.itemsize == 1:
+        return ConfigError(f"dtype must be that of activations, got {dtype_name(asked.dtype)}; give torch.bfloat16")
+    if asked.device is not None:
+        try:
+            as_device(asked.device)
+        except ConfigError as error:
+            return error
+    for field, given in (("router", asked.router), ("shared_experts", asked.shared)):
+        if given is not None and not callable(given):
+            return ConfigError(f"{field} must be a module, or None for the layer's own, got {shown(given)}")
+    return None
+
+
+def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Asked) -> None:
+    for name, value, free in (
+        ("all2all", asked.all2all, explain.AUTO),
+        ("experts", asked.experts, explain.AUTO),
+        ("pipeline", asked.pipeline, None),
+    ):
+        if value != free:
+            raise ConfigError(
+                f"{name}={value!r} beside tuned, which says it per number of tokens; leave out one of them"
+            )
+    if context.wire_tokens is None:
+        raise ConfigError(
+            "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tokens=...)"
+        )
+    here = machine_facts(context.device, context.layout.ep, context.layout.etp)
+    wrong = tuned.mismatch(here, layer_facts(config, asked.quantization, asked.wire, asked.dtype))
+    if wrong is not None:
+        raise ConfigError(f"tuned is for another machine or layer: {wrong}; run ep-moe tune for this one")
+
+
+def _warn(context: EPContext, asked: Asked, experts: str) -> None:
+    if asked.tuned is not None:
+        if (changed := asked.tuned.other_versions(versions())) is not None:
+            warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=5)
+    elif asked.experts == explain.AUTO and (doubt := explain.untried(experts, context.device)) is not None:
+        warnings.warn(
+            f"{doubt}; see whether tests/gpu/test_blackwell.py of ep_moe's repository passes on this GPU, then name "
+            f"experts={experts!r}",
+            stacklevel=5,
+        )
+
+
+def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
+    for name, value in (("num_experts", config.num_experts), ("num_ranks", ranks)):
+        if getattr(expert_map, name) != value:
+            raise ConfigError(
+                f"expert_map.{name} must be {value} for this layer and context, got {getattr(expert_map, name)}"
+            )
+
+
+def _check_fused(name: str, asked: Asked) -> None:
+    """For what `select` does not look at."""
+    if asked.pipeline is not None:
+        raise ConfigError(f"pipeline={asked.pipeline!r} is not for experts={name}: its rows do not travel in parts")
+    kind: type[FusedExperts] = registry.load("fused", name)
+    if kind.capabilities.routes and not (asked.router is None or isinstance(asked.router, Router)):
+        raise ConfigError(
+            f"experts={name} routes inside, as ep_moe.router.Router does; leave router=None, or choose other experts, "
+            f"got {type(asked.router).__name__}"
+        )

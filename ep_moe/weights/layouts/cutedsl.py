@@ -1,0 +1,74 @@
+"""The layout that FlashInfer's CuteDSL MoE reads on Blackwell (NVFP4).
+
+As `prepare_cute_dsl_weights` of FlashInfer 0.7.2 (fused_moe/prepare.py) makes it: up first, then rows of up and of gate
+in turn, 64 of each (so that one tile of the first product holds what an activation needs), and block scales in the
+128 x 4 swizzle. The kernel sees the scales of all experts as one tensor of six dimensions, (32, 4, rows / 128, 4,
+blocks / 4, experts). That is a view of the swizzled bytes, expert by expert: they are stored so, [L, rows, blocks]
+contiguous, and move slot by slot; `mma_view` is made at the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.quant.schemes import Scheme, TensorSpec
+from ep_moe.weights.layouts.base import Preparation, swap_halves
+from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
+
+GROUP = 64  # rows of up, then as many of gate
+_SCALES = ("w13_scale", "w2_scale")
+
+
+class CuteDsl(Preparation):
+    """Rows of w13 interleaved where it has a gate, scales swizzled and filled up with zeros to whole tiles; scalars
+    are the checkpoint's."""
+
+    def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
+        super().__init__(config, scheme, dtype, etp)
+        self._specs = dict(self.canonical)
+        for name in _SCALES:
+            (rows, blocks), stored = self.canonical[name].shape, self.canonical[name].dtype
+            self._specs[name] = TensorSpec((-(-rows // 128) * 128, -(-blocks // 4) * 4), stored)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return self._specs
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stored = dict(tensors)
+        if self.config.activation.gated:
+            stored |= {name: interleave(swap_halves(stored[name])) for name in ("w13", "w13_scale")}
+        return stored | {name: arrange(stored[name], ScaleLayout.SWIZZLED_128X4) for name in _SCALES}
+
+    def restore(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = dict(stored)
+        for name in _SCALES:
+            tensors[name] = linear(stored[name], ScaleLayout.SWIZZLED_128X4, *self.canonical[name].shape)
+        if self.config.activation.gated:
+            tensors |= {name: swap_halves(deinterleave(tensors[name])) for name in ("w13", "w13_scale")}
+        return tensors
+
+
+def interleave(rows: Tensor) -> Tensor:
+    """[2I, ...], one half after the other, to groups of `GROUP` rows of each in turn; any dtype of one byte."""
+    return _turned(rows, (2, -1))
+
+
+def deinterleave(rows: Tensor) -> Tensor:
+    """The inverse of `interleave`."""
+    return _turned(rows, (-1, 2))
+
+
+def _turned(rows: Tensor, groups: tuple[int, int]) -> Tensor:
+    turned: Tensor = rows.unflatten(0, (*groups, GROUP)).transpose(0, 1).contiguous().view(rows.shape)
+    return turned
+
+
+def mma_view(swizzled: Tensor) -> Tensor:
+    """Stored scales [L, rows, blocks], rows of 128 and blocks of 4, as uint8 (32, 4, rows / 128, 4, blocks / 4, L)."""
+    slots, rows, blocks = swizzled.shape
+    tiles = swizzled.view(torch.uint8).view(slots, rows // 128, blocks // 4, 32, 4, 4)
+    return tiles.permute(3, 4, 1, 5, 2, 0)

@@ -1,0 +1,142 @@
+"""The layouts that FlashInfer's CUTLASS MoE reads on Hopper, per scheme.
+
+Order of rows: up first, then gate (`flashinfer.fused_moe.cutlass_fused_moe`: fc1 is [up; gate]). Where both halves are
+cut alike, swapping them commutes with every interleave below (`cutlass_mixed`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.quant.schemes import Rounding, Scheme, TensorSpec
+from ep_moe.weights.layouts import cutlass_mixed as mixed
+from ep_moe.weights.layouts.base import Preparation, swap_halves
+
+BOUND = "w13_bound"
+SM90_SCHEMES = ("none", "fp8_static", "fp8_dynamic", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8")
+
+
+class _Layout(ABC):
+    """One mixed-input layout of a packed matrix and its scales: parts "" and "_scale" (and "_residual")."""
+
+    def parts(self, rows: int, columns: int) -> dict[str, TensorSpec]:
+        """The parts that differ from the canonical ones in shape or dtype, or are new; the data never do."""
+        return {"": TensorSpec((rows, columns // 2), torch.uint8)} | self.scales(rows // 64, columns // 128)
+
+    def scales(self, rows: int, columns: int) -> dict[str, TensorSpec]:
+        return {"_scale": TensorSpec((rows, columns, 16, 4), torch.int32)}
+
+    @abstractmethod
+    def fold(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Canonical data and scales to the parts."""
+
+    @abstractmethod
+    def unfold(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The parts back to canonical data and scales."""
+
+
+class _Mxfp4Bf16(_Layout):
+    def fold(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        return {"": mixed.interleave_mxfp4_bf16(data), "_scale": mixed.fold_mxfp4_scale(scale)}
+
+    def unfold(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return mixed.deinterleave_mxfp4_bf16(parts[""]), mixed.unfold_mxfp4_scale(parts["_scale"])
+
+
+class _Mxfp4Fp8(_Layout):
+    """Exact if a matrix's block exponents span at most `cutlass_mixed.HUMMING_RANGE`; smaller blocks are rounded."""
+
+    def scales(self, rows: int, columns: int) -> dict[str, TensorSpec]:
+        return super().scales(rows, columns) | {"_residual": TensorSpec((), torch.float32)}
+
+    def fold(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        weight, offset, residual = mixed.fold_humming(data, scale)
+        return {"": weight, "_scale": offset, "_residual": residual * mixed.HUMMING_COMPENSATION}
+
+    def unfold(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return mixed.unfold_humming(parts[""], parts["_scale"], parts["_residual"] / mixed.HUMMING_COMPENSATION)
+
+
+class _Int4Fp8(_Layout):
+    def scales(self, rows: int, columns: int) -> dict[str, TensorSpec]:
+        return {"_scale": TensorSpec((rows, columns, 8, 8), torch.bfloat16)}
+
+    def fold(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        return {"": mixed.interleave_int4_fp8(data), "_scale": mixed.fold_int4_scale(scale)}
+
+    def unfold(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return mixed.deinterleave_int4_fp8(parts[""]), mixed.unfold_int4_scale(parts["_scale"])
+
+
+_LAYOUTS: dict[str, _Layout] = {"mxfp4": _Mxfp4Bf16(), "mxfp4_fp8": _Mxfp4Fp8(), "int4_fp8": _Int4Fp8()}
+
+
+class CutlassSm90(Preparation):
+    """Up first; MXFP4 and INT4 interleaved; `w13_bound` where a scale of the second product's input is derived.
+
+    w13_bound: float32 scalar b with |activation(w13 @ x + bias)| <= b * (|x|**2 + 1) for every x, by Cauchy-Schwarz on
+    the rows of gate and up: the kernel rounds that activation with a scale it must be given beforehand.
+    """
+
+    def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
+        super().__init__(config, scheme, dtype, etp)
+        rows, inner, hidden = config.w13_rows // etp, config.intermediate_size // etp, config.hidden_size
+        self._layout = _LAYOUTS.get(scheme.name)
+        self._specs = dict(self.canonical)
+        if self._layout is not None:
+            for name, (out, contracted) in {"w13": (rows, hidden), "w2": (hidden, inner)}.items():
+                self._specs |= {name + part: spec for part, spec in self._layout.parts(out, contracted).items()}
+        if scheme.activations is Rounding.FP8_DYNAMIC:
+            self._specs[BOUND] = TensorSpec((), torch.float32)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return self._specs
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stored = self._swapped(tensors)
+        if self._layout is not None:
+            for name in ("w13", "w2"):
+                parts = self._layout.fold(stored[name], stored[f"{name}_scale"])
+                stored |= {name + part: tensor for part, tensor in parts.items()}
+        if BOUND in self._specs:
+            stored[BOUND] = activation_bound(self.config, self.scheme, tensors)
+        return stored
+
+    def restore(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {name: tensor for name, tensor in stored.items() if name in self.canonical}
+        if self._layout is not None:
+            for name in ("w13", "w2"):
+                parts = {part: stored[name + part] for part in self._layout.parts(64, 128)}
+                tensors[name], tensors[f"{name}_scale"] = self._layout.unfold(parts)
+        return self._swapped(tensors)
+
+    def _swapped(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gate first to up first, and back."""
+        gated = self.config.activation.gated
+        return {
+            name: swap_halves(tensor) if gated and name.startswith("w13") and tensor.dim() else tensor
+            for name, tensor in tensors.items()
+        }
+
+
+def activation_bound(config: MoEConfig, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Tensor:
+    """b such that |activation| <= b * (|x|**2 + 1), float32 scalar, from canonical tensors.
+
+    Every activation is at most |gate| * |up| (silu and gelu shrink their argument; relu squared is relu * relu), and
+    |w @ x + c| <= |(w, c)| * sqrt(|x|**2 + 1). The clamped SwiGLU multiplies by up + 1 instead: |(wu, cu)| + 1.
+    """
+    w13 = scheme.dequantize(tensors, "w13")
+    square = w13.square().sum(1)
+    if "w13_bias" in tensors:
+        square = square + tensors["w13_bias"].float().square()
+    length = square.sqrt()
+    if not config.activation.gated:
+        return length.square().max()
+    gate, up = length.chunk(2)
+    from_one = 1.0 if config.activation.value == "swiglu_clamped" else 0.0
+    return (gate * (up + from_one)).max()

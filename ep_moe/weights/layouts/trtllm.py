@@ -1,0 +1,114 @@
+"""The layouts that FlashInfer's TRTLLM MoE reads on Blackwell, per scheme.
+
+What FlashInfer 0.7.2 does to weights of its own layout (up first) in fused_moe/prepare.py, `prepare_trtllm_*_weights`,
+here from canonical tensors and one expert at a time:
+
+scheme                      data                                      scales
+none                        rows shuffled, block-major                -
+fp8_static                  rows shuffled                             scalars, as they are
+fp8_block                   up first, else as they are                up first, linear
+mxfp8, nvfp4,               rows shuffled                             rows shuffled, then swizzled 128 x 4
+mxfp4, mxfp4_mxfp8
+mxint4                      rows shuffled, block-major                rows shuffled, then swizzled 128 x 4
+
+Biases are float32, in the order of their matrix's rows. What a kernel is told of an expert besides is derived at the
+call from the scalars of its slot (`experts/flashinfer/trtllm_op.py`), so that a slot that moves takes all of it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.quant.schemes import Scheme, TensorSpec
+from ep_moe.weights.layouts.base import Preparation, swap_halves
+from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
+from ep_moe.weights.layouts.trtllm_shuffle import BLOCK_BYTES, block_major, row_major, shuffle_rows, unshuffle_rows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one scheme's matrices are stored.
+
+    shuffled: rows are permuted, and scales with them; else a gated w13 is up first
+    blocked: data are block-major
+    swizzled: scales lie as 128 x 4 tiles
+    unit: what H and I must be multiples of
+    """
+
+    shuffled: bool = True
+    blocked: bool = False
+    swizzled: bool = False
+    unit: int = 128
+
+
+LAYOUTS = {
+    "none": Layout(blocked=True),
+    "fp8_static": Layout(),
+    "fp8_block": Layout(shuffled=False),
+    "mxfp8": Layout(swizzled=True),
+    "nvfp4": Layout(swizzled=True),
+    "mxfp4": Layout(swizzled=True),
+    "mxfp4_mxfp8": Layout(swizzled=True),
+    "mxint4": Layout(blocked=True, swizzled=True, unit=256),
+}
+
+
+class Trtllm(Preparation):
+    """One expert's tensors under their canonical names, in the layout of the table above."""
+
+    def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
+        super().__init__(config, scheme, dtype, etp)
+        self.layout = LAYOUTS[scheme.name]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: self._spec(name, spec) for name, spec in self.canonical.items()}
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._stored(name, tensor) for name, tensor in tensors.items()}
+
+    def restore(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._canonical(name, tensor) for name, tensor in stored.items()}
+
+    def _spec(self, name: str, spec: TensorSpec) -> TensorSpec:
+        if name.endswith("_bias"):
+            return TensorSpec(spec.shape, torch.float32)
+        if name in ("w13", "w2") and self.layout.blocked:
+            rows, columns = spec.shape
+            width = BLOCK_BYTES // spec.dtype.itemsize
+            return TensorSpec((columns // width, rows, width), spec.dtype)
+        return spec
+
+    def _stored(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        if self.layout.shuffled:
+            tensor = shuffle_rows(tensor, gated=self._gated(name))
+        elif self._gated(name):
+            tensor = swap_halves(tensor)
+        if name.endswith("_bias"):
+            return tensor.float()
+        if name.endswith("_scale"):
+            return arrange(tensor, ScaleLayout.SWIZZLED_128X4) if self.layout.swizzled else tensor
+        return block_major(tensor) if self.layout.blocked else tensor
+
+    def _canonical(self, name: str, stored: Tensor) -> Tensor:
+        if stored.dim() == 0:
+            return stored
+        if name.endswith("_bias"):
+            stored = stored.to(self.dtype)
+        elif name.endswith("_scale"):
+            if self.layout.swizzled:
+                stored = linear(stored, ScaleLayout.SWIZZLED_128X4, *stored.shape)
+        elif self.layout.blocked:
+            stored = row_major(stored)
+        if self.layout.shuffled:
+            return unshuffle_rows(stored, gated=self._gated(name))
+        return swap_halves(stored) if self._gated(name) else stored
+
+    def _gated(self, name: str) -> bool:
+        return name.startswith("w13") and self.config.activation.gated
