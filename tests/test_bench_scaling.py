@@ -37,7 +37,7 @@ from ep_moe.config import Wire, load_model_config
 from ep_moe.eplb.cost import Machine
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
-DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
+DOCS = Path(__file__).parent.parent / "docs" / "reference" / "benchmarks"
 SMALL = [(6, 2, 2), (8, 3, 4), (7, 3, 4), (9, 2, 4), (5, 4, 4), (6, 1, 6), (5, 5, 2)]  # E, K, R
 
 

@@ -12,7 +12,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 def test_backends_page_is_what_the_classes_state():
     page = runpy.run_path(str(ROOT / "tools" / "backends.py"))["document"]()
-    assert (ROOT / "docs" / "backends.md").read_text() == page, "python tools/backends.py > docs/backends.md"
+    assert (ROOT / "docs" / "reference" / "backends.md").read_text() == page, (
+        "python tools/backends.py > docs/reference/backends.md"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

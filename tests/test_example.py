@@ -1,4 +1,4 @@
-"""examples/train.py as docs/training.md starts it."""
+"""examples/train.py as docs/how-to/training.md starts it."""
 
 import os
 import subprocess

@@ -46,7 +46,7 @@ def test_all_tiles_fit(tiles):
 )
 def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled_rows, activation):
     """A word would be of products that wait for each other, for want of registers. Small: instructions of both products
-    of a layer stay in a multiprocessor's cache (docs/attempts.md)."""
+    of a layer stay in a multiprocessor's cache (docs/explanation/performance_log.md)."""
     form = gemm_grouped.options(itemsize, out_bytes, activation, scaled_rows=scaled_rows)
     binary, words = nvrtc.compile_kernels(gemm_grouped.source(itemsize), form)
     assert 0 < len(binary) < (104 if scaled_rows else 100) * 1024

@@ -1,6 +1,6 @@
-"""docs/backends.md from the capabilities that the classes state, and from where each was run.
+"""docs/reference/backends.md from the capabilities that the classes state, and from where each was run.
 
-python tools/backends.py > docs/backends.md
+python tools/backends.py > docs/reference/backends.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedCapabilities
 from ep_moe.types import dtype_name
 
-# what a machine showed; the commands are in docs/results.md
+# what a machine showed; the commands are in docs/reference/results.md
 RUN = {
     "local": "CPU; 1 H200",
     "allgather": "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL",
@@ -126,7 +126,7 @@ def document() -> str:
         [
             "# Backends",
             "",
-            "Written by `python tools/backends.py > docs/backends.md` from what the classes state of themselves.",
+            "Written by `python tools/backends.py > docs/reference/backends.md` from what the classes state of themselves.",
             "`ep-moe explain --config NAME --dp N` prints which pairs can run on your machine, and why others cannot.",
             "",
             "## Transports",

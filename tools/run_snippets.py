@@ -1,4 +1,4 @@
-"""Run the Python of README.md and docs/*.md on ranks, as it stands on the page.
+"""Run the Python of README.md and docs/ on ranks, as it stands on the page.
 
     python tools/run_snippets.py [--nproc-per-node 2] [PAGE ...]
 
@@ -29,13 +29,13 @@ BATCHES = 4
 
 # what stands on a page before its first block, in words
 BEFORE = {
-    "docs/eplb_migration.md": """
+    "docs/explanation/eplb_migration.md": """
         from ep_moe import EPContext, EPLBConfig, ExpertBalancer
         from ep_moe.integrations.transformers import load_pretrained
         context = EPContext.from_torchrun()
         model = load_pretrained("path/to/Qwen3-30B-A3B", context, progress=False)
     """,
-    "docs/quantization.md": """
+    "docs/reference/quantization.md": """
         import torch
         from ep_moe import EPContext, MoEConfig, MoELayer
         from ep_moe.integrations.transformers import load_pretrained
@@ -83,7 +83,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def pages() -> list[str]:
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path.relative_to(ROOT).as_posix() for path in found if blocks(path.relative_to(ROOT).as_posix())]
 
 

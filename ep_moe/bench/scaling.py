@@ -3,7 +3,7 @@
     python -m ep_moe.bench.scaling [--models NAME ...] [--ranks R ...] [--tokens T ...] [--per-host N] [--csv F] ...
 
 Nothing is measured here and no device is touched; `--measured` sets files of bench.layer and bench.all2all beside it.
-What the model says and leaves out: docs/scaling.md.
+What the model says and leaves out: docs/explanation/scaling.md.
 
 in turn      microseconds of dispatch, then experts, then combine
 overlapped   the larger of experts and wire, as if one hid the other completely

@@ -33,7 +33,7 @@ class Kind:
     machine: Machine
 
 
-# docs/benchmarks: 1472 to 1479 TFLOP/s in fp8. Blocks of 128 x 128 have a float32 scale.
+# docs/reference/benchmarks: 1472 to 1479 TFLOP/s in fp8. Blocks of 128 x 128 have a float32 scale.
 KINDS = {
     "bf16": Kind("bf16", 2.0, Wire(), H200),
     "fp8": Kind("fp8", 1.0 + 4 / 128**2, Wire(dispatch="fp8_block"), dataclasses.replace(H200, flops=1475e12)),

@@ -209,7 +209,7 @@ def plan(
 ) -> None:
     """Plan a recorded load for other numbers of ranks and redundant experts: balance, time, bytes to move, verdict.
 
-    Time is the layer's own model on H200s; see docs/eplb.md.
+    Time is the layer's own model on H200s; see docs/how-to/eplb.md.
     """
     try:
         question = plan_report.Question(

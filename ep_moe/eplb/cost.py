@@ -36,8 +36,8 @@ class Machine:
 
 H200 = Machine(hbm_bytes_per_s=4.24e12, flops=798e12, link_bytes_per_s=366e9, node_link_bytes_per_s=50e9)
 """One H200 of a host with NVLink: copy and bf16 matmul rates as `bench.experts` measured them, peer to peer as
-`bench.all2all` did (docs/benchmarks/transports.md). Between nodes nothing was measured: 50 GB/s is the nominal rate of
-one 400 Gbit/s card per GPU."""
+`bench.all2all` did (docs/reference/benchmarks/transports.md). Between nodes nothing was measured: 50 GB/s is the
+nominal rate of one 400 Gbit/s card per GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -261,7 +261,9 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
     transport = layer.dispatcher
     for asked, part in (("all2all", transport), ("experts", kernel)):
         if not part.capabilities.cuda_graph:
-            return f"{asked}={part.name} cannot be captured in a CUDA graph; choose another (docs/backends.md)"
+            return (
+                f"{asked}={part.name} cannot be captured in a CUDA graph; choose another (docs/reference/backends.md)"
+            )
     if transport.link.size > 1 and not isinstance(getattr(transport, "lanes", None), Lanes):
         return f"all2all={transport.name} puts its calls in order on a stream that a replay passes by; {_INSTEAD}"
     if context.tokens.checks_input:

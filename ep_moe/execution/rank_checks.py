@@ -135,7 +135,7 @@ class RankChecks:
         warnings.warn(
             f"{layer.name}: {name} differs from the other ranks' after {self._backwards} backward calls, so that ranks "
             f"train different models; average gradients before each optimizer step with "
-            f"ep_moe.training.sync_gradients(model, context), or wrap the model as docs/training.md shows",
+            f"ep_moe.training.sync_gradients(model, context), or wrap the model as docs/how-to/training.md shows",
             UserWarning,
             stacklevel=2,
         )
