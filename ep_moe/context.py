@@ -19,9 +19,9 @@ from ep_moe import registry
 from ep_moe.checks import as_whole, shown
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError, ContextClosed, EPMoEError, OutOfMemory, PeerTimeout
-from ep_moe.parallel.consensus import Agreement
+from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.failed import is_out_of_memory
-from ep_moe.parallel.flight_recorder import COMPILING_S, Ledger
+from ep_moe.parallel.flight_recorder import COMPILING_S, FlightRecorder
 from ep_moe.parallel.groups import (
     DEADLINE_S,
     Links,
@@ -42,7 +42,7 @@ from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
 
 if TYPE_CHECKING:
-    from ep_moe.all2all.base import Dispatcher, Geometry
+    from ep_moe.all2all.base import Dispatcher, DispatchShape
 
 TUNING_S = 1800.0  # how long ranks wait for the one that tunes
 TUNED_ROWS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
@@ -94,33 +94,33 @@ class EPContext:
         layout: RankLayout,
         device: torch.device,
         store: Store | None,
-        links: Links,
-        ledger: Ledger,
+        rank_groups: Links,
+        flight_recorder: FlightRecorder,
         max_tokens: int | None = None,
     ) -> None:
         self.layout = layout
         self.device, self.gpu = device, gpu_index(device)
-        self.ledger = ledger
-        self.links = links
-        self.tokens = TokenFlow(layout, tp=links["tp"], etp=links["etp"], lockstep=links["lockstep"])
+        self.flight_recorder = flight_recorder
+        self.rank_groups = rank_groups
+        self.tokens = TokenFlow(layout, tp=rank_groups["tp"], etp=rank_groups["etp"], lockstep=rank_groups["lockstep"])
         self.stage_times: StageTimes | None = None
         self.max_tokens = max_tokens
-        self.step_tokens = self.wire_tokens
+        self.current_limit = self.max_dispatch_tokens
         self._seeds = None if store is None else PrefixStore(f"seeds/stage{layout.pp_rank}", store)
         peers = layout.group("lockstep")
         scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
-        self.agreement = Agreement(scope, peers, layout.rank, ledger.deadline_s)
+        self.consensus = StoreConsensus(scope, peers, layout.rank, flight_recorder.deadline_s)
         self.workspaces = Workspaces(device)
         self.compute = SideStream(priority=-1)
         self.recorders: list[Any] = []
         self.generation: Any = None
-        self._pool: dict[tuple[str, Geometry], Any] = {}
+        self._pool: dict[tuple[str, DispatchShape], Any] = {}
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
         self._inside: str | None = None
         self._forward = _Forward(self)
         self._destroyed = False
-        self._dropped = weakref.finalize(self, _never_destroyed, ledger, str(layout))
+        self._dropped = weakref.finalize(self, _never_destroyed, flight_recorder, str(layout))
         self._dropped.atexit = False  # a process that ends takes everything with it
 
     # --- constructors ------------------------------------------------------------------------------------------
@@ -255,71 +255,71 @@ class EPContext:
         deadline_s: float,
         problem: ConfigError | None,
     ) -> EPContext:
-        agreement = Agreement(PrefixStore("connect", store), layout.ranks, layout.rank, deadline_s)
+        consensus = StoreConsensus(PrefixStore("connect", store), layout.ranks, layout.rank, deadline_s)
         try:
             check_groups(layout, groups or {})
         except ConfigError as error:
             problem = error
         # before any group is made: a rank that makes another set of them would leave the others waiting
-        agreement.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
+        consensus.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
         made: list[Links] = []
 
         def abort() -> None:
-            for links in made:
-                links.abort()
+            for rank_groups in made:
+                rank_groups.abort()
 
         peers = layout.group("lockstep")  # only these share a layer's collectives
         scope = PrefixStore(f"ledger/block{peers[0]}", store)
         frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
-        ledger = Ledger(scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device)
+        flight_recorder = FlightRecorder(scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device)
         try:
             if device.type == "cuda":
-                ledger.prepare_mark(device)
-            with ledger.step("connect", "process groups", counted=False, more_s=COMPILING_S):
-                made.append(Links(layout, ledger, device, groups, name))
-            agreement.healthy("EPContext", None)  # all have their groups before any uses one
-            ledger.attach()
+                flight_recorder.prepare_mark(device)
+            with flight_recorder.step("connect", "process groups", counted=False, more_s=COMPILING_S):
+                made.append(Links(layout, flight_recorder, device, groups, name))
+            consensus.healthy("EPContext", None)  # all have their groups before any uses one
+            flight_recorder.attach()
         except BaseException:
-            ledger.close(wait=False)  # no context will
+            flight_recorder.close(wait=False)  # no context will
             raise
-        return cls(layout, device, store, made[0], ledger, max_tokens)
+        return cls(layout, device, store, made[0], flight_recorder, max_tokens)
 
     @classmethod
     def local(cls, device: torch.device | str | int | None = None) -> EPContext:
         """One process, no torch.distributed."""
         layout = RankLayout(world=1, rank=0)
-        ledger = Ledger()
+        flight_recorder = FlightRecorder()
         device = local_device() if device is None else as_device(device)
-        return cls(layout, device, None, Links(layout, ledger, device), ledger)
+        return cls(layout, device, None, Links(layout, flight_recorder, device), flight_recorder)
 
     # --- what layers use ---------------------------------------------------------------------------------------
 
-    def dispatcher(self, name: str, geometry: Geometry) -> Dispatcher:
+    def dispatcher(self, name: str, dispatch_shape: DispatchShape) -> Dispatcher:
         """The pool's dispatcher of that name and geometry, made on first use."""
         made: Dispatcher = self.pooled(
-            name, geometry, lambda: registry.load("dispatchers", name)(geometry, self.links["ep"])
+            name, dispatch_shape, lambda: registry.load("dispatchers", name)(dispatch_shape, self.rank_groups["ep"])
         )
         return made
 
     @on_device_of(lambda self, *_: self.device)
-    def pooled(self, name: str, geometry: Geometry, make: Callable[[], Any]) -> Any:
+    def pooled(self, name: str, dispatch_shape: DispatchShape, make: Callable[[], Any]) -> Any:
         """What layers of one geometry share, made on first use and given back with the context. It has `capabilities`
         and `destroy()`."""
         self._check_alive()
-        key = (name, geometry)
+        key = (name, dispatch_shape)
         if key not in self._pool:
             # a library may wait for peers, after it has compiled its kernels
-            with self.ledger.step("connect", name, counted=False, more_s=COMPILING_S):
+            with self.flight_recorder.step("connect", name, counted=False, more_s=COMPILING_S):
                 self._pool[key] = make()
         return self._pool[key]
 
     @property
-    def wire_tokens(self) -> int | None:
+    def max_dispatch_tokens(self) -> int | None:
         """The most tokens that a rank dispatches: its own share of `max_tokens`, and its etp peers'."""
-        return None if self.max_tokens is None else self.layout.wire_tokens(self.max_tokens)
+        return None if self.max_tokens is None else self.layout.max_dispatch_tokens(self.max_tokens)
 
     @contextmanager
-    def at_most(self, max_tokens: int) -> Iterator[None]:
+    def token_limit(self, max_tokens: int) -> Iterator[None]:
         """Within, no rank passes more than so many tokens to a layer, fewer than the context's `max_tokens`: the
         receivers of transports with fixed buffers then have fewer empty rows to look at.
 
@@ -328,22 +328,25 @@ class EPContext:
         """
         problem = None
         if self.max_tokens is None:
-            problem = ConfigError("at_most is for a context with max_tokens: EPContext.from_torchrun(max_tokens=...)")
+            problem = ConfigError(
+                "token_limit is for a context with max_tokens: EPContext.from_torchrun(max_tokens=...)"
+            )
         elif not 1 <= (as_whole(max_tokens) or 0) <= self.max_tokens:
             problem = ConfigError(
-                f"at_most: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got {max_tokens!r}"
+                f"token_limit: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got "
+                f"{max_tokens!r}"
             )
-        self.agreement.same("EPContext.at_most", {"max_tokens": as_whole(max_tokens)}, problem)
-        before, self.step_tokens = self.step_tokens, self.layout.wire_tokens(int(max_tokens))
+        self.consensus.same("EPContext.token_limit", {"max_tokens": as_whole(max_tokens)}, problem)
+        before, self.current_limit = self.current_limit, self.layout.max_dispatch_tokens(int(max_tokens))
         try:
             yield
         finally:
-            self.step_tokens = before
+            self.current_limit = before
 
     def name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""
         self._check_alive()
-        self.ledger.check()
+        self.flight_recorder.check()
         self._layer_count += 1
         return name or f"moe{self._layer_count - 1}"
 
@@ -357,10 +360,11 @@ class EPContext:
         if self.layout.rank == ranks[0]:
             self._seeds.set(key, str(seed))
         try:
-            self._seeds.wait([key], timedelta(seconds=self.ledger.deadline_s))
+            self._seeds.wait([key], timedelta(seconds=self.flight_recorder.deadline_s))
         except RuntimeError as error:  # DistStoreError, but FileStore has no type of its own
             raise PeerTimeout(
-                f"rank {ranks[0]} made no layer number {key} within {self.ledger.deadline_s:g} s; make the layers on "
+                f"rank {ranks[0]} made no layer number {key} within {self.flight_recorder.deadline_s:g} s; make the "
+                f"layers on "
                 f"all ranks, in the same order"
             ) from error
         return int(self._seeds.get(key))
@@ -377,7 +381,7 @@ class EPContext:
     def entered(self, name: str, carried: str = "") -> AbstractContextManager[None]:
         """One forward of one layer, for a `with`. A context runs one at a time: its collectives have one order.
 
-        carried: what decides the sizes of all that the call exchanges, which its ranks compare (`Link.agree`)
+        carried: what decides the sizes of all that the call exchanges, which its ranks compare (`RankGroup.agree`)
         """
         if torch.compiler.is_compiling():
             return _COMPILED
@@ -387,7 +391,7 @@ class EPContext:
                 f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
                 f"model that runs in another thread"
             )
-        self.ledger.enter(name, carried)
+        self.flight_recorder.enter(name, carried)
         self._inside = name
         return self._forward
 
@@ -401,17 +405,17 @@ class EPContext:
         alike = isinstance(error, EPMoEError) and not users and not is_out_of_memory(error, self.device)
         # a recomputation ends by an exception of torch's, on all ranks at the same operation
         ends = type(error).__module__ == "torch.utils.checkpoint"
-        if self.ledger.alone or alike or ends or capturing(self.device):
+        if self.flight_recorder.alone or alike or ends or capturing(self.device):
             return
-        before = self.ledger.failed
-        failure = self.ledger.fail(error, where)
+        before = self.flight_recorder.failed
+        failure = self.flight_recorder.fail(error, where)
         if before or isinstance(failure, OutOfMemory):
             raise failure.with_traceback(None) from error
         error.add_note(f"ep_moe: {failure}")
 
     def left(self) -> None:
         """The end of that forward."""
-        self._inside, self.ledger.where = None, ""
+        self._inside, self.flight_recorder.where = None, ""
 
     def plan(self) -> dict[str, int]:
         """Bytes per kind of buffer on this rank over the layers that live: summed, but the largest workspace once (per
@@ -464,27 +468,27 @@ class EPContext:
         self._dropped.detach()
         static = any(dispatcher.capabilities.static for dispatcher in self._pool.values())
         # what failed may have left kernels that wait for ever
-        if self.device.type == "cuda" and static and not self.ledger.failed:
+        if self.device.type == "cuda" and static and not self.flight_recorder.failed:
             torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
         try:
-            if not self.links.ended:  # else the connections are closed already
+            if not self.rank_groups.ended:  # else the connections are closed already
                 # a rank closes connections once no peer opens or uses them any more
-                self.agreement.healthy("EPContext.destroy", None)
+                self.consensus.healthy("EPContext.destroy", None)
         except RuntimeError:  # PeerTimeout, or torch's where the store is gone, and with it the job
             pass  # a lost peer has been reported where it was lost; what is here is given back all the same
         finally:
             self._release()
 
     def _release(self) -> None:
-        self.ledger.close()
+        self.flight_recorder.close()
         for layer in self._layers.values():
-            layer.let_go()
+            layer.release_buffers()
         self.recorders.clear()
         for dispatcher in self._pool.values():
             dispatcher.destroy()
         self._pool.clear()
         self.workspaces.clear()
-        self.links.destroy()
+        self.rank_groups.destroy()
 
     def __enter__(self) -> EPContext:
         return self
@@ -496,12 +500,12 @@ class EPContext:
             # peers are not waited for: whatever ended this rank may have ended them too
             self._destroyed = True
             self._dropped.detach()
-            self.ledger.close()
+            self.flight_recorder.close()
 
     def _check_alive(self) -> None:
         if self._destroyed:
             raise ContextClosed("this EPContext was destroyed; keep it alive as long as its layers")
-        if self.links.ended:
+        if self.rank_groups.ended:
             raise ContextClosed(
                 "torch.distributed was ended (destroy_process_group), and with it the groups of this EPContext; end it "
                 "after the last call, and make another context where it begins again"
@@ -511,12 +515,12 @@ class EPContext:
         return f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._pool)} transports)"
 
 
-def _never_destroyed(ledger: Ledger, layout: str) -> None:
+def _never_destroyed(flight_recorder: FlightRecorder, layout: str) -> None:
     """Of a context that is garbage. Its groups stay: peers may be within their last call, and to end them is collective
     with NCCL."""
-    if ledger.alone:
+    if flight_recorder.alone:
         return
-    ledger.close(wait=False)
+    flight_recorder.close(wait=False)
     warnings.warn(
         f"an EPContext ({layout}) was dropped with its process groups open, which keep connections and threads; call "
         f"context.destroy() on all ranks, or use it as a context manager",

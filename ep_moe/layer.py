@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError, EPMoEError
@@ -30,9 +30,17 @@ from ep_moe.execution.layer_checks import (
     rows_problem,
 )
 from ep_moe.execution.rank_checks import RankChecks
-from ep_moe.execution.repeated import RepeatedCalls
+from ep_moe.execution.repeated import AutomaticGraphs
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.fused.base import INSIDE, FusedExperts, Inside, Routed, RouterLogits, fused_geometry, router_logits
+from ep_moe.experts.fused.base import (
+    INSIDE,
+    FusedCall,
+    FusedExperts,
+    Routed,
+    RouterLogits,
+    fused_geometry,
+    router_logits,
+)
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.parallel.rank_group import NO_GRADIENTS
 from ep_moe.parallel.token_flow import Share
@@ -46,8 +54,8 @@ from ep_moe.runtime.launch_cache import aligned
 from ep_moe.runtime.profiling import stage
 from ep_moe.selection import explain as select
 from ep_moe.selection.kernel_tuning import Kernel, tuned_on_one_rank
-from ep_moe.selection.picks import Pick
-from ep_moe.selection.resolve import Asked, agree, device_of
+from ep_moe.selection.picks import TableEntry
+from ep_moe.selection.resolve import LayerRequest, agree, device_of
 from ep_moe.selection.tuned import Tuned
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, TokenMask, dtype_name, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -64,7 +72,7 @@ class MoELayer(nn.Module):
     shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
     all2all, experts: backend names, "auto" lets `select` choose; a fused kernel is named under `experts`
     tuned: what `ep-moe tune` measured for this layer here; all2all, experts and pipeline are then the fastest for the
-        tokens that any rank passes at most (`EPContext(max_tokens=)`, `EPContext.at_most`), and are not named
+        tokens that any rank passes at most (`EPContext(max_tokens=)`, `EPContext.token_limit`), and are not named
     wire: how rows are written while they travel; default plain, in the layer's dtype
     pipeline: a call of more tokens per rank travels in parts of so many, of which one is computed while the next
         travels and the last returns; needs a transport with fixed buffers, which need be no larger. Default: one part
@@ -104,14 +112,14 @@ class MoELayer(nn.Module):
         self.name = context.name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = ExpertsOptions() if options is None else options
-        asked = Asked(
+        asked = LayerRequest(
             all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
         )
         self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
         self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
         self.fixed = self.picks.fixed
         self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
-        self._geometries: dict[Any, Geometry] = {}
+        self._geometries: dict[Any, DispatchShape] = {}
         self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
         fused = self.choice.all2all == INSIDE
         kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
@@ -128,19 +136,23 @@ class MoELayer(nn.Module):
                 config,
                 expert_map,
                 ep_rank=layout.ep_rank,
-                ep=context.links["ep"],
-                etp=context.links["etp"],
-                replicas=context.links["expert_data"],
+                ep=context.rank_groups["ep"],
+                etp=context.rank_groups["etp"],
+                replicas=context.rank_groups["expert_data"],
                 dtype=dtype,
                 scheme=scheme_of(quantization),
-                preparation=kernel.preparation,
+                weight_layout=kernel.weight_layout,
                 trainable=kernel.capabilities.differentiable,
             )
         self.experts: Kernel
         if fused:
-            geometry = fused_geometry(kernel.name, config, layout, expert_map.cap, dtype, context.wire_tokens)
-            shared = partial(context.pooled, geometry.kernel, geometry)
-            self.experts = kernel(config, self.expert_weights, context.links["ep"], geometry, options, shared)
+            dispatch_shape = fused_geometry(
+                kernel.name, config, layout, expert_map.slots_per_rank, dtype, context.max_dispatch_tokens
+            )
+            shared = partial(context.pooled, dispatch_shape.kernel, dispatch_shape)
+            self.experts = kernel(
+                config, self.expert_weights, context.rank_groups["ep"], dispatch_shape, options, shared
+            )
         else:
             self.experts = kernel(config, self.expert_weights, context.workspaces, options)
         self._others: dict[str, Experts] = {  # for fewer tokens, on the same weights
@@ -150,7 +162,7 @@ class MoELayer(nn.Module):
         self.checks = RankChecks(self)
         self.logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
         self.captured = CapturedCalls(context, config)
-        self.repeated = RepeatedCalls(context, config, self.kernels)
+        self.repeated = AutomaticGraphs(context, config, self.kernels)
         context.register(self)
 
     def __reduce__(self) -> Any:
@@ -202,7 +214,7 @@ class MoELayer(nn.Module):
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
-        if _compiled().traced(self) and self._connect():
+        if _compiled().traced(self) and _compiled().connected(self):
             return self._call(x, routing, mask)
         out: Tensor = _compiled().between_graphs(self, x, routing, mask)
         return out
@@ -218,7 +230,9 @@ class MoELayer(nn.Module):
 
     def _left_alone(self, error: BaseException, *, users: bool = False) -> None:
         context = self.context
-        if context.idle and not context.ledger.failed:  # else told already, or another thread's call is under way
+        if (
+            context.idle and not context.flight_recorder.failed
+        ):  # else told already, or another thread's call is under way
             context.broken_by(error, self.name, users=users)
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
@@ -266,8 +280,8 @@ class MoELayer(nn.Module):
     @property
     def carried(self) -> str:
         """What decides the sizes of all that a call exchanges; the ranks compare it."""
-        alone = torch.compiler.is_compiling() or self.context.ledger.alone
-        return "" if alone else self.geometry.described
+        alone = torch.compiler.is_compiling() or self.context.flight_recorder.alone
+        return "" if alone else self.dispatch_shape.described
 
     def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
         """What a call is differentiated by, where more ranks than the EP group must go backward together."""
@@ -288,10 +302,10 @@ class MoELayer(nn.Module):
             if tapped:
                 self._tap(routing.logits)
             ids, weights = routing.ids, flow.shared_gradients(routing.weights)
-            if flow.union_is_local:
+            if flow.etp_rows_are_local:
                 return Routing(cast("LogicalIds", flow.union(ids, call)), flow.union(weights, call))
-            return Routing(*flow.union_routing(flow.own(ids, call), flow.own(weights, call), call))
-        rows = rows if flow.union_is_local else own
+            return Routing(*flow.etp_gather_routing(flow.own(ids, call), flow.own(weights, call), call))
+        rows = rows if flow.etp_rows_are_local else own
         chosen: Routing = self._replicated(self.router, rows)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
             problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
@@ -302,8 +316,8 @@ class MoELayer(nn.Module):
         if tapped:
             assert chosen.logits is not None
             self._tap(flow.whole_input(chosen.logits, call))
-        if not flow.union_is_local:
-            return Routing(*flow.union_routing(chosen.ids, chosen.weights, call))
+        if not flow.etp_rows_are_local:
+            return Routing(*flow.etp_gather_routing(chosen.ids, chosen.weights, call))
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
 
     def _tap(self, logits: Tensor | None) -> None:
@@ -354,7 +368,7 @@ class MoELayer(nn.Module):
         self.captured.drop()
         self.repeated.drop()
 
-    def let_go(self) -> None:
+    def release_buffers(self) -> None:
         """Of what the context gives back."""
         self.captured.drop()  # graphs hold addresses of it
         self.repeated.drop()
@@ -365,9 +379,10 @@ class MoELayer(nn.Module):
         the smallest that has room for its tokens, which costs the host a launch and two copies, and gives the bits of
         the layer's own call (over `local`, and of its router and shared experts, of one with so many rows as were
         recorded); a larger one runs as before, and so may the peers'. Collective, the same list on all ranks, after
-        `tune`: for calls under the bound in force (`EPContext.at_most`), on the stream that is current. Maps may change
-        and weights be rewritten in place; after `tune`, or with other tensors or modules in their place, calls run as
-        before. A router or shared experts of the user's are recorded as they run once, for these numbers of tokens
+        `tune`: for calls under the bound in force (`EPContext.token_limit`), on the stream that is current. Maps may
+        change and weights be rewritten in place; after `tune`, or with other tensors or modules in their place, calls
+        run as before. A router or shared experts of the user's are recorded as they run once, for these numbers of
+        tokens
         alone: nothing random, no wait for the device.
 
         Raises ConfigError on all ranks where it cannot be. `plan` does not count the rows between kernels, in memory
@@ -394,8 +409,8 @@ class MoELayer(nn.Module):
     @property
     def shape(self) -> tuple[Any, ...]:
         """What its kernels' speed depends on; equal on all ranks."""
-        cap, scheme = self.placement.expert_map.cap, self.expert_weights.scheme.name
-        return self.config, scheme, self.dtype, self.experts.options, cap
+        slots_per_rank, scheme = self.placement.expert_map.slots_per_rank, self.expert_weights.scheme.name
+        return self.config, scheme, self.dtype, self.experts.options, slots_per_rank
 
     # --- weights -----------------------------------------------------------------------------------------------
 
@@ -445,9 +460,9 @@ class MoELayer(nn.Module):
         return self.expert_weights.device
 
     @property
-    def pick(self) -> Pick:
+    def pick(self) -> TableEntry:
         """Transport and kernel under the bound in force."""
-        return self.picks.at(self.context.step_tokens)
+        return self.picks.at(self.context.current_limit)
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -461,23 +476,19 @@ class MoELayer(nn.Module):
             found = self._dispatchers[key] = self.context.dispatcher(key[0], self._geometry(pick))
         return found
 
-    def _connect(self) -> bool:
-        """Have that dispatcher made, if it is not. `compiled` has this run while a graph is traced."""
-        return self.dispatcher is not None
-
     @property
-    def geometry(self) -> Geometry:
+    def dispatch_shape(self) -> DispatchShape:
         """Under the bound in force."""
         return self._geometry(self.pick)
 
-    def _geometry(self, pick: Pick) -> Geometry:
+    def _geometry(self, pick: TableEntry) -> DispatchShape:
         if isinstance(self.experts, FusedExperts):
-            return self.experts.geometry
+            return self.experts.dispatch_shape
         key = (pick.room, self._call_dtype)
         if key not in self._geometries:
             expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
-            self._geometries[key] = Geometry(
-                hidden_size=self.config.hidden_size, top_k=self.config.top_k, cap=expert_map.cap,
+            self._geometries[key] = DispatchShape(
+                hidden_size=self.config.hidden_size, top_k=self.config.top_k, slots_per_rank=expert_map.slots_per_rank,
                 num_ranks=expert_map.num_ranks, dtype=key[1], max_tokens=pick.room, wire=self.wire,
             )  # fmt: skip
         return self._geometries[key]
@@ -496,10 +507,10 @@ class MoELayer(nn.Module):
         workspace = max(kernel.workspace_bytes() for kernel in self.kernels)
         return held | {"workspace": workspace, "transport": sum(self.transport_bytes().values())}
 
-    def transport_bytes(self) -> dict[tuple[str, Geometry], int]:
+    def transport_bytes(self) -> dict[tuple[str, DispatchShape], int]:
         """Buffers by transport and geometry."""
         if isinstance(self.experts, FusedExperts):
-            return {(INSIDE, self.experts.geometry): self.experts.buffer_bytes(self.experts.geometry)}
+            return {(INSIDE, self.experts.dispatch_shape): self.experts.buffer_bytes(self.experts.dispatch_shape)}
         return self.picks.transport_bytes(self._geometry)
 
     @on_device_of(lambda self: self.context.device)
@@ -507,13 +518,13 @@ class MoELayer(nn.Module):
         """Load per expert and rank, as `layer_stats` says. Collective over the EP group, waits for the device."""
         if self._routes_inside:
             raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
-        return layer_stats(self.name, self.placement, self.context.links["ep"])
+        return layer_stats(self.name, self.placement, self.context.rank_groups["ep"])
 
     def no_stats(self) -> AbstractContextManager[None]:
         """Within, forwards are not counted as load: for warm-up and idle steps."""
         return self.placement.no_stats()
 
-    def explain(self) -> list[select.Choice]:
+    def explain(self) -> list[select.BackendChoice]:
         """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""
         table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
         return table if self.tuned is None else self.picks.explained(table)
@@ -616,9 +627,9 @@ class MoELayer(nn.Module):
         ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
         self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
 
-    def _travel(self, x: Tensor, routed: Routed) -> Exchange | Inside:
+    def _travel(self, x: Tensor, routed: Routed) -> Exchange | FusedCall:
         if isinstance(self.experts, FusedExperts):
-            return Inside(self.experts, x, routed, self.context.step_tokens, self._stage)
+            return FusedCall(self.experts, x, routed, self.context.current_limit, self._stage)
         assert isinstance(routed, PhysicalRouting)
         return Exchange(self.context, self.dispatcher, cast("Experts", self.kernel), x, routed)
 
@@ -639,6 +650,4 @@ def _compiled() -> Any:
     """Imported for compiled graphs alone: it brings all of torch's compiler."""
     from ep_moe.execution import compiled
 
-    # run, not traced: a pool is looked into, and modules loaded
-    torch.compiler.assume_constant_result(MoELayer._connect)  # type: ignore[no-untyped-call]
     return compiled

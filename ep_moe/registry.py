@@ -152,7 +152,7 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def why_not(kind: Kind, name: str) -> str | None:
+def unsupported_reason(kind: Kind, name: str) -> str | None:
     """None if the backend can run in this installation, else the reason."""
     check(kind, name)
     try:
@@ -186,4 +186,4 @@ def without_flashinfer() -> str | None:
 
 
 def available(kind: Kind, name: str) -> bool:
-    return why_not(kind, name) is None
+    return unsupported_reason(kind, name) is None

@@ -5,7 +5,7 @@ H  hidden size                P  physical experts = R * cap              R  rank
 I  expert intermediate size   L  slots of this rank                      N  received rows
 
 logical expert   an expert of the checkpoint
-physical expert  a slot of some rank that holds a copy of a logical expert; its id is `owner * cap + local`
+physical expert  a slot of some rank that holds a copy of a logical expert; its id is `owner * slots_per_rank + local`
 local expert     a physical expert counted from its rank's first slot
 One sentinel everywhere: id -1 means "no expert".
 """
@@ -97,19 +97,19 @@ class WireIds:
 
     ids: int32 [N, K], contiguous; base: this rank's first physical id
     told, calls: int32 [R] and int32 [2] on the device, where ids and weights come before the rows: they are here once
-        all of `told` are one more than calls[0]. A kernel that starts early (`pdl`) may read them then; before
+        all of `ids_ready` are one more than calls[0]. A kernel that starts early (`pdl`) may read them then; before
         it ends it has awaited the kernel ahead of it, for those that read rows. calls[1] is zero, for its programs to
         wait for each other, and left so
     """
 
     ids: PhysicalIds
     base: int
-    told: Tensor | None = None
-    calls: Tensor | None = None
+    ids_ready: Tensor | None = None
+    sequence: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class PeerCells:
+class PeerPackets:
     """Rows as cells of 8 bytes, 4 of a row and the number of the call, and one cell more that comes for every row, also
     where there is no answer.
 
@@ -149,7 +149,7 @@ class PeerRows:
     addresses: Tensor
     offset: int
     rank: int
-    cells: PeerCells | None = None
+    cells: PeerPackets | None = None
 
     @property
     def bound(self) -> int:

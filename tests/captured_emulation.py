@@ -12,19 +12,19 @@ from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.execution import captured as captured_calls
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.types import LogicalIds, Routing
-from tests.graph_emulation import Again
+from tests.graph_emulation import RecordableCall
 from tests.helpers import assert_same
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, shared_intermediate_size=16)
-COUNTED = 1  # where the router's picks are made inside, the number of tokens is copied too
+COUNTED = 1  # where the router's routes are made inside, the number of tokens is copied too
 
 
 @pytest.fixture
 def layer(monkeypatch):
     """On one rank, in float32, with random numbers: sums in another order would show."""
-    monkeypatch.setattr(captured_calls, "Recorder", Again)
-    monkeypatch.setattr(Again, "replays", 0)
+    monkeypatch.setattr(captured_calls, "Recorder", RecordableCall)
+    monkeypatch.setattr(RecordableCall, "replays", 0)
     able = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
     monkeypatch.setattr(ReferenceExperts, "capabilities", able)
     with EPContext.local(CPU) as context:
@@ -38,10 +38,10 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
 def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool:
     """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit: among as many
     rows as were recorded, since on a CPU sums over columns depend on how many rows there are."""
-    before, tokens = Again.replays, x.numel() // CONFIG.hidden_size
+    before, tokens = RecordableCall.replays, x.numel() // CONFIG.hidden_size
     with torch.no_grad():
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
-        count = Again.replays - before
+        count = RecordableCall.replays - before
         calls = layer.captured._calls.get((None, routing is not None))
         call = calls.serving(tokens) if count and calls is not None else None
         if call is None or call.inputs.most == tokens:

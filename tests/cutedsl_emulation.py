@@ -112,9 +112,9 @@ class Wrapper:
         dtype, (tokens, top_k) = self.a["output_dtype"], local.shape
         routes = torch.zeros(tokens, top_k, second.shape[1])
         for expert in range(len(first)):
-            at, pick = (local == expert).nonzero(as_tuple=True)
+            at, route = (local == expert).nonzero(as_tuple=True)
             h = self._activation(rows[at] @ first[expert].T * alpha1[expert])
-            routes[at, pick] = quantised(h, norm) @ second[expert].T * alpha2[expert]
+            routes[at, route] = quantised(h, norm) @ second[expert].T * alpha2[expert]
         mine = (local >= 0) & (local < len(first))
         if self.a["use_fused_finalize"]:  # atomics: each addition rounds
             out = torch.zeros(tokens, second.shape[1], dtype=dtype)

@@ -6,7 +6,7 @@ the kernel that consumes them (the register converters), where ep_moe transcribe
 Names in the comments are below flashinfer/data/csrc: K = fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh,
 B = flashinfer_cutlass_fused_moe_binding.cu next to it, and M = mixed_input_utils.hpp of TensorRT-LLM's
 cutlass_extensions/detail/collective.
-The reduction over the picks is the unfused one (K:1965): fp32 in the order of the picks, one rounding at the end.
+The reduction over the routes is the unfused one (K:1965): fp32 in the order of the routes, one rounding at the end.
 """
 
 from __future__ import annotations
@@ -352,8 +352,8 @@ def run_experts(
     (tokens, top_k), (experts, hidden) = local.shape, gemms.fc2.shape[:2]
     mine = (local >= 0) & (local < experts)
     for row, keep in zip(local.tolist(), mine.tolist(), strict=True):
-        picks = [e for e, k in zip(row, keep, strict=True) if k]
-        check(len(set(picks)) == len(picks), "one row has an expert twice: the kernel reads rows it never wrote")
+        routes = [e for e, k in zip(row, keep, strict=True) if k]
+        check(len(set(routes)) == len(routes), "one row has an expert twice: the kernel reads rows it never wrote")
 
     def gemm(x: Tensor, weight: Tensor, alpha: Tensor | None, e: int) -> Tensor:
         result = x @ weight[e].T
@@ -362,7 +362,7 @@ def run_experts(
 
     results = torch.zeros(tokens, top_k, hidden)
     for e in range(experts):
-        at, picks = (local == e).nonzero(as_tuple=True)
+        at, routes = (local == e).nonzero(as_tuple=True)
         x = gemm(gemms.in1(rows[at], e), gemms.fc1, gemms.alpha1, e)
         if biases[0] is not None:
             x = x + biases[0][e].float()
@@ -370,10 +370,10 @@ def run_experts(
         y = gemm(gemms.in2(_activation(activation_type, x, params), e), gemms.fc2, gemms.alpha2, e)
         if biases[1] is not None:
             y = y + biases[1][e].float()
-        results[at, picks] = y
+        results[at, routes] = y
 
     scales = torch.ones(tokens, top_k) if weights is None else weights
     total = torch.zeros(tokens, hidden)
-    for pick in range(top_k):  # a pick that is not mine is skipped, even if its weight is a NaN
-        total = total + torch.where(mine[:, pick], scales[:, pick], 0.0).unsqueeze(-1) * results[:, pick]
+    for route in range(top_k):  # a route that is not mine is skipped, even if its weight is a NaN
+        total = total + torch.where(mine[:, route], scales[:, route], 0.0).unsqueeze(-1) * results[:, route]
     output.copy_(total.to(output.dtype))

@@ -15,7 +15,7 @@ from tests.distributed.test_layer_static import on_the_cpu
 GRAPHS = captured.Recorder
 
 
-class Again:
+class RecordableCall:
     """A `Recorder`. replays: how many there were"""
 
     replays, here, among = 0, True, vars(GRAPHS)["among"]
@@ -25,7 +25,7 @@ class Again:
         self.memory = InputMemory()
 
     @classmethod
-    def why_not(cls, device: torch.device) -> str | None:
+    def unsupported_reason(cls, device: torch.device) -> str | None:
         return None
 
     def warm(self, call) -> None:
@@ -37,7 +37,7 @@ class Again:
         out = call()
 
         def replay() -> None:
-            Again.replays += 1
+            RecordableCall.replays += 1
             out.copy_(call())
 
         return replay, out
@@ -46,5 +46,5 @@ class Again:
 def stand_in() -> None:
     """Within a rank's process."""
     on_the_cpu(NVLinkP2PDispatcher)
-    captured.Recorder, Again.replays = Again, 0
+    captured.Recorder, RecordableCall.replays = RecordableCall, 0
     ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)

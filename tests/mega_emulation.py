@@ -195,7 +195,7 @@ class Kernel:
         for number, matrices in enumerate(experts, start=self.rank * len(experts)):
             at, k = (ids == number).nonzero(as_tuple=True)
             y = self._expert(x[at], *matrices)
-            found |= {(int(t), int(pick)): row for t, pick, row in zip(at, k, y, strict=True)}
+            found |= {(int(t), int(route)): row for t, route, row in zip(at, k, y, strict=True)}
         return found
 
     def _expert(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -274,4 +274,4 @@ def on_the_cpu(*kinds: Any) -> None:
     for kind in kinds:
         kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}))
         kind.available = classmethod(lambda cls: None)
-        kind.platform_problem = classmethod(lambda cls, layout, device: None)
+        kind.unsupported_platform = classmethod(lambda cls, layout, device: None)

@@ -1,5 +1,5 @@
-"""pplx-kernels' intranode `AllToAll` by its documented contract, on gloo: a copy of a row per pick, in any order within
-an expert, and a weighted sum on the way back. It checks what the real one takes on trust."""
+"""pplx-kernels' intranode `AllToAll` by its documented contract, on gloo: a copy of a row per route, in any order
+within an expert, and a weighted sum on the way back. It checks what the real one takes on trust."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.parallel.collectives import as_bytes
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 
 
 class AllToAll:
-    def __init__(self, geometry: Geometry, link: Link) -> None:
-        self.g, self.link = geometry, link
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        self.g, self.rank_group = dispatch_shape, rank_group
         self.step = 0
         self.sent: Any = None
         self.plan: Any = None
         self.destroyed = False
 
     def _exchange(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.link.size
-        dist.all_gather_object(everyone, value, group=self.link.group)
+        everyone: list[Any] = [None] * self.rank_group.size
+        dist.all_gather_object(everyone, value, group=self.rank_group.group)
         return everyone
 
     def dispatch(
@@ -39,7 +39,11 @@ class AllToAll:
         assert self.g.scales % 4 == 0, "scales of a row must be a multiple of 16 bytes"
         assert indices.dtype == torch.uint32
         assert len(dp_x) <= self.g.max_tokens
-        assert out_expert_x.shape == (self.g.cap, self.link.size * self.g.max_tokens, self.g.hidden_size)
+        assert out_expert_x.shape == (
+            self.g.slots_per_rank,
+            self.rank_group.size * self.g.max_tokens,
+            self.g.hidden_size,
+        )
         if do_send:
             assert (self.sent, self.plan) == (None, None), "a call is under way"
             ids = indices.long()
@@ -49,21 +53,21 @@ class AllToAll:
             self.sent = self._exchange((as_bytes(dp_x).clone(), scales.clone(), ids))
             return
         self.step += 1
-        generator = torch.Generator().manual_seed(self.step * 100 + self.link.rank)
+        generator = torch.Generator().manual_seed(self.step * 100 + self.rank_group.rank)
         out_expert_x.copy_(torch.full(out_expert_x.shape, torch.nan))
         self.plan = []
-        for slot in range(self.g.cap):
-            expert = self.link.rank * self.g.cap + slot
-            picks = [
+        for slot in range(self.g.slots_per_rank):
+            expert = self.rank_group.rank * self.g.slots_per_rank + slot
+            routes = [
                 (r, *where) for r, (*_, ids) in enumerate(self.sent) for where in (ids == expert).nonzero().tolist()
             ]
-            picks = [picks[i] for i in torch.randperm(len(picks), generator=generator)]
-            for place, (rank, token, _) in enumerate(picks):
+            routes = [routes[i] for i in torch.randperm(len(routes), generator=generator)]
+            for place, (rank, token, _) in enumerate(routes):
                 as_bytes(out_expert_x)[slot, place] = self.sent[rank][0][token]
                 if out_expert_x_scale is not None:
                     out_expert_x_scale[slot, place] = self.sent[rank][1][token]
-            out_expert_num_tokens[slot] = len(picks)
-            self.plan.append(picks)
+            out_expert_num_tokens[slot] = len(routes)
+            self.plan.append(routes)
         self.sent = None
 
     def combine(self, *, out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv):
@@ -77,10 +81,10 @@ class AllToAll:
             return
         total = torch.zeros(len(indices), self.g.hidden_size)
         for rows, plan in self.sent:
-            for slot, picks in enumerate(plan):
-                for place, (rank, token, pick) in enumerate(picks):
-                    if rank == self.link.rank:
-                        total[token] += weights[token, pick] * rows[slot, place].float()
+            for slot, routes in enumerate(plan):
+                for place, (rank, token, route) in enumerate(routes):
+                    if rank == self.rank_group.rank:
+                        total[token] += weights[token, route] * rows[slot, place].float()
         out_tokens.fill_(torch.nan)
         out_tokens[: len(indices)] = total
         self.sent = self.plan = None
@@ -90,5 +94,5 @@ class AllToAll:
         self.destroyed = True
 
 
-def make_all2all(geometry: Geometry, link: Link) -> AllToAll:
-    return AllToAll(geometry, link)
+def make_all2all(dispatch_shape: DispatchShape, rank_group: RankGroup) -> AllToAll:
+    return AllToAll(dispatch_shape, rank_group)

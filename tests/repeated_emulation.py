@@ -24,7 +24,7 @@ from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
 from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
-from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
@@ -36,7 +36,7 @@ MOST = 3  # tokens
 CPU = torch.device("cpu")
 
 
-def make_memory(link, device, size: int) -> SimpleNamespace:
+def make_memory(rank_group, device, size: int) -> SimpleNamespace:
     local = torch.zeros(size, dtype=torch.uint8)
     return SimpleNamespace(local=local, peers=[local], addresses=torch.tensor([local.data_ptr()]))
 
@@ -58,7 +58,7 @@ class Recording:
     """In the place of a `Recorder`, and of its graphs. recorded: how many there were"""
 
     here, recorded = True, 0
-    why_not = staticmethod(lambda device: None)
+    unsupported_reason = staticmethod(lambda device: None)
 
     def __init__(self, made: Driver) -> None:
         self.driver = made
@@ -114,7 +114,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(Placement, "_tables", unpinned)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(dispatcher, "make_memory", make_memory)
-    monkeypatch.setattr(NVLinkP2PDispatcher, "platform_problem", classmethod(lambda cls, layout: None))
+    monkeypatch.setattr(NVLinkP2PDispatcher, "unsupported_platform", classmethod(lambda cls, layout: None))
     anywhere = {"devices": frozenset({"cpu"})}
     able = dataclasses.replace(NVLinkP2PDispatcher.capabilities, **anywhere)
     monkeypatch.setattr(NVLinkP2PDispatcher, "capabilities", able)
@@ -128,8 +128,8 @@ def driver(monkeypatch):
 
 @pytest.fixture
 def context():
-    layout, ledger = RankLayout(world=1, rank=0), Ledger()
-    with EPContext(layout, CPU, None, Links(layout, ledger, CPU), ledger, max_tokens=MOST) as made:
+    layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
+    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder, max_tokens=MOST) as made:
         yield made
 
 

@@ -262,11 +262,13 @@ def test_load_rides_on_dispatch(monkeypatch):
         combine=seen.append,
     )
     monkeypatch.setattr(flashinfer_nvlink, "communication", lambda *asked: made.append(asked) or library)
-    context = SimpleNamespace(links={"ep": SimpleNamespace(size=4, rank=1, group=None)}, layout=SimpleNamespace(ep=4))
+    context = SimpleNamespace(
+        rank_groups={"ep": SimpleNamespace(size=4, rank=1, group=None)}, layout=SimpleNamespace(ep=4)
+    )
     ids = torch.rand(5, all2all.EXPERTS).topk(all2all.TOP_K).indices
     routing = PhysicalRouting(PhysicalIds(ids), torch.ones(ids.shape))
-    geometry = all2all.geometry_of(context, 64, 5, Wire())
-    without, riding = all2all.load_pairs(context, geometry, torch.zeros(5, 64), routing)
+    dispatch_shape = all2all.geometry_of(context, 64, 5, Wire())
+    without, riding = all2all.load_pairs(context, dispatch_shape, torch.zeros(5, 64), routing)
     without()
     riding()
     assert [seen[0], seen[1], seen[3]] == [None, "the experts' rows", "the experts' rows"]
@@ -402,7 +404,7 @@ def test_what_fails_or_is_wrong_takes_no_other_with_it(world_size):
     gathered = peers.Peers.gathered
 
     def fails_on_one(self, *asked):
-        if self.link.rank == 1:
+        if self.rank_group.rank == 1:
             raise RuntimeError("out of memory")
         return gathered(self, *asked)
 

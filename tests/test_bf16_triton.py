@@ -27,7 +27,7 @@ from ep_moe.quant.fp8_rows_triton import round_by
 from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LocalIds, PeerCells, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
+from ep_moe.types import LocalIds, PeerPackets, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 
 if not torch.cuda.is_available():
@@ -51,7 +51,7 @@ SMALL = (MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k
 
 
 def sorted_first(*values: int):
-    """More than 64 rows of 4 picks at once, which go to kernels that Triton's interpreter does not know."""
+    """More than 64 rows of 4 routes at once, which go to kernels that Triton's interpreter does not know."""
     why = "sorted pairs are multiplied by kernels for Hopper"
     return pytest.param(*values, marks=pytest.mark.skipif(DEVICE.type == "cpu", reason=why))
 
@@ -66,7 +66,7 @@ def build(
         device=DEVICE,
         dtype=BF16,
         scheme=scheme,
-        preparation=kind.preparation,
+        weight_layout=kind.weight_layout,
         trainable=False,
     )
     tensors = [random_expert(config, scheme, expert, BF16, DEVICE) for expert in range(slots)]
@@ -126,13 +126,13 @@ def test_every_row_on_one_expert(count):
 @pytest.mark.parametrize("kind", [Bf16TritonExperts, Fp8BlockTritonExperts])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_fewer_picks_than_experts(count, kind):
-    """A program for each pick: several of one expert, of none, of weight 0, of other ranks."""
+    """A program for each route: several of one expert, of none, of weight 0, of other ranks."""
     experts, tensors = build(SMALL[0], 12, kind)
     received = rows(SMALL[0], 12, count, empty=0.0)
     received.local_ids[:, 0] = 7  # all rows' own, after another's in the first one
     received.local_ids[0] = torch.tensor([3, 7, 11, -1], device=DEVICE)
     check(experts, tensors, received)
-    received.weights[0, 1] = 0.0  # the first pick of 7 is none, and the next one stands for it
+    received.weights[0, 1] = 0.0  # the first route of 7 is none, and the next one stands for it
     wire = torch.where(received.local_ids < 0, 52, received.local_ids + 40).int()  # 52: the next rank's
     y = experts(dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40)))
     none = received.local_ids.clone()
@@ -149,7 +149,7 @@ def test_no_rows_of_ours(count):
 
 @pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
 def test_ids_as_they_travelled(count):
-    """Others' experts, ids beyond all, and picks of weight 0 are none; a pick of ours may stand anywhere."""
+    """Others' experts, ids beyond all, and routes of weight 0 are none; a route of ours may stand anywhere."""
     experts, _ = build(*SMALL)
     received = rows(*SMALL, count)
     base, local = 40, received.local_ids
@@ -230,7 +230,7 @@ def check_peer_cells(
     places = tuple(memory[peer, rank + 1, :bound] for peer in range(ranks))
     blocks = tuple(torch.empty(bound, hidden, dtype=y.dtype, device=DEVICE) for _ in range(ranks))
     offset = (rank + 1) * room * (words + 2) * 8
-    peers = PeerRows(blocks, addresses, offset, rank, PeerCells(places, number, words))
+    peers = PeerRows(blocks, addresses, offset, rank, PeerPackets(places, number, words))
     assert experts(received, peers) is peers
     found = memory.clone()
     memory.fill_(77)
@@ -289,7 +289,7 @@ def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
 
 
 def test_how_a_call_is_cut():
-    of, of_blocks = gemm_skinny.Cut.of, gemm_skinny.Cut.of_blocks
+    of, of_blocks = gemm_skinny.TileConfig.of, gemm_skinny.TileConfig.of_blocks
     assert [of(count, 0).first.stages for count in (gemm_skinny.FEWEST, gemm_skinny.FEWEST + 1)] == [6, 4]
     assert [of_blocks(count, 1000, 2048, 1).first.block_n for count in (64, 65)] == [64, 128]
     assert of(gemm_skinny.FEWEST, 1000) is not None

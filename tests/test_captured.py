@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe import InputError, MoELayer
-from ep_moe.all2all.buffer_slots import Lane
+from ep_moe.all2all.buffer_slots import BufferSlot
 from ep_moe.runtime.profiling import StageTimes
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import LogicalIds, Routing, TokenMask
 from tests.captured_emulation import CONFIG, COUNTED, CPU, layer, replayed, rows, served  # noqa: F401 (a fixture)
-from tests.graph_emulation import GRAPHS, Again
+from tests.graph_emulation import GRAPHS, RecordableCall
 from tests.helpers import assert_same, integer_routing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
@@ -66,18 +66,18 @@ def test_padding_in_a_replay(layer):
         chosen = layer.router(x).ids
         for mask in (*masks, masks[0], None):
             layer.placement.reset_load()
-            before, y = Again.replays, layer(x, mask)
-            assert Again.replays == before + 1
+            before, y = RecordableCall.replays, layer(x, mask)
+            assert RecordableCall.replays == before + 1
             tokens = torch.ones(5, dtype=torch.bool) if mask is None else mask
             counted = torch.bincount(chosen[tokens].flatten(), minlength=CONFIG.num_experts)
             assert layer.placement.expert_load.tolist() == counted.tolist()
             torch.testing.assert_close(y, layer.run(x, None, None if mask is None else TokenMask(mask)))
         assert replayed(layer, rows(6)), "all rows are tokens again"
-        before = Again.replays
+        before = RecordableCall.replays
         layer(x, masks[0], send_masked=True)
         with pytest.raises(InputError, match="mask must be"):
             layer(x, masks[0][:4])
-        assert Again.replays == before
+        assert RecordableCall.replays == before
 
 
 def test_a_later_capture_serves_what_lies_below_it(layer):
@@ -96,7 +96,7 @@ def test_a_later_capture_serves_what_lies_below_it(layer):
 
 
 class Ranked(nn.Module):
-    """Looks from row to row: the picks of a row depend on how many there are."""
+    """Looks from row to row: the routes of a row depend on how many there are."""
 
     def forward(self, x: Tensor) -> Routing:
         ids = (torch.arange(3).expand(len(x), 3) + len(x)) % CONFIG.num_experts
@@ -144,7 +144,7 @@ def test_copies_of_few_numbers_of_tokens_are_kept_ready(layer):
 
 
 def test_what_is_given_is_copied_in_one_launch_where_it_can_be(layer, monkeypatch):
-    """And what cannot be gives the same: rows that begin between two words, picks apart or narrow."""
+    """And what cannot be gives the same: rows that begin between two words, routes apart or narrow."""
     layer = MoELayer(CONFIG, layer.context, dtype=torch.bfloat16)
     layer.capture_routed([4])
     layer.capture([4])
@@ -186,7 +186,7 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             lower = layer(rows(4))
         assert_same(lower, y.bfloat16(), "autocast is off inside, and its dtype is that of the result")
-        before = Again.replays
+        before = RecordableCall.replays
         layer.context.stage_times = times = StageTimes(CPU)
         layer(rows(4))
         assert "experts" in times.milliseconds()
@@ -196,12 +196,12 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
         sentence = "not re-entrant: moe0 was called inside other"
         with pytest.raises(RuntimeError, match=sentence), layer.context.entered("other"):
             layer(rows(4))
-    assert Again.replays == before
+    assert RecordableCall.replays == before
     with torch.inference_mode():
         inferred = layer(rows(4))
         assert inferred.is_inference()
     assert_same(inferred, y)
-    assert Again.replays == before + 1
+    assert RecordableCall.replays == before + 1
 
 
 @pytest.mark.parametrize("tokens", [4, 3])
@@ -237,7 +237,7 @@ def test_bad_rows_raise_as_before(change, sentence, layer):
     layer.capture([4, 2, 0])
     with torch.no_grad(), pytest.raises(InputError, match=sentence):
         layer(change(rows(4)))
-    assert not Again.replays
+    assert not RecordableCall.replays
 
 
 @pytest.mark.parametrize(
@@ -257,25 +257,25 @@ def test_bad_routings_raise_as_before(change, sentence, layer):
     layer.capture_routed([4])
     with torch.no_grad(), pytest.raises(InputError, match=sentence):
         layer.forward_routed(rows(4), change(integer_routing(4, CONFIG, 0)))
-    assert not Again.replays
+    assert not RecordableCall.replays
 
 
 def test_streams_and_workspaces(layer, monkeypatch):
     """A replay waits for a call that ended on another stream, and the next call for the replay."""
     layer.capture([4])
     ((_, calls),) = layer.captured._calls.items()
-    followed, lane = [], Lane(None, stream="elsewhere")
-    monkeypatch.setattr(Lane, "follow", lambda self, device: followed.append((self.stream, device)))
+    followed, buffer_slot = [], BufferSlot(None, stream="elsewhere")
+    monkeypatch.setattr(BufferSlot, "follow", lambda self, device: followed.append((self.stream, device)))
     recorder = SimpleNamespace(stream="its own", here=True)
-    calls.calls[0] = dataclasses.replace(calls.calls[0], lanes=(lane,), recorder=recorder)
+    calls.calls[0] = dataclasses.replace(calls.calls[0], buffer_pool=(buffer_slot,), recorder=recorder)
     assert replayed(layer, rows(4))
     assert followed == [("elsewhere", CPU)]
-    assert lane.stream == "its own"
+    assert buffer_slot.stream == "its own"
     assert replayed(layer, rows(4, seed=1))
     assert len(followed) == 1, "nothing to wait for"
     recorder.here = False
     assert not replayed(layer, rows(4)), "another stream is current"
-    recorder.here, lane.busy = True, True
+    recorder.here, buffer_slot.busy = True, True
     assert not replayed(layer, rows(4)), "the workspace has a call under way"
 
 
@@ -334,4 +334,4 @@ def test_what_cuda_is_told(monkeypatch):
     assert not recorder.here, "the stream is being captured"
     cuda.current, cuda.capturing = "other", False
     assert not recorder.here
-    assert GRAPHS.why_not(torch.device("cuda", 3)) is None
+    assert GRAPHS.unsupported_reason(torch.device("cuda", 3)) is None

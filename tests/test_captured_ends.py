@@ -13,7 +13,7 @@ from torch import nn
 from ep_moe import InputError, MoELayer
 from ep_moe.types import LogicalIds, Routing
 from tests.captured_emulation import CONFIG, layer, replayed, rows  # noqa: F401 (a fixture)
-from tests.graph_emulation import Again
+from tests.graph_emulation import RecordableCall
 from tests.helpers import fill, integer_routing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
@@ -75,7 +75,7 @@ def test_another_dtype(layer):
         assert layer(rows(4).bfloat16()).dtype == torch.bfloat16
         with pytest.raises(InputError, match="x must be bfloat16 as the layer is"):
             layer(rows(4))
-    assert not Again.replays
+    assert not RecordableCall.replays
 
 
 def test_what_changes_in_place_is_seen(layer):
@@ -116,7 +116,7 @@ def test_after_the_context(layer):
 
 def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
     layer.capture_routed([4])
-    layer.capture([4])  # with picks of the layer's own
+    layer.capture([4])  # with routes of the layer's own
     assert not any(layer.stats().expert_load)
     one = Routing(LogicalIds(torch.tensor([[0, 1, -1]] * 4)), torch.ones(4, 3))
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
         with layer.no_stats():
             layer.forward_routed(rows(4), one)
     assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
-    assert Again.replays == 2
+    assert RecordableCall.replays == 2
 
 
 def python_calls(call) -> int:
@@ -151,7 +151,7 @@ def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
     with torch.no_grad():
         layer.forward_routed(x, routing)
         uncaptured = python_calls(lambda: layer.forward_routed(x, routing))
-        monkeypatch.setattr(Again, "record", lambda self, call: (lambda: None, call()))
+        monkeypatch.setattr(RecordableCall, "record", lambda self, call: (lambda: None, call()))
         layer.capture_routed([4])
         layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
         replayed = python_calls(lambda: layer.forward_routed(x, routing))

@@ -12,8 +12,8 @@ from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutedsl_op
 from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows
 from ep_moe.selection.explain import choose, explain
@@ -65,7 +65,7 @@ def planted(monkeypatch, change) -> None:
 def build(config: MoEConfig, **options) -> tuple[FlashInferCuteDslExperts, Tensors]:
     weights = ExpertWeights(
         config, ExpertMap.uneven([SLOTS, 3]), dtype=BF16, scheme=NVFP4,
-        preparation=FlashInferCuteDslExperts.preparation, trainable=False,
+        weight_layout=FlashInferCuteDslExperts.weight_layout, trainable=False,
     )  # fmt: skip
     tensors = [random_expert(config, NVFP4, expert, BF16) for expert in range(SLOTS)]
     for expert, own in enumerate(tensors):
@@ -285,7 +285,7 @@ def test_edges_of_the_contract(calls):
 
 def test_no_slots(calls):
     weights = ExpertWeights(
-        shape(), ExpertMap.uneven([8, 0]), ep_rank=1, dtype=BF16, scheme=NVFP4, preparation=cutedsl.CuteDsl
+        shape(), ExpertMap.uneven([8, 0]), ep_rank=1, dtype=BF16, scheme=NVFP4, weight_layout=cutedsl.CuteDsl
     )
     experts = FlashInferCuteDslExperts(shape(), weights)
     assert experts.workspace_bytes() == 0
@@ -298,8 +298,9 @@ def test_pieces_of_etp():
     whole = [random_expert(config, NVFP4, expert, BF16) for expert in range(SLOTS)]
     for rank in range(2):
         weights = ExpertWeights(
-            config, ExpertMap.uneven([SLOTS, 3]), etp=Link(None, (0, 1), rank, Ledger()), dtype=BF16, scheme=NVFP4,
-            preparation=cutedsl.CuteDsl,
+            config, ExpertMap.uneven([SLOTS, 3]), etp=RankGroup(None, (0, 1), rank, FlightRecorder()), dtype=BF16,
+            scheme=NVFP4,
+            weight_layout=cutedsl.CuteDsl,
         )  # fmt: skip
         for expert, tensors in enumerate(whole):
             weights.update_expert(expert, tensors)
@@ -329,13 +330,16 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "call", "sentence"), REFUSED)
 def test_what_is_refused(fields, call, sentence):
     config, call = MoEConfig(**(BASE | fields)), {"dtype": BF16, "etp": 1, "scheme": NVFP4} | call
-    assert FlashInferCuteDslExperts.why_not(config, **call) == sentence
+    assert FlashInferCuteDslExperts.unsupported_reason(config, **call) == sentence
 
 
 def test_the_same_shapes_unrefused():
     for activation in ACTIVATIONS:
         config = MoEConfig(**(BASE | {"activation": activation}))
-        assert FlashInferCuteDslExperts.why_not(config, BF16, 2, NVFP4, ExpertsOptions(deterministic=True)) is None
+        assert (
+            FlashInferCuteDslExperts.unsupported_reason(config, BF16, 2, NVFP4, ExpertsOptions(deterministic=True))
+            is None
+        )
 
 
 def test_libraries(monkeypatch):

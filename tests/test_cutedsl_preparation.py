@@ -27,21 +27,21 @@ def experts(shape: MoEConfig) -> list[dict[str, Tensor]]:
 @with_and_without_a_gate
 def test_what_is_prepared_comes_back(activation, sizes):
     shape = config(*sizes, activation)
-    preparation = CuteDsl(shape, NVFP4, BF16)
+    weight_layout = CuteDsl(shape, NVFP4, BF16)
     for tensors in experts(shape):
-        stored = preparation.prepare(tensors)
-        specs = {name: (spec.shape, spec.dtype) for name, spec in preparation.specs().items()}
+        stored = weight_layout.prepare(tensors)
+        specs = {name: (spec.shape, spec.dtype) for name, spec in weight_layout.specs().items()}
         assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()} == specs
         assert all(tensor.is_contiguous() for tensor in stored.values())
-        same(preparation.restore(stored), tensors)
+        same(weight_layout.restore(stored), tensors)
 
 
 def test_a_piece_of_an_expert_comes_back():
     shape = config(256, 256)
-    (whole, *_), preparation = experts(shape), CuteDsl(shape, NVFP4, BF16, 2)
+    (whole, *_), weight_layout = experts(shape), CuteDsl(shape, NVFP4, BF16, 2)
     for rank in range(2):
         piece = {name: cut(shape, name, tensor, 2, rank) for name, tensor in whole.items()}
-        same(preparation.restore(preparation.prepare(piece)), piece)
+        same(weight_layout.restore(weight_layout.prepare(piece)), piece)
 
 
 def test_sixty_four_rows_of_up_then_of_gate():
@@ -59,7 +59,7 @@ def test_every_byte_is_where_the_kernel_looks_for_it(activation, sizes):
     shape = config(*sizes, activation)
     given = experts(shape)
     weights = ExpertWeights(
-        shape, ExpertMap.uneven([3, 1]), dtype=BF16, scheme=NVFP4, preparation=CuteDsl, trainable=False
+        shape, ExpertMap.uneven([3, 1]), dtype=BF16, scheme=NVFP4, weight_layout=CuteDsl, trainable=False
     )
     for expert, tensors in enumerate(given):
         weights.update_expert(expert, tensors)
@@ -87,7 +87,7 @@ def test_the_view_is_the_mma_layout_of_the_linear_scales():
 def test_a_slot_moves_as_bytes():
     shape = config(256, 128, Activation.SWIGLU)
     weights = ExpertWeights(
-        shape, ExpertMap.uneven([4]), dtype=BF16, scheme=NVFP4, preparation=CuteDsl, trainable=False
+        shape, ExpertMap.uneven([4]), dtype=BF16, scheme=NVFP4, weight_layout=CuteDsl, trainable=False
     )
     tensors = random_expert(shape, NVFP4, 3, BF16)
     weights.update_expert(3, tensors)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from ep_moe import Activation, ConfigError, ExpertMap, InputError, MoEConfig
 from ep_moe.experts.activations import activate
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import FP8, SCHEMES, Rounding, Scheme
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.cutting import cut, join
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutlass_mixed as mixed
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.layouts.cutlass_sm90 import BOUND, SM90_SCHEMES, CutlassSm90, activation_bound
 from ep_moe.weights.parts import split_parts
 from tests import cutlass_emulation as emulation
@@ -84,29 +84,29 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @each_scheme
 def test_what_is_prepared_comes_back(scheme, activation, bias, dtype):
     shape = config(activation, bias=bias)
-    preparation = CutlassSm90(shape, scheme, dtype)
+    weight_layout = CutlassSm90(shape, scheme, dtype)
     tensors = random_tensors(shape, scheme, dtype)
     given = {name: tensor.clone() for name, tensor in tensors.items()}
-    stored = preparation.prepare(tensors)
+    stored = weight_layout.prepare(tensors)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == {
-        name: (spec.shape, spec.dtype) for name, spec in preparation.specs().items()
+        name: (spec.shape, spec.dtype) for name, spec in weight_layout.specs().items()
     }
-    assert_equal(preparation.restore(stored), tensors)
+    assert_equal(weight_layout.restore(stored), tensors)
     assert_equal(tensors, given)
 
 
 @each_scheme
 def test_a_piece_of_an_expert_comes_back(scheme):
     shape = config(inner=256)
-    preparation = CutlassSm90(shape, scheme, BF16, 2)
+    weight_layout = CutlassSm90(shape, scheme, BF16, 2)
     whole = random_tensors(shape, scheme)
     for rank in range(2):
         piece = {name: cut(shape, name, tensor, 2, rank) for name, tensor in whole.items()}
-        stored = preparation.prepare(piece)
+        stored = weight_layout.prepare(piece)
         assert {name: tuple(t.shape) for name, t in stored.items()} == {
-            name: spec.shape for name, spec in preparation.specs().items()
+            name: spec.shape for name, spec in weight_layout.specs().items()
         }
-        assert_equal(preparation.restore(stored), piece)
+        assert_equal(weight_layout.restore(stored), piece)
 
 
 def test_what_is_stored_besides_the_canonical_tensors():
@@ -149,10 +149,10 @@ def test_up_comes_first(scheme, activation):
 
 def test_the_canonical_preparation_changes_nothing():
     tensors = random_tensors(config(), SCHEMES["mxfp4"])
-    preparation = Preparation(config(), SCHEMES["mxfp4"], BF16)
-    assert_equal(preparation.prepare(tensors), tensors)
-    assert_equal(preparation.restore(tensors), tensors)
-    assert preparation.specs() == SCHEMES["mxfp4"].expert(config(), BF16)
+    weight_layout = WeightLayout(config(), SCHEMES["mxfp4"], BF16)
+    assert_equal(weight_layout.prepare(tensors), tensors)
+    assert_equal(weight_layout.restore(tensors), tensors)
+    assert weight_layout.specs() == SCHEMES["mxfp4"].expert(config(), BF16)
 
 
 # --- what no activation exceeds -------------------------------------------------------------------------------------
@@ -214,16 +214,16 @@ def test_the_bound_is_of_the_dequantised_weights_and_is_stored(name):
 # --- parameters in the kernel's layout ------------------------------------------------------------------------------
 
 
-def etp_link(size: int, rank: int) -> Link:
+def etp_link(size: int, rank: int) -> RankGroup:
     """A rank's place in an etp group that nobody will talk in."""
-    return Link(None, tuple(range(size)), rank, Ledger())
+    return RankGroup(None, tuple(range(size)), rank, FlightRecorder())
 
 
 HELD = [0, 1, 3, 4]  # slots that hold experts 2, 0, 1, 0; slot 2 is empty
 
 
 def made(scheme: Scheme, shape: MoEConfig | None = None, **options) -> ExpertWeights:
-    options = {"preparation": CutlassSm90, "dtype": BF16} | options
+    options = {"weight_layout": CutlassSm90, "dtype": BF16} | options
     expert_map = ExpertMap.from_ranks([[2, 0, -1, 1, 0]], 3, allow_duplicates=True)
     return ExpertWeights(shape or config(), expert_map, scheme=scheme, **options)
 
@@ -261,7 +261,7 @@ def test_state_dict_has_the_canonical_tensors(scheme, activation):
 @each_scheme
 def test_checkpoints_go_from_one_layout_to_another_and_back(scheme):
     state = filled(scheme).state_dict()
-    canonical = made(scheme, preparation=Preparation)
+    canonical = made(scheme, weight_layout=WeightLayout)
     canonical.load_state_dict(state)
     for name, expected in experts_of(config(), scheme)[2].items():
         assert torch.equal(bits(canonical.get_parameter(name)[0]), bits(expected))
@@ -350,7 +350,7 @@ def test_an_empty_rank_has_no_slots():
         ep_rank=1,
         dtype=BF16,
         scheme=SCHEMES["mxfp4_fp8"],
-        preparation=CutlassSm90,
+        weight_layout=CutlassSm90,
     )
     assert weights.dense("w13").shape == (0, 256, 256)
     assert weights.dense("w2").shape == (0, 256, 128)

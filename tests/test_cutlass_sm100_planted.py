@@ -12,8 +12,8 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass, cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.experts.layouts import widened
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows
 from ep_moe.selection.explain import explain
@@ -265,7 +265,7 @@ def test_rows_in_another_format_are_widened(name, emulated):  # noqa: F811
 def test_no_slots(name, emulated):  # noqa: F811
     weights = ExpertWeights(
         shape(), ExpertMap.uneven([8, 0]), ep_rank=1, dtype=BF16, scheme=SCHEMES[name],
-        preparation=FlashInferCutlassExperts.preparation,
+        weight_layout=FlashInferCutlassExperts.weight_layout,
     )  # fmt: skip
     experts = FlashInferCutlassExperts(shape(), weights)
     assert experts.workspace_bytes() == 0
@@ -280,8 +280,8 @@ def test_pieces_of_etp(name, monkeypatch):
     whole = [random_expert(config, SCHEMES[name], expert, BF16) for expert in range(SLOTS)]
     for rank in range(2):
         weights = ExpertWeights(
-            config, ExpertMap.uneven([SLOTS, 3]), etp=Link(None, (0, 1), rank, Ledger()), dtype=BF16,
-            scheme=SCHEMES[name], preparation=FlashInferCutlassExperts.preparation,
+            config, ExpertMap.uneven([SLOTS, 3]), etp=RankGroup(None, (0, 1), rank, FlightRecorder()), dtype=BF16,
+            scheme=SCHEMES[name], weight_layout=FlashInferCutlassExperts.weight_layout,
         )  # fmt: skip
         for expert, tensors in enumerate(whole):
             weights.update_expert(expert, tensors)
@@ -311,7 +311,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "fields", "etp", "sentence"), REFUSED)
 def test_shapes_that_are_refused(name, fields, etp, sentence):
     config = MoEConfig(**{"hidden_size": 256, "intermediate_size": 256, "num_experts": 8, "top_k": 2, **fields})
-    found = FlashInferCutlassExperts.why_not(config, BF16, etp, SCHEMES[name])
+    found = FlashInferCutlassExperts.unsupported_reason(config, BF16, etp, SCHEMES[name])
     assert found is not None
     assert found.startswith(sentence)
 
@@ -322,7 +322,7 @@ def test_half_precision_biases_and_every_activation_are_served(name):
         config = shape(activation, bias=True)
         for dtype in (BF16, torch.float16):
             options = ExpertsOptions(deterministic=True)
-            assert FlashInferCutlassExperts.why_not(config, dtype, 1, SCHEMES[name], options) is None
+            assert FlashInferCutlassExperts.unsupported_reason(config, dtype, 1, SCHEMES[name], options) is None
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3), (11, 0)], ids=str)

@@ -42,23 +42,23 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @each_scheme
 def test_what_is_prepared_comes_back(name, activation, sizes, bias):
     shape, scheme = config(*sizes, activation, bias=bias), SCHEMES[name]
-    preparation = CutlassSm100(shape, scheme, BF16)
+    weight_layout = CutlassSm100(shape, scheme, BF16)
     tensors = random_expert(shape, scheme, 1, BF16)
-    stored = preparation.prepare(tensors)
-    specs = {name: (spec.shape, spec.dtype) for name, spec in preparation.specs().items()}
+    stored = weight_layout.prepare(tensors)
+    specs = {name: (spec.shape, spec.dtype) for name, spec in weight_layout.specs().items()}
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()} == specs
     assert all(tensor.is_contiguous() for tensor in stored.values())
-    same(preparation.restore(stored), tensors)
+    same(weight_layout.restore(stored), tensors)
 
 
 @each_scheme
 def test_a_piece_of_an_expert_comes_back(name):
     shape, scheme = config(256, 256), SCHEMES[name]
     whole = random_expert(shape, scheme, 1, BF16)
-    preparation = CutlassSm100(shape, scheme, BF16, 2)
+    weight_layout = CutlassSm100(shape, scheme, BF16, 2)
     for rank in range(2):
         piece = {part: cut(shape, part, tensor, 2, rank) for part, tensor in whole.items()}
-        same(preparation.restore(preparation.prepare(piece)), piece)
+        same(weight_layout.restore(weight_layout.prepare(piece)), piece)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -99,7 +99,7 @@ def test_a_slot_moves_as_bytes(name):
     """What EPLB does: all that a slot has, [L, ...] each, copied to another slot."""
     shape, scheme = config(192, 128), SCHEMES[name]
     weights = ExpertWeights(
-        shape, ExpertMap.uneven([4]), dtype=BF16, scheme=scheme, preparation=CutlassSm100, trainable=False
+        shape, ExpertMap.uneven([4]), dtype=BF16, scheme=scheme, weight_layout=CutlassSm100, trainable=False
     )
     tensors = random_expert(shape, scheme, 3, BF16)
     weights.update_expert(3, tensors)
@@ -112,7 +112,7 @@ def test_a_slot_moves_as_bytes(name):
 def test_one_tensor_can_be_updated_alone(name):
     shape, scheme = config(192, 128), SCHEMES[name]
     weights = ExpertWeights(
-        shape, ExpertMap.uneven([4]), dtype=BF16, scheme=scheme, preparation=CutlassSm100, trainable=False
+        shape, ExpertMap.uneven([4]), dtype=BF16, scheme=scheme, weight_layout=CutlassSm100, trainable=False
     )
     first, second = (random_expert(shape, scheme, expert, BF16) for expert in (1, 2))
     weights.update_expert(1, first)

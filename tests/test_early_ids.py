@@ -51,9 +51,9 @@ def test_the_first_sort_waits_for_ids_alone(early, parts, step):
         if kernel is route_sort_triton.place_pairs:
             made.append(dict(zip(kernel.arg_names, args, strict=False)))
 
-    told, calls = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    given = (torch.zeros(ROWS, TOP_K, dtype=torch.int32), 0, *((told, calls) if early else (None, None)))
+    ids_ready, calls = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    given = (torch.zeros(ROWS, TOP_K, dtype=torch.int32), 0, *((ids_ready, calls) if early else (None, None)))
     step(launch, given, torch.zeros(1 << 24, dtype=torch.uint8), ROWS * TOP_K // parts)
     assert len(made) == parts
-    assert (made[0]["told"], made[0]["calls"]) == ((told, calls) if early else (None, None))
-    assert all(sort["told"] is None for sort in made[1:])
+    assert (made[0]["ids_ready"], made[0]["sequence"]) == ((ids_ready, calls) if early else (None, None))
+    assert all(sort["ids_ready"] is None for sort in made[1:])

@@ -16,7 +16,7 @@ from ep_moe.eplb import H200, LayerTime, traffic, verdict
 from ep_moe.eplb.migration import background as decide
 from ep_moe.eplb.migration.background import Background, Decision, laid_out
 from ep_moe.eplb.migration.pieces import pieces
-from ep_moe.eplb.migration.schedule import itinerary
+from ep_moe.eplb.migration.schedule import transfer_schedule
 from tests.test_eplb_pieces import pairs
 
 unhurried = settings(deadline=None)
@@ -47,7 +47,7 @@ def test_a_digest_is_of_all_maps(maps):
 def test_laid_out_breathes_and_that_changes_nothing(maps, most, layers):
     old, new = maps
     way = [old, *pieces(old, new, most)]
-    expected = tuple(itinerary(a, b, 0, row_bytes=8, budget=16) for a, b in pairwise(way))
+    expected = tuple(transfer_schedule(a, b, 0, row_bytes=8, budget=16) for a, b in pairwise(way))
     placement, slept = mock.Mock(), []
     with mock.patch.object(decide, "_STRETCH_S", 0.0), mock.patch.object(decide.time, "sleep", slept.append):
         found = laid_out(

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ep_moe import ExpertMap, MoEConfig, Placement
-from ep_moe.eplb.migration.schedule import itinerary
+from ep_moe.eplb.migration.schedule import transfer_schedule
 from ep_moe.eplb.migration.slots import SlotStore
 from ep_moe.eplb.migration.staging import Room, Staging
 from ep_moe.eplb.migration.transfer import Migration, Mover
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.weights.expert_weights import ExpertWeights
 
 OLD, NEW = ExpertMap.from_ranks([[0, 1, 2, 3]], 4), ExpertMap.from_ranks([[3, 1, 0, 2]], 4)
@@ -23,9 +23,9 @@ def start():
     config = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=1)
     weights = ExpertWeights(config, OLD).requires_grad_(False)
     layer = SimpleNamespace(name="layers.0", placement=Placement(OLD), expert_weights=weights)
-    mover = Mover(Link.alone(), Staging(Room(), 4, torch.device("cpu")), 10.0)
+    mover = Mover(RankGroup.alone(), Staging(Room(), 4, torch.device("cpu")), 10.0)
     size = mover.store(layer).row_bytes
-    part = itinerary(OLD, NEW, 0, row_bytes=size, budget=size)
+    part = transfer_schedule(OLD, NEW, 0, row_bytes=size, budget=size)
     assert len(part.batches) == 3
     mover.staging.reserve(Room((size,) * 3, size))
     return layer, held(layer), Migration(layer, part, mover)

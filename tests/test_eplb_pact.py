@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from ep_moe.eplb.migration.consensus import Call, Facts, State, Trouble, Verdict, judge
+from ep_moe.eplb.migration.consensus import Call, RankStatus, State, Trouble, Verdict, reach_verdict
 
-FACTS = Facts(7, 31, State.MOVING, 2, True, Trouble.NONE, 0)
+FACTS = RankStatus(7, 31, State.MOVING, 2, True, Trouble.NONE, 0)
 RANKS = (4, 5, 6)
 
 
@@ -18,16 +18,16 @@ def rows(**odd):
 @pytest.mark.parametrize(
     ("odd", "verdict"),
     [
-        ({}, Verdict(Call.GO)),
+        ({}, Verdict(Call.COMMIT)),
         ({"done": False}, Verdict(Call.WAIT)),
-        ({"trouble": Trouble.HERE}, Verdict(Call.BACK, told=1)),
+        ({"trouble": Trouble.HERE}, Verdict(Call.ROLLBACK, told=1)),
         ({"trouble": Trouble.HERE, "done": False}, Verdict(Call.WAIT)),
-        ({"trouble": Trouble.LOST}, Verdict(Call.OUT, told=1)),
-        ({"trouble": Trouble.LOST, "done": False}, Verdict(Call.OUT, told=1)),
+        ({"trouble": Trouble.LOST}, Verdict(Call.ABORT, told=1)),
+        ({"trouble": Trouble.LOST, "done": False}, Verdict(Call.ABORT, told=1)),
     ],
 )
 def test_verdicts(odd, verdict):
-    assert judge(rows(**odd), RANKS) == verdict
+    assert reach_verdict(rows(**odd), RANKS) == verdict
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_verdicts(odd, verdict):
 )
 @pytest.mark.parametrize("trouble", Trouble)
 def test_ranks_out_of_step_are_out_whatever_else_they_say(odd, words, trouble):
-    found = judge(rows(**odd, trouble=trouble), RANKS)
-    assert found.call is Call.OUT
+    found = reach_verdict(rows(**odd, trouble=trouble), RANKS)
+    assert found.call is Call.ABORT
     assert words in found.text
 
 
 def test_plans_that_differ():
-    found = judge(rows(digest=99), RANKS)
-    assert (found.call, found.told) == (Call.BACK, None)
+    found = reach_verdict(rows(digest=99), RANKS)
+    assert (found.call, found.told) == (Call.ROLLBACK, None)
     assert "different plans: their digest is 0 on rank 4, 99 on rank 5" in found.text

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ep_moe import ExpertMap, Placement
 from ep_moe.eplb.migration.pieces import pieces
-from ep_moe.eplb.migration.schedule import changed_slots, itinerary
+from ep_moe.eplb.migration.schedule import changed_slots, transfer_schedule
 from ep_moe.placement.expert_map import EMPTY
 
 unhurried = settings(deadline=None)
@@ -17,11 +17,15 @@ unhurried = settings(deadline=None)
 def pairs(draw):
     """Two maps of one geometry, with replicas and empty slots; where no rank of both holds an expert twice, that is not
     allowed on the way either."""
-    ranks, cap = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    experts = draw(st.integers(1, ranks * cap))
-    spare = [draw(st.integers(EMPTY, experts - 1)) for _ in range(ranks * cap - experts)]
+    ranks, slots_per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    experts = draw(st.integers(1, ranks * slots_per_rank))
+    spare = [draw(st.integers(EMPTY, experts - 1)) for _ in range(ranks * slots_per_rank - experts)]
     flats = [draw(st.permutations([*range(experts), *spare])) for _ in range(2)]
-    held = [[one for one in flat[r * cap : (r + 1) * cap] if one != EMPTY] for flat in flats for r in range(ranks)]
+    held = [
+        [one for one in flat[r * slots_per_rank : (r + 1) * slots_per_rank] if one != EMPTY]
+        for flat in flats
+        for r in range(ranks)
+    ]
     twice = any(len(set(rank)) < len(rank) for rank in held)
     return [ExpertMap(experts, ranks, tuple(flat), allow_duplicates=twice) for flat in flats]
 
@@ -86,9 +90,9 @@ def test_pieces_move_no_byte_twice():
     old = ExpertMap.linear(32, 4)
     new = ExpertMap(32, 4, old.physical_to_logical[-8:] + old.physical_to_logical[:-8])
     way = [old, *pieces(old, new, 3)]
-    parts = [itinerary(a, b, 0, row_bytes=64, budget=1 << 20) for a, b in pairwise(way)]
+    parts = [transfer_schedule(a, b, 0, row_bytes=64, budget=1 << 20) for a, b in pairwise(way)]
     assert sum(len(part.moves.transfers) for part in parts) == len(
-        itinerary(old, new, 0, row_bytes=64, budget=1 << 20).moves.transfers
+        transfer_schedule(old, new, 0, row_bytes=64, budget=1 << 20).moves.transfers
     )
 
 

@@ -15,14 +15,14 @@ unhurried = settings(deadline=None)
 @st.composite
 def two_maps(draw):
     """Maps alike in E, R and slots per rank, with empty slots and replicas."""
-    ranks, cap = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    experts = draw(st.integers(1, ranks * cap))
+    ranks, slots_per_rank = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    experts = draw(st.integers(1, ranks * slots_per_rank))
     found = []
     for _ in range(2):
-        slots = draw(st.permutations([*range(experts), *[-1] * (ranks * cap - experts)]))
-        table = [list(slots[rank * cap : (rank + 1) * cap]) for rank in range(ranks)]
+        slots = draw(st.permutations([*range(experts), *[-1] * (ranks * slots_per_rank - experts)]))
+        table = [list(slots[rank * slots_per_rank : (rank + 1) * slots_per_rank]) for rank in range(ranks)]
         for held in table:
-            for slot in range(cap):
+            for slot in range(slots_per_rank):
                 if held[slot] == -1:
                     held[slot] = draw(st.sampled_from([-1, *[e for e in range(experts) if e not in held]]))
         found.append(ExpertMap(experts, ranks, tuple(expert for held in table for expert in held)))

@@ -13,7 +13,7 @@ from ep_moe import ExpertMap
 from ep_moe.eplb import plan
 from ep_moe.eplb.migration import staging
 from ep_moe.eplb.migration.pieces import pieces
-from ep_moe.eplb.migration.schedule import changed_slots, itinerary
+from ep_moe.eplb.migration.schedule import changed_slots, transfer_schedule
 from ep_moe.eplb.migration.staging import Room, Staging
 from tests.test_eplb_pieces import pairs
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def parts(old, new, rank, row_bytes, budget, commit):
     way = [old, *pieces(old, new, max(1, commit // row_bytes))]
-    return [itinerary(one, two, rank, row_bytes=row_bytes, budget=budget) for one, two in pairwise(way)]
+    return [transfer_schedule(one, two, rank, row_bytes=row_bytes, budget=budget) for one, two in pairwise(way)]
 
 
 @unhurried
@@ -31,7 +31,7 @@ def parts(old, new, rank, row_bytes, budget, commit):
 def test_no_plan_needs_more_but_for_its_cycles(maps, row_bytes, budget, commit):
     old, new = maps
     with mock.patch.object(staging, "_CYCLE", 1):
-        usual = Room.usual([(old.cap, row_bytes)], budget=budget, commit=commit)
+        usual = Room.usual([(old.slots_per_rank, row_bytes)], budget=budget, commit=commit)
     assert set(usual.rows) == {row_bytes}
     for rank in range(old.num_ranks):
         found = Room.of_plan(parts(old, new, rank, row_bytes, budget, commit))

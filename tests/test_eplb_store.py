@@ -7,16 +7,16 @@ from ep_moe import ExpertMap, MoEConfig
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.layouts.cutlass_sm90 import CutlassSm90
 
 CHECKSUM = Checksum(torch.device("cpu"))
 MAP = ExpertMap.from_ranks([[0, 1, 2]], 3)
 
 
-def weights_of(scheme, preparation, bias=True, dtype=torch.bfloat16):
+def weights_of(scheme, weight_layout, bias=True, dtype=torch.bfloat16):
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=3, top_k=1, expert_bias=bias)
-    kwargs = {"scheme": SCHEMES[scheme], "preparation": preparation, "dtype": dtype}
+    kwargs = {"scheme": SCHEMES[scheme], "weight_layout": weight_layout, "dtype": dtype}
     weights = ExpertWeights(config, MAP, **kwargs).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for tensor in [*weights.parameters(), *weights.buffers()]:
@@ -49,11 +49,11 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("preparation", [Preparation, CutlassSm90])
+@pytest.mark.parametrize("weight_layout", [WeightLayout, CutlassSm90])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_row_holds_all_of_a_slot(scheme, preparation):
+def test_a_row_holds_all_of_a_slot(scheme, weight_layout):
     """Read in pieces of any size and written elsewhere, all that is registered has moved, and nothing else."""
-    weights = weights_of(scheme, preparation)
+    weights = weights_of(scheme, weight_layout)
     store = SlotStore(weights, CHECKSUM)
     before, bystander = raw(weights, 0), raw(weights, 1)
     assert not same(before, raw(weights, 2))
@@ -94,12 +94,12 @@ def test_every_byte_counts(scheme):
 
 
 def test_a_row_that_never_came_is_damaged():
-    store = SlotStore(weights_of("none", Preparation), CHECKSUM)
+    store = SlotStore(weights_of("none", WeightLayout), CHECKSUM)
     assert damage(store, torch.zeros(store.row_bytes, dtype=torch.uint8)) != 0
 
 
 def test_a_scale_per_slot_that_somebody_adds_moves_too():
-    weights = weights_of("none", Preparation)
+    weights = weights_of("none", WeightLayout)
     plain = SlotStore(weights, CHECKSUM).row_bytes
     weights.register_buffer("w13_extra_scale", torch.tensor([1.0, 2.0, 3.0]))
     store = SlotStore(weights, CHECKSUM)
@@ -112,7 +112,7 @@ def test_a_scale_per_slot_that_somebody_adds_moves_too():
 
 def test_a_store_is_right_until_a_row_changes():
     """Its owner keeps it, and asks."""
-    weights, other = (weights_of("none", Preparation) for _ in range(2))
+    weights, other = (weights_of("none", WeightLayout) for _ in range(2))
     store = SlotStore(weights, CHECKSUM)
     assert store.fits(weights)
     assert not store.fits(other)
@@ -125,7 +125,7 @@ def test_a_store_is_right_until_a_row_changes():
 
 
 def test_a_tensor_that_is_not_per_slot_is_refused():
-    weights = weights_of("none", Preparation)
+    weights = weights_of("none", WeightLayout)
     weights.register_buffer("table", torch.zeros(7))
     with pytest.raises(AssertionError, match=r"\['table'\] of ExpertWeights are not \[3 slots"):
         SlotStore(weights, CHECKSUM)

@@ -10,8 +10,8 @@ from ep_moe import InputError, Wire
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.execution.exchange import Exchange
-from ep_moe.parallel.rank_group import Link
-from ep_moe.testing.transport_rows import geometry
+from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.testing.transport_rows import dispatch_shape
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 FORMAT = Wire(dispatch="fp8_row")
@@ -30,7 +30,7 @@ def exchange(tokens: int, *, most: int, bound: int):
         raise Refused(problem)
 
     dispatcher = SimpleNamespace(
-        geometry=SimpleNamespace(max_tokens=most, wire=FORMAT, hidden_size=16, dtype=torch.float32),
+        dispatch_shape=SimpleNamespace(max_tokens=most, wire=FORMAT, hidden_size=16, dtype=torch.float32),
         capabilities=SimpleNamespace(places=False, rounds=frozenset()),
         dispatch_start=note,
         dispatch=lambda x, routing, x_scale=None, max_tokens=None: note(
@@ -38,7 +38,7 @@ def exchange(tokens: int, *, most: int, bound: int):
         ),
         refuse=lambda problem: None,
     )
-    context = SimpleNamespace(step_tokens=bound, stage_times=None)
+    context = SimpleNamespace(current_limit=bound, stage_times=None)
     experts = SimpleNamespace(capabilities=SimpleNamespace(peer_out=False))
     routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
     return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), given
@@ -81,11 +81,13 @@ class Noting(LocalDispatcher):
 )
 def test_the_bound_that_a_transport_is_given(asked, rows, taken, monkeypatch):
     """That of the call, and where it is what is wrong, the geometry's: the peers' is not known on this rank."""
-    dispatcher: Dispatcher = Noting(dataclasses.replace(geometry(1, 2, torch.float32), max_tokens=8), Link.alone())
+    dispatcher: Dispatcher = Noting(
+        dataclasses.replace(dispatch_shape(1, 2, torch.float32), max_tokens=8), RankGroup.alone()
+    )
     monkeypatch.setattr(
         type(dispatcher), "capabilities", dataclasses.replace(LocalDispatcher.capabilities, static=True)
     )
-    hidden = dispatcher.geometry.hidden_size
+    hidden = dispatcher.dispatch_shape.hidden_size
     routing = PhysicalRouting(PhysicalIds(torch.zeros(rows, 2, dtype=torch.int64)), torch.ones(rows, 2))
     wrong = rows > taken or (asked is not None and not 1 <= asked <= 8)
     try:

@@ -54,8 +54,8 @@ def maps(draw) -> ExpertMap:
 def test_constructor(made, ranks):
     assert [made.local(rank) for rank in range(made.num_ranks)] == ranks
     assert made.physical_to_logical == tuple(expert for slots in ranks for expert in slots)
-    assert made.cap == len(ranks[0])
-    assert made.num_physical == len(ranks) * made.cap
+    assert made.slots_per_rank == len(ranks[0])
+    assert made.num_physical == len(ranks) * made.slots_per_rank
     assert made.num_redundant == sum(e >= 0 for slots in ranks for e in slots) - made.num_experts
 
 
@@ -68,7 +68,7 @@ def test_redundant_holds_each_expert_as_often_as_the_others_or_once_more(experts
     assert max(made.replica_count) - min(made.replica_count) <= 1
     held = [sum(e >= 0 for e in made.local(rank)) for rank in range(ranks)]
     assert max(held) - min(held) <= 1
-    assert made.cap == max(held)
+    assert made.slots_per_rank == max(held)
 
 
 def test_equal_maps_compare_equal_whoever_made_them():
@@ -172,9 +172,9 @@ def test_wire_id_is_owner_times_cap_plus_local(made):
     for rank in range(made.num_ranks):
         for slot, expert in enumerate(made.local(rank)):
             if expert != EMPTY:
-                assert rank * made.cap + slot in made.logical_to_physical[expert]
+                assert rank * made.slots_per_rank + slot in made.logical_to_physical[expert]
     for expert, physical in enumerate(made.logical_to_physical):
-        owners = [divmod(p, made.cap) for p in physical]
+        owners = [divmod(p, made.slots_per_rank) for p in physical]
         assert all(made.local(rank)[slot] == expert for rank, slot in owners)
         assert made.primary_owner(expert) == owners[0][0]
 
@@ -281,4 +281,4 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_repr_has_the_sizes():
-    assert repr(ExpertMap.redundant(6, 2, 2)) == "ExpertMap(E=6, R=2, cap=4, redundant=2)"
+    assert repr(ExpertMap.redundant(6, 2, 2)) == "ExpertMap(E=6, R=2, slots_per_rank=4, redundant=2)"

@@ -9,8 +9,8 @@ from torch import Tensor
 from ep_moe import Activation, ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer
 from ep_moe.experts.activations import activate
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.cutting import cut, cut_dim, join
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -36,12 +36,14 @@ def shape(activation: Activation = Activation.SWIGLU, bias: bool = True, inner: 
     )
 
 
-def etp_link(size: int, rank: int) -> Link:
+def etp_link(size: int, rank: int) -> RankGroup:
     """A rank's place in an etp group that nobody will talk in."""
-    return Link(None, tuple(range(size)), rank, Ledger())
+    return RankGroup(None, tuple(range(size)), rank, FlightRecorder())
 
 
-def filled(config: MoEConfig, expert_map: ExpertMap, *, ep_rank: int = 0, etp: Link | None = None) -> ExpertWeights:
+def filled(
+    config: MoEConfig, expert_map: ExpertMap, *, ep_rank: int = 0, etp: RankGroup | None = None
+) -> ExpertWeights:
     weights = ExpertWeights(config, expert_map, ep_rank=ep_rank, etp=etp)
     for tensor in weights.tensors.values():
         tensor.fill_(torch.nan)

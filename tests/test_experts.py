@@ -428,11 +428,11 @@ class Narrow(ReferenceExperts):
     ],
 )
 def test_refusal_has_a_reason(kind, config, dtype, etp, reason):
-    assert kind.why_not(config, dtype, etp) == reason
+    assert kind.unsupported_reason(config, dtype, etp) == reason
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
 def test_reference_serves_every_activation_and_dtype(activation, dtype):
-    assert ReferenceExperts.why_not(shape(activation, bias=True), dtype, 3) is None
+    assert ReferenceExperts.unsupported_reason(shape(activation, bias=True), dtype, 3) is None
     assert ReferenceExperts.available() is None

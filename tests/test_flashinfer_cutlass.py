@@ -52,7 +52,7 @@ def build(
         ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
         dtype=dtype,
         scheme=scheme,
-        preparation=FlashInferCutlassExperts.preparation,
+        weight_layout=FlashInferCutlassExperts.weight_layout,
         trainable=False,
     )
     tensors = [random_expert(config, scheme, expert, dtype) for expert in range(SLOTS)]

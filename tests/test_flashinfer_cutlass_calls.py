@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe import MoEConfig
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
@@ -54,7 +54,7 @@ def test_a_chunk_is_never_more_than_the_kernel_can_count():
     config = MoEConfig(hidden_size=7168, intermediate_size=8192, num_experts=4, top_k=2)
     experts = object.__new__(FlashInferCutlassExperts)
     experts.config, experts.options = config, ExpertsOptions(chunk_rows=10**9)
-    experts.weights = type("Weights", (), {"etp": Link.alone()})()
+    experts.weights = type("Weights", (), {"etp": RankGroup.alone()})()
     assert experts.chunk_rows * config.top_k * config.w13_rows < 2**31
     assert (experts.chunk_rows + 1) * config.top_k * config.w13_rows >= 2**31 - 1
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, Received
@@ -221,10 +221,10 @@ def pieces(config: MoEConfig, scheme: Scheme) -> list[tuple[FlashInferCutlassExp
         weights = ExpertWeights(
             config,
             ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
-            etp=Link(None, (0, 1), rank, Ledger()),
+            etp=RankGroup(None, (0, 1), rank, FlightRecorder()),
             dtype=BF16,
             scheme=scheme,
-            preparation=FlashInferCutlassExperts.preparation,
+            weight_layout=FlashInferCutlassExperts.weight_layout,
         )
         for expert, tensors in enumerate(whole):
             weights.update_expert(expert, tensors)
@@ -346,7 +346,7 @@ def test_no_slots(scheme, emulated):  # noqa: F811
         ep_rank=1,
         dtype=BF16,
         scheme=scheme,
-        preparation=FlashInferCutlassExperts.preparation,
+        weight_layout=FlashInferCutlassExperts.weight_layout,
     )
     experts = FlashInferCutlassExperts(shape(), weights)
     assert experts.workspace_bytes() == 0

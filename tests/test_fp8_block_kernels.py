@@ -245,7 +245,7 @@ def check_reduce(rows, top_k, size, device=DEVICE, dtype=torch.bfloat16, weighte
 
 
 def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int32, only=None, base=0, told=None):
-    """base: ids as they travelled, among those of other ranks, and a sixth of the picks with weight 0; told: as
+    """base: ids as they travelled, among those of other ranks, and a sixth of the routes with weight 0; told: as
     `group_pairs` has it"""
     ids = torch.randint(0, experts, (rows, top_k), device=device, dtype=dtype)
     if only is not None:

@@ -63,7 +63,7 @@ def build(
         device=DEVICE,
         dtype=dtype,
         scheme=SCHEMES[scheme],
-        preparation=kind.preparation,
+        weight_layout=kind.weight_layout,
         trainable=False,
     )
     for expert, own in enumerate(tensors):

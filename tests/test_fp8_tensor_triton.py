@@ -43,7 +43,7 @@ def build(
         device=DEVICE,
         dtype=BF16,
         scheme=STATIC,
-        preparation=Fp8TensorTritonExperts.preparation,
+        weight_layout=Fp8TensorTritonExperts.weight_layout,
         trainable=False,
     )
     tensors = [random_expert(config, STATIC, expert, BF16, DEVICE) for expert in range(slots)]
@@ -204,7 +204,7 @@ def test_rows_are_rounded_once(listed):
 
 
 def test_how_a_call_is_cut():
-    of = gemm_skinny.Cut.of_matrices
+    of = gemm_skinny.TileConfig.of_matrices
     assert [of(count, 0).first.block_n for count in (64, 65)] == [32, 64]
     assert of(gemm_skinny.UNSORTED, 0) is not None
     assert of(gemm_skinny.UNSORTED, gemm_skinny.DENSE) is None

@@ -7,7 +7,7 @@ from ep_moe import ExpertMap, MoEConfig
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaFp8
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.layouts.mega import MegaBf16, in_halves, in_turns
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=128, num_experts=2, top_k=1)
@@ -29,19 +29,19 @@ def test_rows_come_in_turns_and_back():
 
 def test_weights_keep_their_canonical_form_outside():
     experts = [{"w13": random_w13() + e, "w2": torch.full((8, 128), float(e))} for e in range(2)]
-    held = ExpertWeights(CONFIG, ExpertMap.linear(2, 1), preparation=MegaBf16, trainable=False)
+    held = ExpertWeights(CONFIG, ExpertMap.linear(2, 1), weight_layout=MegaBf16, trainable=False)
     for number, expert in enumerate(experts):
         held.update_expert(number, expert)
         assert torch.equal(held.get_parameter("w13")[number], in_turns(expert["w13"]))
         assert all(torch.equal(held.slot(number)[name], tensor) for name, tensor in expert.items())
     state = held.state_dict()
     assert torch.equal(torch.cat([state["1.w1"], state["1.w3"]]), experts[1]["w13"])
-    assert {name: spec.shape for name, spec in held.preparation.specs().items()} == {"w13": (256, 8), "w2": (8, 128)}
-    assert type(held.preparation)(CONFIG, PLAIN, torch.float32, 2).specs()["w13"].shape == (128, 8)
+    assert {name: spec.shape for name, spec in held.weight_layout.specs().items()} == {"w13": (256, 8), "w2": (8, 128)}
+    assert type(held.weight_layout)(CONFIG, PLAIN, torch.float32, 2).specs()["w13"].shape == (128, 8)
 
 
 def test_the_fp8_kernel_reads_canonical_tensors():
-    assert FlashInferMegaFp8.preparation is Preparation
+    assert FlashInferMegaFp8.weight_layout is WeightLayout
 
 
 def test_as_flashinfer_interleaves():

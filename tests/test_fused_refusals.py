@@ -27,7 +27,7 @@ def config(**fields) -> MoEConfig:
 def reason(kind, *, ep=4, etp=1, dtype=torch.bfloat16, scheme=None, max_tokens=64, expert_map=None, options=None, **of):
     scheme = SCHEMES[scheme or sorted(kind.capabilities.schemes)[0]]
     rest = {"expert_map": expert_map, "max_tokens": max_tokens, "options": options}
-    return kind.why_not(config(**of), layout(ep, etp), dtype, scheme, **rest)
+    return kind.unsupported_reason(config(**of), layout(ep, etp), dtype, scheme, **rest)
 
 
 @pytest.mark.parametrize("kind", BOTH, ids=lambda kind: kind.name)
@@ -86,17 +86,20 @@ def test_the_gpu_that_it_needs(kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for found, sentence in (((9, 0), None), ((8, 9), "9.0, this one has 8.9"), ((10, 0), "9.0, this one has 10.0")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
-        said = kind.platform_problem(layout(), gpu)
+        said = kind.unsupported_platform(layout(), gpu)
         assert said is None if sentence is None else said.endswith(f"needs a GPU of compute capability {sentence}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "one host" in kind.platform_problem(layout(8), gpu)
-    assert kind.platform_problem(layout(), CPU) == f"{kind.name} runs on cuda, not on cpu"
+    assert "one host" in kind.unsupported_platform(layout(8), gpu)
+    assert kind.unsupported_platform(layout(), CPU) == f"{kind.name} runs on cuda, not on cpu"
 
 
 def test_every_built_in_loads_and_runs_here_or_says_what_is_missing():
     for name in registry.targets("fused"):
         assert registry.load("fused", name).name == name
-        assert registry.why_not("fused", name) in (None, "FlashInfer is not installed; pip install ep-moe[gpu]")
+        assert registry.unsupported_reason("fused", name) in (
+            None,
+            "FlashInfer is not installed; pip install ep-moe[gpu]",
+        )
 
 
 # --- selection ------------------------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def here(monkeypatch):
     """As if they ran on this CPU."""
     for kind in BOTH:
         monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
-        monkeypatch.setattr(kind, "platform_problem", classmethod(lambda cls, layout, device: None))
+        monkeypatch.setattr(kind, "unsupported_platform", classmethod(lambda cls, layout, device: None))
 
 
 def rows(**asked):
@@ -169,8 +172,8 @@ def test_unknown_names_list_the_fused_ones_too():
 # --- planned memory -------------------------------------------------------------------------------------------------
 
 
-def geometry(kind, **fields) -> FusedGeometry:
-    sizes = {"hidden_size": 512, "top_k": 4, "cap": 3, "num_ranks": 4, "dtype": torch.bfloat16, "max_tokens": 100}
+def dispatch_shape(kind, **fields) -> FusedGeometry:
+    sizes = {"hidden_size": 512, "top_k": 4, "slots_per_rank": 3, "num_ranks": 4, "dtype": torch.bfloat16, "max_tokens": 100}
     return FusedGeometry(**sizes | {"kernel": kind.name, "intermediate_size": 256} | fields)
 
 
@@ -180,18 +183,20 @@ def test_planned_memory_is_the_sum_of_what_flashinfer_allocates():
     routes, padded = 4 * 100 * 4, 1664  # to a multiple of 128
     window = 400 * 512 * 2 + routes * 16 + 100 * 4 * 512 * 2
     runner = padded * (512 * 2 + 4 * 4 + 4 + 256 * 2 + 512 * 2) + 400 * 4 + 400 * 4 * 4 + 400 * 4
-    assert FlashInferMegaBf16.buffer_bytes(geometry(FlashInferMegaBf16)) == window + runner
+    assert FlashInferMegaBf16.buffer_bytes(dispatch_shape(FlashInferMegaBf16)) == window + runner
     window = 400 * 512 + 400 * 4 * 4 + routes * 16 + 100 * 4 * 512 * 2
     runner = padded * (512 + 4 * 4 + 4 + 2 * 2 * 256 + 256 + 2 * 512)
-    rest = FlashInferMegaFp8.buffer_bytes(geometry(FlashInferMegaFp8)) - window - runner
+    rest = FlashInferMegaFp8.buffer_bytes(dispatch_shape(FlashInferMegaFp8)) - window - runner
     scales = 4 * (512 // 128 + 256 // 128) * routes
     assert scales <= rest <= scales + 4 * 6 * (31 * 3 + 32)
 
 
 @pytest.mark.parametrize("kind", BOTH, ids=lambda kind: kind.name)
 def test_layers_that_differ_share_no_buffers(kind):
-    one = geometry(kind)
-    assert one == geometry(kind)
-    others = [geometry(kind, **change) for change in ({"intermediate_size": 128}, {"kernel": "x"}, {"max_tokens": 9})]
+    one = dispatch_shape(kind)
+    assert one == dispatch_shape(kind)
+    others = [
+        dispatch_shape(kind, **change) for change in ({"intermediate_size": 128}, {"kernel": "x"}, {"max_tokens": 9})
+    ]
     assert len({one, *others}) == 4
     assert dataclasses.replace(one, top_k=3) != one

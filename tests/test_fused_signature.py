@@ -26,8 +26,8 @@ BOTH = [FlashInferMegaBf16, FlashInferMegaFp8]
 each = pytest.mark.parametrize("kind", BOTH, ids=lambda kind: kind.name)
 
 
-def geometry(kind, max_tokens: int = 64) -> FusedGeometry:
-    sizes = {"hidden_size": 512, "top_k": 3, "cap": 3, "num_ranks": 4, "dtype": torch.bfloat16}
+def dispatch_shape(kind, max_tokens: int = 64) -> FusedGeometry:
+    sizes = {"hidden_size": 512, "top_k": 3, "slots_per_rank": 3, "num_ranks": 4, "dtype": torch.bfloat16}
     return FusedGeometry(**sizes, max_tokens=max_tokens, kernel=kind.name, intermediate_size=256)
 
 
@@ -42,7 +42,7 @@ def test_configurations_take_what_is_stated(kind):
     for max_tokens in (4, 64):
         config = own.config(
             intermediate_size=256, top_k=4, capacity_factor=1.0, dedup_dispatch=True, allow_unverified_p2p=True,
-            init_timeout_s=600.0, **kind.settings(geometry(kind, max_tokens)),
+            init_timeout_s=600.0, **kind.settings(dispatch_shape(kind, max_tokens)),
         )  # fmt: skip
         kernel = own.kernel(config)
         assert isinstance(kernel, MegaKernelBackend)
@@ -98,8 +98,8 @@ def test_numbers_that_are_stated_here():
     assert cake_weights.GATE_UP_GROUP == GROUP
     assert cake_gemm.MAX_OUTPUT_ELEMENTS == 1 << 32 > flashinfer_mega.ELEMENTS
     assert cake_runner.COMBINE_WIRE_PER_SHAPE_MAX_TOKENS == 8
-    assert FlashInferMegaBf16.settings(geometry(FlashInferMegaBf16, 8))["combine_wire"] == "per_route"
-    assert FlashInferMegaBf16.settings(geometry(FlashInferMegaBf16, 9))["combine_wire"] == "prereduced"
+    assert FlashInferMegaBf16.settings(dispatch_shape(FlashInferMegaBf16, 8))["combine_wire"] == "per_route"
+    assert FlashInferMegaBf16.settings(dispatch_shape(FlashInferMegaBf16, 9))["combine_wire"] == "prereduced"
     own = inspect.getsource(flashinfer_mega.library("flashinfer_mega_fp8").kernel.__bases__[0].validate_init)
     assert f"kcfg.intermediate_size > {flashinfer_mega.INNER}" in own
 

@@ -157,7 +157,7 @@ def test_one_rank_of_a_host_downloads():
     with EPContext.from_groups(device=rank_device()) as context, pytest.MonkeyPatch.context() as patch:
         one = Path(places[0])
         patch.setattr(huggingface_hub, "snapshot_download", counted(one, [COMMIT, COMMIT], downloads))
-        assert model_folder(NAME, context.agreement, cache_dir=one).name == COMMIT
+        assert model_folder(NAME, context.consensus, cache_dir=one).name == COMMIT
         assert sum(map(len, everywhere(downloads))) == 1
         assert moe_layers(load_pretrained(NAME, context, progress=False, cache_dir=one))  # in the cache by now
         # two hosts, each with a cache of its own
@@ -165,21 +165,21 @@ def test_one_rank_of_a_host_downloads():
         patch.setattr(hub.socket, "gethostname", lambda: f"host{dist.get_rank()}")
         downloads.clear()
         patch.setattr(huggingface_hub, "snapshot_download", counted(mine, [COMMIT, COMMIT], downloads))
-        model_folder(NAME, context.agreement, cache_dir=mine)
+        model_folder(NAME, context.consensus, cache_dir=mine)
         assert everywhere(downloads) == [[NAME], [NAME]]
         # two hosts of one name
         patch.setattr(hub.socket, "gethostname", lambda: "localhost")
         again = Path(places[dist.get_rank()]) / "again"
         downloads.clear()
         patch.setattr(huggingface_hub, "snapshot_download", counted(again, [COMMIT, COMMIT], downloads))
-        model_folder(NAME, context.agreement, cache_dir=again)
+        model_folder(NAME, context.consensus, cache_dir=again)
         assert everywhere(downloads) == [[NAME], [NAME]]
         # a push between two downloads
         patch.setattr(hub.socket, "gethostname", lambda: f"host{dist.get_rank()}")
         moved = Path(places[dist.get_rank()]) / "moved"
         patch.setattr(huggingface_hub, "snapshot_download", counted(moved, [COMMIT, OLDER], downloads))
         with pytest.raises(ConfigError, match=f'commit of {NAME}: "{COMMIT}" on rank 0, "{OLDER}" on rank 1'):
-            model_folder(NAME, context.agreement, cache_dir=moved)
+            model_folder(NAME, context.consensus, cache_dir=moved)
     shutil.rmtree(places[dist.get_rank()])
 
 

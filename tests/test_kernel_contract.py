@@ -47,7 +47,7 @@ def test_flashinfer_cutlass_emulated(scheme, emulated):
 )
 def test_on_a_gpu(name, monkeypatch):
     monkeypatch.undo()
-    if why := registry.why_not("experts", name):
+    if why := registry.unsupported_reason("experts", name):
         pytest.skip(why)
     assert check_experts(registry.load("experts", name), device=GPU) > 0
 

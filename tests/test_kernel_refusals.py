@@ -16,7 +16,7 @@ from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
-from ep_moe.selection.resolve import Asked, agree
+from ep_moe.selection.resolve import LayerRequest, agree
 from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 
 GPU = torch.device("cuda")
@@ -67,13 +67,13 @@ def test_what_was_not_run_on_a_gpu_says_so(scheme, hopper):
     context.device = GPU
     rest = {"all2all": "auto", "wire": Wire(), "pipeline": None, "options": ExpertsOptions(), "dtype": BF16}
     with pytest.warns(UserWarning, match=f"{doubt}; see whether tests/gpu/test_blackwell.py"):
-        agree(context, "layer", config(), Asked(experts="auto", quantization=scheme, router=None, **rest), None)
+        agree(context, "layer", config(), LayerRequest(experts="auto", quantization=scheme, router=None, **rest), None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        named = Asked(experts="flashinfer_cutlass", quantization=scheme, router=None, **rest)
+        named = LayerRequest(experts="flashinfer_cutlass", quantization=scheme, router=None, **rest)
         agree(context, "layer", config(), named, None)
         hopper["capability"] = (9, 0)
-        agree(context, "layer", config(), Asked(experts="auto", quantization="none", router=None, **rest), None)
+        agree(context, "layer", config(), LayerRequest(experts="auto", quantization="none", router=None, **rest), None)
 
 
 def test_what_the_fast_kernels_lack_goes_to_the_next():

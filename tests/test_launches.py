@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.runtime import devices, launch_cache
-from ep_moe.runtime.launch_cache import First, Forms, Recorded, at_once
+from ep_moe.runtime.launch_cache import LaunchCache, LaunchSpec, RecordedLaunches, at_once
 from ep_moe.runtime.versions import launcher_known
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,13 +36,13 @@ def _add(x, y, tokens, out, size, by, SIZE: tl.constexpr, TWICE: tl.constexpr): 
 
 
 def first(x, y, tokens, out, *, twice=True, warps=1):
-    return First(_add, (1,), (x, y, tokens), (out, len(out), 3), {"SIZE": 8, "TWICE": twice, "num_warps": warps})
+    return LaunchSpec(_add, (1,), (x, y, tokens), (out, len(out), 3), {"SIZE": 8, "TWICE": twice, "num_warps": warps})
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 def test_again_is_the_same_on_what_lies_there_now():
     x, y, out = torch.arange(8), torch.arange(8), torch.zeros(8, dtype=torch.int64)
-    recorded = Recorded()
+    recorded = RecordedLaunches()
     launch = first(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert out.tolist() == [2 * (2 * n + 3) for n in range(8)]
@@ -53,7 +53,7 @@ def test_again_is_the_same_on_what_lies_there_now():
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 def test_forms_take_what_changes():
-    forms, out = Forms(), torch.zeros(8, dtype=torch.int64)
+    forms, out = LaunchCache(), torch.zeros(8, dtype=torch.int64)
     for tokens, x in ((8, torch.arange(8)), (2, torch.ones(8, dtype=torch.int64))):
         forms.launch("form", (x, None, tokens), lambda x=x, tokens=tokens: first(x, None, tokens, out, twice=False))
         assert out.tolist() == [int(x[n]) * (n < tokens) + 3 for n in range(8)]
@@ -130,7 +130,7 @@ def tensors():
 @compiled
 def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
     x, y, out = tensors()
-    recorded = Recorded()
+    recorded = RecordedLaunches()
     for twice in (False, True):
         launch = first(x, y, 8, out, twice=twice)
         recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
@@ -144,7 +144,7 @@ def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
 @compiled
 def test_a_profiler_hears_of_every_launch(driver):
     x, y, out = tensors()
-    recorded, heard = Recorded(), []
+    recorded, heard = RecordedLaunches(), []
     launch = first(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     hooks = triton.knobs.runtime.launch_enter_hook
@@ -162,7 +162,7 @@ def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
     launch_cache._say_slow.cache_clear()
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     x, y, out = tensors()
-    recorded = Recorded()
+    recorded = RecordedLaunches()
     launch = first(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     driver.enter = []
@@ -179,7 +179,7 @@ def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
 def test_this_triton_is_launched_the_short_way(driver, caplog):
     """The installed one, which CI has pinned, and the newest."""
     x, y, out = tensors()
-    recorded = Recorded()
+    recorded = RecordedLaunches()
     launch = first(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     driver.enter = []
@@ -194,7 +194,7 @@ def test_this_triton_is_launched_the_short_way(driver, caplog):
 @compiled
 def test_what_changes_is_given_anew(driver, looked):
     x, y, out = tensors()
-    forms = Forms()
+    forms = LaunchCache()
     for given, tokens in ((x, 8), (y, 1), (x, 5)):
         forms.launch("form", (given, None, tokens), lambda given=given, tokens=tokens: first(given, None, tokens, out))
         assert driver.found[-1][2:] == (given.data_ptr(), None, tokens, out.data_ptr(), 8, 3, 8, True)
@@ -208,7 +208,7 @@ def test_what_changes_is_given_anew(driver, looked):
 def test_what_begins_elsewhere_is_looked_at_each_time(driver, looked):
     """A binary for pointers at multiples of 16 bytes reads 16 at once."""
     x, _, out = tensors()
-    forms = Forms()
+    forms = LaunchCache()
     forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
     odd = x[1:]
     for _ in range(2):
@@ -225,7 +225,7 @@ def test_nothing_is_held_but_addresses(driver):
     import weakref
 
     x, y, out = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
-    recorded, forms = Recorded(), Forms()
+    recorded, forms = RecordedLaunches(), LaunchCache()
     launch = first(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     forms.launch("form", (x, y, 8), lambda launch=launch: launch)
@@ -249,12 +249,15 @@ def transport_calls(workspace):
     """Of every kernel of `nvlink_p2p`, with all that its launch depends on: [(name, call of a workspace)]."""
     from ep_moe import ExpertMap
     from ep_moe.all2all.nvlink_p2p import bulk, low_latency
-    from ep_moe.placement.deferred import LateRouting
+    from ep_moe.placement.deferred import DeferredRouting
     from ep_moe.placement.placement import Placement
     from ep_moe.types import PhysicalRouting
 
-    g, found = workspace.geometry, []
-    maps = [ExpertMap.linear(g.num_physical, g.num_ranks), ExpertMap.redundant(g.num_physical - 2, g.num_ranks, g.cap)]
+    g, found = workspace.dispatch_shape, []
+    maps = [
+        ExpertMap.linear(g.num_physical, g.num_ranks),
+        ExpertMap.redundant(g.num_physical - 2, g.num_ranks, g.slots_per_rank),
+    ]
     tables = [Placement(made, ep_rank=rank).tables for made in maps for rank in (0, 1)]
     for tokens, bound in ((1, 1), (1, 2), (2, 2)):
         plain = torch.zeros(tokens, g.hidden_size, dtype=g.dtype)
@@ -263,7 +266,7 @@ def transport_calls(workspace):
         ids = [torch.zeros(tokens, g.top_k, dtype=dtype) for dtype in (torch.int32, torch.int64)]
         weights = torch.ones(tokens, g.top_k)
         placed = [PhysicalRouting(own, weights) for own in ids]
-        for routing in (*placed, *(LateRouting(own, weights, table) for own in ids for table in tables)):
+        for routing in (*placed, *(DeferredRouting(own, weights, table) for own in ids for table in tables)):
             for rows in {plain.dtype: (plain, None), travelling.dtype: (travelling, scale)}.values():
                 for alone in (False, True):
                     given = (workspace, *rows, routing, bound)
@@ -290,7 +293,7 @@ def test_a_form_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypa
     made = workspace(256, 2, Wire(dispatch=wire))
     calls, shared, first = transport_calls(made), made.forms, []
     for call in calls:
-        made.forms = Forms()
+        made.forms = LaunchCache()
         call()
         first.append((driver.functions[-1], driver.found[-1]))
     made.forms = shared

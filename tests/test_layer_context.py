@@ -31,23 +31,23 @@ def test_destroyed_context_refuses_forwards_and_layers():
 
 def test_a_bound_ends_with_its_block():
     context = EPContext.local(CPU)
-    context.max_tokens = context.step_tokens = 9
-    with context.at_most(4):
-        assert context.step_tokens == 4
-        with pytest.raises(KeyError), context.at_most(2):
-            raise KeyError(context.step_tokens)
-        assert context.step_tokens == 4
-    assert context.step_tokens == 9
+    context.max_tokens = context.current_limit = 9
+    with context.token_limit(4):
+        assert context.current_limit == 4
+        with pytest.raises(KeyError), context.token_limit(2):
+            raise KeyError(context.current_limit)
+        assert context.current_limit == 4
+    assert context.current_limit == 9
     for wrong in (0, 10, 2.5):
-        with pytest.raises(ConfigError), context.at_most(wrong):
+        with pytest.raises(ConfigError), context.token_limit(wrong):
             pass
-    assert context.step_tokens == 9
+    assert context.current_limit == 9
 
 
 def test_recorded_calls_end_with_what_they_stand_for():
     """Whether there are kernels here that can be recorded or not."""
     for end in (
-        lambda layer: layer.let_go(),
+        lambda layer: layer.release_buffers(),
         lambda layer: layer.use(SimpleNamespace(use=lambda tuned: None), []),
         lambda layer: layer.context.destroy(),
     ):
@@ -142,7 +142,7 @@ def test_layer_may_change_its_dtype(context):
     x, chosen = integer_rows(9, HIDDEN, 0), routing(9)
     wide, before = layer.forward_routed(x, chosen), layer.dispatcher
     layer.to(torch.bfloat16)
-    assert layer.geometry.dtype == layer.dtype == torch.bfloat16
+    assert layer.dispatch_shape.dtype == layer.dtype == torch.bfloat16
     assert layer.dispatcher is not before
     narrow = layer.forward_routed(x.bfloat16(), chosen)
     assert narrow.dtype == torch.bfloat16

@@ -80,7 +80,7 @@ def test_repr_tells_shape_layout_and_backends(context):
     text = repr(layer)
     assert "w13 [6, 16, 16], w2 [6, 16, 8], w13_bias [6, 16], w2_bias [6, 16]" in text
     assert "H=16, E=6, K=2, method=sigmoid_topk" in text
-    assert "ExpertMap(E=6, R=1, cap=6, redundant=0)" in text
+    assert "ExpertMap(E=6, R=1, slots_per_rank=6, redundant=0)" in text
 
 
 def test_repr_of_a_context(context):

@@ -331,4 +331,4 @@ def test_no_rank_dispatches_more_than_the_bound(dp, tp, ep, etp, tokens):
         if tokens is Tokens.REPLICATED:
             own = [stop - start for start, stop in (share(count, tp, rank) for rank in range(tp))]
         most = max(sum(own[layouts[rank].tp_rank % len(own)] for rank in group) for group in layouts[0].groups["etp"])
-        assert most <= layouts[0].wire_tokens(count) < most + etp
+        assert most <= layouts[0].max_dispatch_tokens(count) < most + etp

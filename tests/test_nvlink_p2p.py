@@ -5,24 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.nvlink_p2p.buffers import pieces
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 
 
 @pytest.mark.parametrize(("hidden", "ranks", "most"), [(2048, 2, 64), (2048, 4, 64), (7168, 4, 18), (2048, 8, 32)])
 def test_few_tokens_go_by_cells(hidden, ranks, most):
-    assert NVLinkP2PDispatcher._few(geometry(hidden, ranks)) == most
+    assert NVLinkP2PDispatcher._few(dispatch_shape(hidden, ranks)) == most
 
 
 @pytest.mark.parametrize("hidden", [8, 64, 1000, 1024, 1032, 7168, 1 << 17, 1 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_all_programs_of_a_call_by_cells_run_at_once(hidden, ranks):
     """They wait for those of other ranks, which must not wait for room."""
-    few = NVLinkP2PDispatcher._few(geometry(hidden, ranks))
+    few = NVLinkP2PDispatcher._few(dispatch_shape(hidden, ranks))
     assert few * ranks * pieces(2 * hidden) <= 512
     assert pieces(2 * hidden) * 512 * 4 >= 2 * hidden
 
 
-def geometry(hidden: int, ranks: int) -> Geometry:
-    return Geometry(hidden_size=hidden, top_k=2, cap=4, num_ranks=ranks, dtype=torch.bfloat16, max_tokens=64)
+def dispatch_shape(hidden: int, ranks: int) -> DispatchShape:
+    return DispatchShape(
+        hidden_size=hidden, top_k=2, slots_per_rank=4, num_ranks=ranks, dtype=torch.bfloat16, max_tokens=64
+    )

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.nvlink_p2p import buffers, reference
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.config import Wire
@@ -34,7 +34,7 @@ class Memory:
         self.addresses = torch.tensor([peer.data_ptr() for peer in peers], device=local.device)
 
 
-def workspaces(shape: Geometry, device: str) -> list[Workspace]:
+def workspaces(shape: DispatchShape, device: str) -> list[Workspace]:
     shapes = buffers.place_shapes(shape, FEW)
     size = carved_bytes(shapes)
     peers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(shape.num_ranks)]
@@ -53,7 +53,7 @@ def told(made: list[Workspace], rank: int, phase: int) -> bool:
     return all(int(workspace.places["flags"][phase, rank]) == int(made[rank].calls[0]) for workspace in made)
 
 
-def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
+def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
     generator = torch.Generator().manual_seed(17 * rank + tokens)
     x = torch.randn(tokens, shape.hidden_size, generator=generator).to(shape.dtype)
     ids = torch.randint(-2, shape.num_physical + 2, (tokens, shape.top_k), generator=generator).to(ids_dtype)
@@ -74,7 +74,9 @@ def batch(shape: Geometry, rank: int, tokens: int, ids_dtype: torch.dtype):
 ])  # fmt: skip
 def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way, monkeypatch):
     monkeypatch.setattr(bulk, "_TILE", 2)  # several programs send ids
-    shape = Geometry(hidden_size=hidden, top_k=top_k, cap=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire)
+    shape = DispatchShape(
+        hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire
+    )
     bound = 7
     found, wanted, copy = workspaces(shape, DEVICE), workspaces(shape, "cpu"), way == "copied"
     for rank in range(ranks):
@@ -96,7 +98,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         assert all(told(made, rank, phase) for made in (found, wanted) for phase in (0, 2))
     for ours, theirs in zip(found, wanted, strict=True):
         ids = theirs.places["ids"]
-        sent = ((ids >= 0) & (ids // shape.cap == theirs.rank)).any(1)
+        sent = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
         for name in ("rows", "ids", "weights", "scales"):
             mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
             chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are nobody's
@@ -140,7 +142,7 @@ def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
     """Small whole numbers, whose sums are exact: the interpreter loses a carry in rounding
     (`tests/test_fp8_rows_triton.py`). A row of NaN; in E4M3, of which it knows no NaN, larger and smaller ones."""
     made = torch.randint(-8, 9, workspace.places["answers"].shape, generator=generator).float()
-    if workspace.geometry.wire.combine == "plain":
+    if workspace.dispatch_shape.wire.combine == "plain":
         made[2] = torch.nan if workspace.rank else -0.0
     else:
         made[:, 3:6] = torch.tensor([1000.0, -2000.0, 2.0**-9])
@@ -149,7 +151,7 @@ def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
 
 def stale_cells(workspace: Workspace) -> None:
     """As a call left them that had number 7."""
-    for name in ("row_cells", "answer_cells"):
+    for name in ("row_packets", "answer_packets"):
         workspace.places[name].fill_(7 << 32)
     workspace.calls[2] = 7
 
@@ -166,7 +168,9 @@ def stale_cells(workspace: Workspace) -> None:
 def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
     """Each half of all ranks before the next half of any, as on a GPU nobody waits for what has not set out. Rows of
     fp8 wires come plain in the second call, and answers are written to the peers."""
-    shape = Geometry(hidden_size=hidden, top_k=top_k, cap=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire)
+    shape = DispatchShape(
+        hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire
+    )
     found, wanted = workspaces(shape, DEVICE), workspaces(shape, "cpu")
     for ours in found:
         stale_cells(ours)
@@ -190,13 +194,13 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             low_latency.send(ours, *sent[rank], bound, put=False)
         for ours, theirs in zip(found, wanted, strict=True):
             ids = theirs.places["ids"]
-            here = ((ids >= 0) & (ids // shape.cap == theirs.rank)).any(1)[: ranks * bound]
+            here = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)[: ranks * bound]
             for name in ("rows", "ids", "weights", "scales"):
                 mine, wished = ours.places[name][: ranks * bound].cpu(), theirs.places[name][: ranks * bound]
                 chosen = here if name in ("rows", "scales") else slice(None)
                 assert torch.equal(mine[chosen].view(torch.uint8), wished[chosen].view(torch.uint8)), name
             assert torch.equal(ours.sent[:bound].cpu(), theirs.sent[:bound])
-            beyond = ours.places["row_cells"][:, bound:] >> 32
+            beyond = ours.places["row_packets"][:, bound:] >> 32
             assert beyond.shape[1] == call
             assert not (beyond == 8 + call).any(), "tokens beyond the bound"
             generator = torch.Generator().manual_seed(theirs.rank)
@@ -211,7 +215,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             if call:  # answers are written by whoever has them, and not sent by `receive`
                 rows = ours.places["answers"][: ranks * bound]
                 travelling = rows if wire.combine == "plain" else round_by(rows, 1.0)
-                ours._by_cells(ours.peer_out(bound)).write(travelling)
+                ours._by_packets(ours.peer_out(bound)).write(travelling)
             else:
                 low_latency.receive(ours, out, bound, take=False)
             results.append(out)
@@ -229,8 +233,8 @@ FP8_WIRES = [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR]
 TOKENS = (7, 0, 3)  # of each rank, under a bound of 7
 
 
-def routed(shape: Geometry, rank: int, tokens: int) -> PhysicalRouting:
-    """Some picks of no expert, and a token without any."""
+def routed(shape: DispatchShape, rank: int, tokens: int) -> PhysicalRouting:
+    """Some routes of no expert, and a token without any."""
     there = routes(rank, tokens, shape.num_ranks, shape.top_k)
     there.ids[2:3] = -1
     return moved(there, torch.device(DEVICE))
@@ -253,7 +257,9 @@ def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | N
 @pytest.mark.parametrize("blocks", [2, 16])
 def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
     """All bytes that a call leaves behind, on all ranks."""
-    shape = Geometry(hidden_size=hidden, top_k=2, cap=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire)
+    shape = DispatchShape(
+        hidden_size=hidden, top_k=2, slots_per_rank=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
+    )
     found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
     for rank, tokens in enumerate(TOKENS):
         x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(rank))
@@ -277,7 +283,9 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
     """Numbers that are exact; plain rows to the torch form, and rounded ones."""
-    shape = Geometry(hidden_size=512, top_k=2, cap=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire)
+    shape = DispatchShape(
+        hidden_size=512, top_k=2, slots_per_rank=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
+    )
     made = found, plain, before = [workspaces(shape, device) for device in (DEVICE, "cpu", "cpu")]
     for rank, tokens in enumerate(TOKENS):
         x, there = rows(rank, tokens, dtype, wire), routed(shape, rank, tokens)
@@ -293,7 +301,7 @@ def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
     for ours, theirs, third in zip(*made, strict=True):
         assert torch.equal(theirs.memory.local, third.memory.local)
         ids = theirs.places["ids"]
-        here = ((ids >= 0) & (ids // shape.cap == theirs.rank)).any(1)
+        here = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
         assert here.any()
         for name in ("rows", "scales"):
             mine, wished = ours.places[name].cpu()[here], theirs.places[name][here]
@@ -302,7 +310,7 @@ def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
 
 def test_numbers_may_overflow():
     """2**31 calls are four days of a busy server."""
-    shape = Geometry(hidden_size=128, top_k=1, cap=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
+    shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     for workspace in (made := workspaces(shape, DEVICE)):
         workspace.calls[2] = 2**31 - 1
     x, _, routing = batch(shape, 0, 1, torch.int64)
@@ -320,7 +328,7 @@ def test_numbers_may_overflow():
 def test_numbers_of_old_calls_are_awaited_no_less(form):
     """By their difference they would seem to be later ones, once 2**31 calls have gone by cells, which count and tell
     nothing: a day of a server that only decodes."""
-    shape = Geometry(hidden_size=128, top_k=1, cap=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
+    shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     ours = workspaces(shape, DEVICE)[0]
     ours.sent.fill_(-1)
     ours.calls.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0, 0]))

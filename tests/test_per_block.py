@@ -19,9 +19,15 @@ DYNAMIC = SCHEMES["fp8_dynamic"]
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
 
-def made(config: MoEConfig = CONFIG, **link) -> ExpertWeights:
+def made(config: MoEConfig = CONFIG, **rank_group) -> ExpertWeights:
     return ExpertWeights(
-        config, ExpertMap.linear(3, 1), dtype=BF16, scheme=DYNAMIC, preparation=PerBlock, trainable=False, **link
+        config,
+        ExpertMap.linear(3, 1),
+        dtype=BF16,
+        scheme=DYNAMIC,
+        weight_layout=PerBlock,
+        trainable=False,
+        **rank_group,
     )
 
 

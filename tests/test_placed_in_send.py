@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace
-from ep_moe.placement.deferred import LateRouting
+from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
@@ -22,8 +22,12 @@ from ep_moe.all2all.nvlink_p2p import bulk, low_latency
 
 def rotated(expert_map: ExpertMap) -> ExpertMap:
     """Every expert on the next rank."""
-    slots, cap = expert_map.physical_to_logical, expert_map.cap
-    return ExpertMap(physical_to_logical=slots[cap:] + slots[:cap], num_experts=expert_map.num_experts, num_ranks=4)
+    slots, slots_per_rank = expert_map.physical_to_logical, expert_map.slots_per_rank
+    return ExpertMap(
+        physical_to_logical=slots[slots_per_rank:] + slots[:slots_per_rank],
+        num_experts=expert_map.num_experts,
+        num_ranks=4,
+    )
 
 
 SENDERS = ["by kernel", "by cells", "announced"]
@@ -59,8 +63,8 @@ class Placing:
         there = self.before(Routing(LogicalIds(ids.cpu()), weights.cpu()))
         return PhysicalRouting(PhysicalIds(there.ids.to(DEVICE)), weights)
 
-    def routing(self) -> LateRouting:
-        return LateRouting(LogicalIds(self.ids[: self.tokens]), self.weights[: self.tokens], self.tables)
+    def routing(self) -> DeferredRouting:
+        return DeferredRouting(LogicalIds(self.ids[: self.tokens]), self.weights[: self.tokens], self.tables)
 
     def put(self, expert_map: ExpertMap) -> None:
         for placement in (self.before, self.late):
@@ -102,7 +106,14 @@ def valid_picks(placing: Placing) -> torch.Tensor:
 def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
     """All bytes that a call leaves behind, on all ranks, and loads; again on the same tensors after others were written
     there: ids, then tables, then that nothing is counted."""
-    shape = Geometry(hidden_size=HIDDEN, top_k=top_k, cap=first.cap, num_ranks=4, dtype=torch.bfloat16, max_tokens=9)
+    shape = DispatchShape(
+        hidden_size=HIDDEN,
+        top_k=top_k,
+        slots_per_rank=first.slots_per_rank,
+        num_ranks=4,
+        dtype=torch.bfloat16,
+        max_tokens=9,
+    )
     found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
     ranks = [Placing(first, rank, top_k, ids_dtype) for rank in range(4)]
     counted = [torch.zeros(first.num_experts, dtype=torch.int64) for _ in ranks]
@@ -134,7 +145,14 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
 def test_who_looked_first_has_had_them_placed(sender):
     """And they are counted no second time."""
     expert_map = ExpertMap.redundant(10, 4, 6)
-    shape = Geometry(hidden_size=HIDDEN, top_k=3, cap=expert_map.cap, num_ranks=4, dtype=torch.bfloat16, max_tokens=9)
+    shape = DispatchShape(
+        hidden_size=HIDDEN,
+        top_k=3,
+        slots_per_rank=expert_map.slots_per_rank,
+        num_ranks=4,
+        dtype=torch.bfloat16,
+        max_tokens=9,
+    )
     found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
     ranks = [Placing(expert_map, rank, 3, torch.int64) for rank in range(4)]
     for placing in ranks:

@@ -173,7 +173,7 @@ def test_load_counts_valid_rows(expert_map, tokens, seed):
     valid = (ids >= 0) & (ids < experts)
     assert torch.equal(placement.expert_load, ids[valid].bincount(minlength=experts))
     assert torch.equal(placement.slot_load, placed[valid].bincount(minlength=expert_map.num_physical))
-    owners = placed[valid] // expert_map.cap
+    owners = placed[valid] // expert_map.slots_per_rank
     assert torch.equal(placement.rank_load(), owners.bincount(minlength=expert_map.num_ranks))
 
 
@@ -240,7 +240,7 @@ def test_update_has_room_for_any_later_plan():
     [
         (ExpertMap.from_ranks([[0, 1, 2, 3], [4, 0, 1, 2]], 5), "num_experts=6, got 5"),
         (ExpertMap.redundant(6, 4, 10), "num_ranks=2, got 4"),
-        (ExpertMap.redundant(6, 2, 4), "cap=4, got 5"),
+        (ExpertMap.redundant(6, 2, 4), "slots_per_rank=4, got 5"),
         (
             ExpertMap.from_ranks([[0, 0, 0, 1], [2, 3, 4, 5]], 6, allow_duplicates=True),
             "room for 2 replicas of an expert, got 3",
@@ -306,7 +306,7 @@ def test_nothing_is_saved():
 
 
 def test_repr_is_the_maps():
-    assert "ExpertMap(E=6, R=4, cap=3, redundant=3)" in repr(Placement(ExpertMap.redundant(6, 4, 3)))
+    assert "ExpertMap(E=6, R=4, slots_per_rank=3, redundant=3)" in repr(Placement(ExpertMap.redundant(6, 4, 3)))
 
 
 # --- counting and choosing ------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ep_moe import MoELayer
-from ep_moe.placement.deferred import LateRouting
+from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.placement import Placement
 from tests.helpers import fill
 from tests.single_layer import context, routing, shape  # noqa: F401  (a fixture)
@@ -47,7 +47,7 @@ def test_kernels_are_handed_a_zero(context):  # noqa: F811
     def place(x):
         given = routing(3)
         placed = layer.placement(type(given)(given.ids.as_subclass(_OnGpu), given.weights))
-        assert isinstance(placed, LateRouting)
+        assert isinstance(placed, DeferredRouting)
         seen.append((placed.tables.counting, layer.placement.counting))
         return x.sin()
 

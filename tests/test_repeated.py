@@ -18,7 +18,7 @@ from ep_moe import ExpertMap, MoELayer, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.execution import repeated
 from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
-from ep_moe.placement.deferred import LateRouting, placed
+from ep_moe.placement.deferred import DeferredRouting, placed
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.types import Routing
@@ -73,13 +73,13 @@ def launches(
     """All that a call launches, but for where the sums go, which is where they are returned; and what the ledger has
     then. sums: whether they are all that is returned"""
     driver.found.clear(), driver.functions.clear()
-    before = layer.context.ledger.number
+    before = layer.context.flight_recorder.number
     out = call(x, routing)
     assert out.shape == x.shape
-    assert layer.context.ledger.number == before + 2
+    assert layer.context.flight_recorder.number == before + 2
     last = driver.found[-1]
     assert not sums or last[2] == out.data_ptr()
-    return driver.functions[:], driver.found[:-1], last[:2], last[3:], layer.context.ledger.newest[1:]
+    return driver.functions[:], driver.found[:-1], last[:2], last[3:], layer.context.flight_recorder.newest[1:]
 
 
 def test_layers_in_turns_under_bounds_and_maps_that_change(driver, context):
@@ -94,7 +94,7 @@ def test_layers_in_turns_under_bounds_and_maps_that_change(driver, context):
             layer.placement.update(draw.choice((layer.placement.expert_map, ExpertMap.linear(CONFIG.num_experts, 1))))
         if draw.random() < 0.05:
             layer.expert_weights.w2.data = layer.expert_weights.w2.data.clone()
-        with context.at_most(bound):
+        with context.token_limit(bound):
             made.append(repeats(layer, x, routing))
             found, expected = (launches(driver, layer, call, x, routing) for call in (layer.forward_routed, layer.run))
         if x.data_ptr() % 16:  # copies lie where there is room
@@ -156,7 +156,9 @@ def test_whoever_looks_at_the_placement_goes_on_looking(layer, driver):
     assert seen == [routing]
     hook.remove()
     twice = 2 * routing.weights
-    hook = layer.placement.register_forward_hook(lambda module, args, out: LateRouting(out.logical, twice, out.tables))
+    hook = layer.placement.register_forward_hook(
+        lambda module, args, out: DeferredRouting(out.logical, twice, out.tables)
+    )
     assert repeats(layer, x, routing)
     assert driver.found[-5][5] == twice.data_ptr()
     hook.remove()

@@ -20,7 +20,7 @@ from ep_moe.config import RoutingConfig
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution import repeated
 from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
-from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
@@ -53,7 +53,7 @@ def test_from_the_third_on(driver, context):
     assert layer.dispatcher.again(MOST) is None
     assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
     assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, False, True]
-    with context.at_most(2):
+    with context.token_limit(2):
         assert [repeats(layer, *given(2, seed)) for seed in range(4)] == [False, False, True, True]
     assert repeats(layer, *given(3))
 
@@ -88,13 +88,13 @@ def test_few_are_kept(driver, context, monkeypatch):
     monkeypatch.setattr(repeated, "_CALLS", 2)
     layer = built(context)
     for bound in (1, 2, 3):
-        with context.at_most(bound):
+        with context.token_limit(bound):
             assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
     assert len(layer.repeated) == 1
     for bound in (1, 2, 1, 2):  # each forgets the other, which was seen once, and not what was recorded
-        with context.at_most(bound):
+        with context.token_limit(bound):
             assert not repeats(layer, *given(1))
-    with context.at_most(3):
+    with context.token_limit(3):
         assert repeats(layer, *given(1))
 
 
@@ -124,7 +124,7 @@ WRONG = {
     "no tensor": lambda x, r: (x.tolist(), r),
     "tokens of the ids": lambda x, r: (x, Routing(r.ids[:1], r.weights)),
     "tokens of the weights": lambda x, r: (x, Routing(r.ids, r.weights[:1])),
-    "picks": lambda x, r: (x, Routing(r.ids[:, :1].contiguous(), r.weights[:, :1].contiguous())),
+    "routes": lambda x, r: (x, Routing(r.ids[:, :1].contiguous(), r.weights[:, :1].contiguous())),
     "dtype of the weights": lambda x, r: (x, Routing(r.ids, r.weights.double())),
     "dtype of the ids": lambda x, r: (x, Routing(r.ids.short(), r.weights)),
     "ids that are none": lambda x, r: (x, Routing(r.ids.tolist(), r.weights)),
@@ -169,7 +169,7 @@ def on_another_stream(layer):
 
 
 def after_another_stream(layer):
-    return mock.patch.object(layer.dispatcher.lanes.made[0], "stream", SimpleNamespace(cuda_stream=5))
+    return mock.patch.object(layer.dispatcher.buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
 
 
 def captured(layer):
@@ -187,7 +187,7 @@ def compiled(layer):
 def test_states_in_which_the_layer_runs(state, layer):
     x, routing = given(1)
     with (
-        mock.patch.object(layer.dispatcher.lanes.made[0], "follow"),
+        mock.patch.object(layer.dispatcher.buffer_pool.made[0], "follow"),
         mock.patch.object(MoELayer, "run", autospec=True, return_value=x) as run,
         mock.patch.object(Placement, "forward", side_effect=AssertionError("it was placed for nothing")),
         torch.no_grad(),
@@ -200,10 +200,10 @@ def test_states_in_which_the_layer_runs(state, layer):
 
 def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
     x, routing = given(1)
-    lane = layer.dispatcher.lanes.made[0]
-    lane.busy = True
+    buffer_slot = layer.dispatcher.buffer_pool.made[0]
+    buffer_slot.busy = True
     assert not repeats(layer, x, routing)
-    lane.busy = False
+    buffer_slot.busy = False
     assert repeats(layer, x, routing)
 
 
@@ -213,7 +213,7 @@ def test_inside_another_forward_it_is_refused_as_ever(layer):
 
 
 def test_what_the_watch_found_is_raised(layer):
-    layer.context.ledger.refuse("lost")
+    layer.context.flight_recorder.refuse("lost")
     with pytest.raises(InputError, match="lost"):
         forward(layer, *given(1))
 
@@ -244,8 +244,8 @@ def test_what_is_tuned_is_noted_anew(layer):
 
 
 def test_nothing_is_kept_of_a_context_that_ended(driver):
-    layout, ledger = RankLayout(world=1, rank=0), Ledger()
-    with EPContext(layout, CPU, None, Links(layout, ledger, CPU), ledger, max_tokens=MOST) as context:
+    layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
+    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder, max_tokens=MOST) as context:
         layer = built(context)
         for _ in range(3):
             forward(layer, *given(1))

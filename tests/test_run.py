@@ -398,7 +398,7 @@ def test_doctor_names_every_backend():
     assert re.search(rf"transformers +{re.escape(transformers.__version__)}", result.output)
     for kind in ("dispatchers", "experts"):
         for name in registry.targets(kind):
-            reason = registry.why_not(kind, name) or "available"
+            reason = registry.unsupported_reason(kind, name) or "available"
             assert re.search(rf"{kind} +{name} +{re.escape(reason.split()[0])}", result.output), name
 
 

@@ -214,7 +214,9 @@ def test_named_transport_that_cannot_run_names_the_reason_and_those_that_can():
 
 def test_reasons_are_those_of_what_is_installed(monkeypatch):
     """And one for many pairs is said once; of what is not there, the names."""
-    monkeypatch.setattr(registry, "why_not", lambda kind, name: None if name in ("local", "reference") else "not here")
+    monkeypatch.setattr(
+        registry, "unsupported_reason", lambda kind, name: None if name in ("local", "reference") else "not here"
+    )
     with pytest.raises(BackendUnavailable) as error:
         choose(dataclasses.replace(config(2), hidden_size=60), layout(1), CPU, torch.bfloat16)
     text = str(error.value)
@@ -349,7 +351,7 @@ def test_entry_point_with_the_name_of_a_built_in_is_ignored_with_a_warning(plugi
 
 def test_backend_that_says_it_is_unavailable(plugins):
     plugins(dispatchers={"missing": "tests.test_select:Missing"})
-    assert registry.why_not("dispatchers", "missing") == "libsibling.so is not installed"
+    assert registry.unsupported_reason("dispatchers", "missing") == "libsibling.so is not installed"
     assert not registry.available("dispatchers", "missing")
     assert refusal("missing", "reference") == "missing: libsibling.so is not installed"
     with pytest.raises(BackendUnavailable) as error:
@@ -384,7 +386,7 @@ class RaisesForAShape(LocalDispatcher):
     name = "raises_for_a_shape"
 
     @classmethod
-    def why_not(cls, *args, **kwargs):
+    def unsupported_reason(cls, *args, **kwargs):
         raise ZeroDivisionError("division by zero")
 
 
@@ -592,7 +594,7 @@ BROKEN = {
 def test_backend_that_does_not_import_has_a_reason(plugins, name):
     target, word = BROKEN[name]
     plugins(dispatchers={"broken": target})
-    reason = registry.why_not("dispatchers", "broken")
+    reason = registry.unsupported_reason("dispatchers", "broken")
     assert reason is not None
     assert word in reason
     assert not registry.available("dispatchers", "broken")
@@ -624,7 +626,7 @@ def test_backend_whose_library_does_not_load_has_a_reason(plugins, tmp_path, mon
     (tmp_path / "needs_a_library.py").write_text("raise OSError('libcudart.so.99: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     plugins(dispatchers={"broken": "needs_a_library:Class"})
-    assert "libcudart.so.99" in registry.why_not("dispatchers", "broken")
+    assert "libcudart.so.99" in registry.unsupported_reason("dispatchers", "broken")
     assert choose(config(), layout(1), CPU, torch.float32).all2all == "local"
 
 
@@ -633,8 +635,8 @@ def test_every_built_in_loads_and_runs_here_or_says_what_is_missing(kind):
     for name in registry.targets(kind):
         assert registry.load(kind, name).name == name
         missing = r"(FlashInfer|Triton|DeepEP \(module deep_ep\)|pplx-kernels) is not installed; .*"
-        assert re.fullmatch(f"None|{missing}", str(registry.why_not(kind, name)))
-    assert registry.why_not("experts", "reference") is None
+        assert re.fullmatch(f"None|{missing}", str(registry.unsupported_reason(kind, name)))
+    assert registry.unsupported_reason("experts", "reference") is None
 
 
 def test_activation_is_part_of_the_choice(plugins, monkeypatch):

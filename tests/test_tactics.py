@@ -130,7 +130,7 @@ def test_never_inside_a_capture(measured, monkeypatch):
 
 def test_a_rank_without_experts_has_nothing_to_tune(measured):
     weights = ExpertWeights(
-        shape(), ExpertMap.uneven([8, 0]), ep_rank=1, dtype=BF16, preparation=FlashInferCutlassExperts.preparation
+        shape(), ExpertMap.uneven([8, 0]), ep_rank=1, dtype=BF16, weight_layout=FlashInferCutlassExperts.weight_layout
     )
     assert FlashInferCutlassExperts(shape(), weights, options=ExpertsOptions()).tune((8,), None) == []
     assert not measured

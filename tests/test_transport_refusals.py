@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
@@ -158,17 +158,17 @@ def test_not_installed(monkeypatch):
 def test_bounds_of_a_context():
     context = EPContext.local(torch.device("cpu"))
     with (
-        pytest.raises(ConfigError, match=r"at_most is for a context with max_tokens: EPContext.from_torchrun"),
-        context.at_most(5),
+        pytest.raises(ConfigError, match=r"token_limit is for a context with max_tokens: EPContext.from_torchrun"),
+        context.token_limit(5),
     ):
         pass
     layer = MoELayer(config(), context)
-    assert layer.geometry.max_tokens is None
+    assert layer.dispatch_shape.max_tokens is None
     assert layer(torch.zeros(3, 256)).shape == (3, 256)
 
 
 def test_buffers_are_counted_from_shapes():
-    shape = Geometry(hidden_size=256, top_k=3, cap=5, num_ranks=4, dtype=BF16, max_tokens=128)
+    shape = DispatchShape(hidden_size=256, top_k=3, slots_per_rank=5, num_ranks=4, dtype=BF16, max_tokens=128)
     # 512 rows there and back; top-3 travels as 4 ids and 4 weights of 4 bytes
     assert FlashInferNVLinkDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 4 * 8)
     assert PplxDispatcher.buffer_bytes(shape) == 5 * 512 * 512

@@ -103,7 +103,7 @@ def test_streamed_products_fit(activation, rows, kind):
     ring, ends = gemm_streaming.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
     compiled = Compiled(gemm_streaming_triton._stream)
-    early = {"EARLY": True, "launch_pdl": True}
+    early = {"PDL": True, "launch_pdl": True}
     with (
         mock.patch.object(gemm_streaming_triton, "_stream", compiled),
         mock.patch.object(gemm_streaming_triton, "early", return_value=early),
@@ -139,7 +139,7 @@ def built(kind: type[Experts], scheme: str) -> Experts:
         device=CPU,
         dtype=BF16,
         scheme=SCHEMES[scheme],
-        preparation=kind.preparation,
+        weight_layout=kind.weight_layout,
         trainable=False,
     )
     return kind(SMALL, weights, Workspaces(CPU), ExpertsOptions())

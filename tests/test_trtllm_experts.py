@@ -13,8 +13,8 @@ from ep_moe.config import RoutingConfig
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import trtllm, trtllm_op
 from ep_moe.experts.flashinfer.trtllm import FlashInferTrtllmExperts
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing import kernel_contract
@@ -54,7 +54,7 @@ def emulated(monkeypatch) -> list[dict]:
 
 
 def build(
-    config: MoEConfig, name: str, *, slots: int = SLOTS, etp: Link | None = None, **options
+    config: MoEConfig, name: str, *, slots: int = SLOTS, etp: RankGroup | None = None, **options
 ) -> tuple[FlashInferTrtllmExperts, list[dict[str, Tensor]]]:
     """A kernel object, and its experts' tensors (this rank's pieces)."""
     weights = ExpertWeights(
@@ -63,7 +63,7 @@ def build(
         dtype=BF16,
         scheme=SCHEMES[name],
         etp=etp,
-        preparation=FlashInferTrtllmExperts.preparation,
+        weight_layout=FlashInferTrtllmExperts.weight_layout,
         trainable=False,
     )
     tensors = [random_expert(config, SCHEMES[name], expert, BF16) for expert in range(slots)]
@@ -124,7 +124,7 @@ def test_contract(name, monkeypatch):
 
 
 def problem(name: str, config: MoEConfig, etp: int = 1, dtype: torch.dtype = BF16) -> str | None:
-    return FlashInferTrtllmExperts.why_not(config, dtype, etp, SCHEMES[name])
+    return FlashInferTrtllmExperts.unsupported_reason(config, dtype, etp, SCHEMES[name])
 
 
 @pytest.mark.parametrize("name", [name for name in trtllm_op.ENTRIES if name != "fp8_static"])
@@ -136,7 +136,7 @@ def test_a_clamp_that_clamps(name):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", trtllm_op.FP4)
 def test_one_etp_rank_adds_the_output_bias(name, rank):
-    experts, tensors = build(shape(bias=True), name, etp=Link(None, (0, 1), rank, Ledger()))
+    experts, tensors = build(shape(bias=True), name, etp=RankGroup(None, (0, 1), rank, FlightRecorder()))
     assert times_the_limit(experts, tensors, rows(), bias=rank == 0) <= 1
 
 
@@ -318,7 +318,7 @@ def test_pieces_of_experts_have_units_too():
 def test_bfloat16_alone_and_no_promise_of_equal_bits():
     assert "dtype float16 is not among bfloat16" in (problem("none", shape(), dtype=torch.float16) or "")
     options = ExpertsOptions(deterministic=True)
-    assert FlashInferTrtllmExperts.why_not(shape(), BF16, 1, options=options) == "it is not deterministic"
+    assert FlashInferTrtllmExperts.unsupported_reason(shape(), BF16, 1, options=options) == "it is not deterministic"
 
 
 def test_weight_on_input_is_the_layers_matter():

@@ -219,7 +219,7 @@ def test_logits_of_the_next_token_are_seen(monkeypatch):
 def reason(routing: RoutingConfig = DEEPSEEK, *, scheme: str = "none", ep: int = 1, expert_map=None, **fields) -> str:
     config = shape(routing, scheme, **fields)
     layout = RankLayout(world=ep, rank=0, dp=ep, ep=ep)
-    why = FlashInferTrtllmMonolithic.why_not(config, layout, BF16, SCHEMES[scheme], expert_map=expert_map)
+    why = FlashInferTrtllmMonolithic.unsupported_reason(config, layout, BF16, SCHEMES[scheme], expert_map=expert_map)
     return why or "serves"
 
 

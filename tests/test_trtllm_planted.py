@@ -238,7 +238,7 @@ def test_ids_that_are_one_off_are_seen(name, monkeypatch):
 
 
 def test_an_offset_of_one_is_seen(monkeypatch):
-    """The picks of none are then picks of the last expert."""
+    """The routes of none are then routes of the last expert."""
     before_call(monkeypatch, lambda given: given.update(local_expert_offset=1))
     with pytest.raises(AssertionError, match="one row has an expert twice"):
         ratio("nvfp4")

@@ -80,14 +80,14 @@ def test_a_block_is_128_bytes_of_each_row(dtype):
 @each_activation
 @each_scheme
 def test_prepared_tensors_fit_their_specs_and_come_back(name, activation, etp):
-    preparation, pieces = expert(name, activation, etp)
-    stored = preparation.prepare(pieces)
-    specs = preparation.specs()
+    weight_layout, pieces = expert(name, activation, etp)
+    stored = weight_layout.prepare(pieces)
+    specs = weight_layout.specs()
     assert stored.keys() == specs.keys() == pieces.keys()
     for key, spec in specs.items():
         assert (tuple(stored[key].shape), stored[key].dtype) == (spec.shape, spec.dtype), key
         assert stored[key].is_contiguous(), key
-    back = preparation.restore(stored)
+    back = weight_layout.restore(stored)
     for key, tensor in pieces.items():
         assert back[key].dtype == tensor.dtype, key
         assert torch.equal(raw(back[key]), raw(tensor)), key
@@ -95,9 +95,9 @@ def test_prepared_tensors_fit_their_specs_and_come_back(name, activation, etp):
 
 @each_scheme
 def test_what_is_given_stays_as_it_was(name):
-    preparation, pieces = expert(name, Activation.SWIGLU)
+    weight_layout, pieces = expert(name, Activation.SWIGLU)
     before = {key: tensor.clone() for key, tensor in pieces.items()}
-    preparation.restore(preparation.prepare(pieces))
+    weight_layout.restore(weight_layout.prepare(pieces))
     for key, tensor in pieces.items():
         assert torch.equal(raw(tensor), raw(before[key])), key
 
@@ -113,8 +113,8 @@ def flashinfers(tensor: Tensor, gated: bool) -> Tensor:
 @each_activation
 @each_scheme
 def test_each_number_lies_where_the_kernel_looks(name, activation):
-    preparation, pieces = expert(name, activation)
-    stored, layout = preparation.prepare(pieces), LAYOUTS[name]
+    weight_layout, pieces = expert(name, activation)
+    stored, layout = weight_layout.prepare(pieces), LAYOUTS[name]
     for key, tensor in pieces.items():
         if tensor.dim() == 0:
             assert stored[key] is tensor
@@ -134,12 +134,12 @@ def test_each_number_lies_where_the_kernel_looks(name, activation):
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name].swizzled])
 def test_every_scale_moves_with_its_row(name):
     """Another scale in one canonical block changes exactly the stored byte of that block."""
-    preparation, pieces = expert(name, Activation.SWIGLU)
+    weight_layout, pieces = expert(name, Activation.SWIGLU)
     for key, row, block in (("w13_scale", 0, 0), ("w13_scale", 300, 5), ("w2_scale", 511, 3)):
         changed = pieces | {key: pieces[key].clone()}
         numbers = changed[key].view(torch.uint8) if changed[key].itemsize == 1 else changed[key].view(torch.int16)
         numbers[row, block] ^= 1
-        before, after = (preparation.prepare(tensors)[key].view(numbers.dtype) for tensors in (pieces, changed))
+        before, after = (weight_layout.prepare(tensors)[key].view(numbers.dtype) for tensors in (pieces, changed))
         (at,) = (before != after).flatten().nonzero().flatten().tolist()
         gated = key == "w13_scale"
         half = len(before) // 2

@@ -323,14 +323,14 @@ def test_whole_experts_as_flashinfer_prepares_them(name, gated, on_the_cpu):
     else:
         canonical = w13
     theirs = flashinfers(name, w13, w2, gated)
-    preparation = Trtllm(config, SCHEMES[name], BF16)
+    weight_layout = Trtllm(config, SCHEMES[name], BF16)
     for e in range(SLOTS):
         tensors = {"w13": canonical[e], "w2": w2[e]}
         tensors = SCHEMES[name].quantize(tensors, BF16)
         if name == "nvfp4":  # FlashInfer's preparation knows a global scale of 1 alone
             for key, whole in (("w13", canonical[e]), ("w2", w2[e])):
                 tensors[key], tensors[f"{key}_scale"] = quantize_nvfp4(whole, 1.0)
-        ours = preparation.prepare(tensors)
+        ours = weight_layout.prepare(tensors)
         for key, other in (("w13", "gemm1_weights"), ("w2", "gemm2_weights")):
             assert torch.equal(raw(ours[key]), raw(theirs[other][e])), key
             assert ours[key].shape == theirs[other][e].shape, key

@@ -22,7 +22,7 @@ from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.quant.schemes import scheme_of
 from ep_moe.selection import explain as select
-from ep_moe.selection.picks import Pick, Picks, _room, tuned_picks
+from ep_moe.selection.picks import BackendTable, TableEntry, _room, tuned_table
 from ep_moe.selection.tuned import Measured, Tuned, bucket_index, choose, layer_facts, machine_facts, versions
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_calls_in_parts_as_large_as_their_bound_are_in_one():
         keywords = {"max_tokens": most, "scheme": scheme_of("none"), "wire": Wire()}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(select, "choose", lambda *_, **given: {name: given[name] for name in named} == named)
-            found = tuned_picks(tuned(*buckets), CONFIG, RankLayout(world=1, rank=0), CPU, torch.float32, keywords)
+            found = tuned_table(tuned(*buckets), CONFIG, RankLayout(world=1, rank=0), CPU, torch.float32, keywords)
         assert [pick.pipeline for pick in found._picks] == parts
         assert found.last.tokens == most
 
@@ -150,11 +150,12 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
     """For the call that needs most: two in flight where calls are in parts."""
     kind = SimpleNamespace(buffer_bytes=lambda room: 10 * room, calls_in_parts=lambda room: 2 if room < 64 else 3)
     monkeypatch.setattr(registry, "load", lambda *_: kind)
-    choice = select.Choice("p2p", "k", "chosen", "")
+    choice = select.BackendChoice("p2p", "k", "chosen", "")
     other = dataclasses.replace(choice, all2all="other")
-    picks = Picks(
-        [Pick(1, choice, None, 16), Pick(2, choice, 16, 16), Pick(3, choice, None, 16), Pick(4, choice, 64, 64),
-         Pick(5, other, None, 16)]
+    picks = BackendTable(
+        [TableEntry(1, choice, None, 16), TableEntry(2, choice, 16, 16), TableEntry(3, choice, None, 16),
+        TableEntry(4, choice, 64, 64),
+         TableEntry(5, other, None, 16)]
     )  # fmt: skip
     expected = {("p2p", 16): 2 * 160, ("p2p", 64): 3 * 640, ("other", 16): 160}
     assert picks.transport_bytes(lambda pick: pick.room) == expected
@@ -226,7 +227,7 @@ def test_the_whole_file_of_the_tests_above_is_good(tmp_path):
 
 def local(max_tokens: int | None = 9) -> EPContext:
     context = EPContext.local(CPU)
-    context.max_tokens = context.step_tokens = max_tokens
+    context.max_tokens = context.current_limit = max_tokens
     return context
 
 

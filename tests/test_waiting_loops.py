@@ -26,10 +26,10 @@ from triton.runtime import driver
 
 import ep_moe
 from ep_moe import Wire
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.nvlink_p2p import bulk, low_latency
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace, place_shapes
-from ep_moe.all2all.nvlink_p2p.packets import any_of, late_cells, still_missing
+from ep_moe.all2all.nvlink_p2p.packets import any_of, late_packets, still_missing
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime import waiting_triton
@@ -62,13 +62,13 @@ def compiled() -> Iterator[list[str]]:
 
 
 def workspace(hidden: int, ranks: int, wire: Wire) -> Workspace:
-    geometry = Geometry(
-        hidden_size=hidden, top_k=TOP_K, cap=8, num_ranks=ranks, dtype=BF16, max_tokens=TOKENS, wire=wire
+    dispatch_shape = DispatchShape(
+        hidden_size=hidden, top_k=TOP_K, slots_per_rank=8, num_ranks=ranks, dtype=BF16, max_tokens=TOKENS, wire=wire
     )
-    shapes = place_shapes(geometry, TOKENS)
+    shapes = place_shapes(dispatch_shape, TOKENS)
     own = torch.zeros(carved_bytes(shapes), dtype=torch.uint8)
     memory = SimpleNamespace(local=own, peers=[own] * ranks, addresses=torch.tensor([own.data_ptr()] * ranks))
-    return Workspace(geometry, 0, shapes, memory)
+    return Workspace(dispatch_shape, 0, shapes, memory)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -84,7 +84,7 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
         low_latency.receive(made, out, TOKENS, put=put)
     bulk.send(made, x, None, routing, TOKENS, 132)
     bulk.receive(made, out, TOKENS, tell=True)
-    scales = made.geometry.scales
+    scales = made.dispatch_shape.scales
     bulk.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
     assert len(compiled) == 6
     for number, ptx in enumerate(compiled):
@@ -120,7 +120,7 @@ def _waits(cells, out, number, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):  # 
     at = tl.arange(0, WIDTH)
     missing = 1
     while missing > 0:
-        late = late_cells(tl.load(cells + at, volatile=True), number, at < WIDTH)
+        late = late_packets(tl.load(cells + at, volatile=True), number, at < WIDTH)
         many = tl.zeros([128], tl.int1)
         missing = still_missing(many, any_of(late)) if TOGETHER else any_of(late).to(tl.int32)
         tl.debug_barrier()

@@ -21,7 +21,7 @@ from ep_moe.runtime.waiting_triton import Waiting
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing")
 
-CELLS = {
+PACKETS = {
     "RANK": 1,
     "TOP_K": 8,
     "WIDTH": 8,
@@ -31,7 +31,7 @@ CELLS = {
     "WHOLE": 4096,
     "BLOCK": 512,
     "PUT": True,
-    "EARLY": True,
+    "PDL": True,
 }
 TABLES = dict.fromkeys(("replicas", "counts", "expert_load", "slot_load", "counting", "seed", "experts"))
 FLAGS = {
@@ -41,18 +41,18 @@ FLAGS = {
     "TOP_K": 8,
     "WIDTH": 8,
     "MOST": 0,
-    "EARLY": True,
+    "PDL": True,
     "CHOOSERS": 4,
     "TILE": 32,
     **TABLES,
 }
 PLAIN = {"SCALES": 0, "SCALE_BLOCK": 1, "ROUNDS": "", "SMALLEST": 1e-10}
 GIVE = {"RANK": 1, "RANKS": 4, "TOP_K": 8, "WIDTH": 8}
-ANSWERS = {**CELLS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}
-REDUCE = {"TOP_K": 8, "WEIGHTED": True, "TURNS": 4, "BLOCK": 1024, "EARLY": True}
+ANSWERS = {**PACKETS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}
+REDUCE = {"TOP_K": 8, "WEIGHTED": True, "TURNS": 4, "BLOCK": 1024, "PDL": True}
 TYPES = {
     "x": "*i32", "x_scale": "*i32", "input_scale": "fp32", "ids": "*i64", "weights": "*fp32", "peers": "*i64",
-    "flags": "*i32", "calls": "*i32", "sent": "*i32", "cells": "*i64", "rows": "*i32", "scales": "*i32",
+    "flags": "*i32", "sequence": "*i32", "sent": "*i32", "packets": "*i64", "rows": "*i32", "scales": "*i32",
     "got_ids": "*i32", "got_weights": "*fp32", "out": "*bf16", "answers": "*i32", "y": "*bf16", "slots": "*i32",
     "number": "*i32",
 }  # fmt: skip
@@ -75,7 +75,7 @@ def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool)
 def stores(ptx: str) -> Counter[int]:
     """How many store instructions there are of each number of bytes."""
     found = re.findall(r"st\.global(?:\.wt)?(?:\.v(\d))?\.b(\d+)", ptx)
-    return Counter(int(lanes or 1) * int(bits) // 8 for lanes, bits in found)
+    return Counter(int(buffer_pool or 1) * int(bits) // 8 for buffer_pool, bits in found)
 
 
 def _number(name: str) -> str:
@@ -90,7 +90,7 @@ def _even(name: str) -> bool:
     (bulk._send, {**FLAGS, **PLAIN, "ELEMENTS": 1024, "BLOCK": 1024}, 4, 4 * 2),
     (bulk._give, {**GIVE, "NUMBERS": 1024, "BLOCK": 1024, "ROUNDS": False}, 4, 2),
     (bulk._give, {**GIVE, "NUMBERS": 2048, "BLOCK": 2048, "ROUNDS": True}, 4, 1),
-    (low_latency._send, {**CELLS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
+    (low_latency._send, {**PACKETS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
     (low_latency._receive, {**ANSWERS, "ROUNDS": False}, 4, 2),
     (low_latency._receive, {**ANSWERS, "ROUNDS": True}, 4, 2),
     (route_sort_triton.reduce, {**REDUCE, "number": None}, 2, 2),

@@ -52,7 +52,7 @@ def test_what_is_mine_on_arrival():
 
 @pytest.mark.parametrize("width", [2, 3, 4, 6, 8])
 def test_there_and_back_is_the_routing(width):
-    """Over all ranks, each pick arrives once at its owner with its weight, and nothing else does."""
+    """Over all ranks, each route arrives once at its owner with its weight, and nothing else does."""
     generator = torch.Generator().manual_seed(width)
     ids = torch.randint(-2, PHYSICAL + 1, (50, 2), generator=generator)
     weights = torch.rand(50, 2, generator=generator) + 0.1

@@ -5,7 +5,7 @@ scale or id. Nothing here comes from ep_moe. The layouts are read from the side 
 byte by byte: `srcToDstBlk32RowMap` (flashinfer/utils.py) says where a row goes, `computeSFIndex` (nv_internal/
 tensorrt_llm/thop/fp4Op.cpp) where a scale goes. Arithmetic and checks are those of csrc/trtllm_fused_moe_kernel_
 launcher.cu (L), csrc/fused_moe/trtllm_backend/trtllm_fused_moe_dev_kernel.cu (D), the routing kernels next to it, and
-the comments on scales in trtllm-gen's BatchedGemmInterface.h. Sums are in float32; the finalize step adds picks in
+the comments on scales in trtllm-gen's BatchedGemmInterface.h. Sums are in float32; the finalize step adds routes in
 order and rounds once (D, `finalizeKernelVecLoad`).
 """
 
@@ -252,8 +252,8 @@ def _run(given: dict, route: Callable, rows: Tensor, gemms: _Gemms) -> None:
     local = ids.long() - offset
     mine = (local >= 0) & (local < slots)
     for row, keep in zip(local.tolist(), mine.tolist(), strict=True):
-        picks = [e for e, k in zip(row, keep, strict=True) if k]
-        _check(len(set(picks)) == len(picks), "one row has an expert twice: the kernel for few tokens drops a pick")
+        routes = [e for e, k in zip(row, keep, strict=True) if k]
+        _check(len(set(routes)) == len(routes), "one row has an expert twice: the kernel for few tokens drops a pick")
 
     results = torch.zeros(tokens, top_k, hidden)
     for e in range(slots):

@@ -65,7 +65,7 @@ class Block:
     def name(self) -> str:
         return f"{self.page}:{self.line}"
 
-    def why_not(self, gpus: bool) -> str | None:
+    def unsupported_reason(self, gpus: bool) -> str | None:
         for word, reason in NOT_RUN.items():
             if word in self.source:
                 return reason
@@ -126,9 +126,11 @@ def on_rank(asked: list[str]) -> int:
         space["batches"] = [torch.ones(1, 8, dtype=torch.int64, device=own_device()) for _ in range(BATCHES)]
         space["warm_up"] = lambda model: model(torch.ones(1, 8, dtype=torch.int64, device=own_device()))
         for block in blocks(page):
-            why_not = block.why_not(gpus) or ("an earlier block of this program failed" if failed else None)
-            if why_not is not None:
-                say(told, f"{block.name}: not run, {why_not}")
+            unsupported_reason = block.unsupported_reason(gpus) or (
+                "an earlier block of this program failed" if failed else None
+            )
+            if unsupported_reason is not None:
+                say(told, f"{block.name}: not run, {unsupported_reason}")
                 continue
             failed |= run(block.name, block.source, block.line, space, told)
         status |= failed

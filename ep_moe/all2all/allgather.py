@@ -35,18 +35,18 @@ class AllGatherDispatcher(Dispatcher):
     ) -> Pending[Received]:
         tokens, bad = (0, 0) if problem else (x.shape[0], self._out_of_range(routing))
         gradients = {"x": x, "routing.weights": routing.weights}
-        rows = self.link.agree([tokens, bad], problem, x.device, gradients=gradients)
+        rows = self.rank_group.agree([tokens, bad], problem, x.device, gradients=gradients)
         self._check_ids([row[1] for row in rows])
         counts = [row[0] for row in rows]
-        pending_x = gather_rows(as_bytes(x), counts, self.link)
-        scale_dtype = self.geometry.row_format.scale
-        pending_scale = None if x_scale is None else gather_rows(as_bytes(x_scale), counts, self.link)
-        pending_ids = gather_rows(routing.ids, counts, self.link)
-        pending_weights = gather_rows(routing.weights, counts, self.link)
+        pending_x = gather_rows(as_bytes(x), counts, self.rank_group)
+        scale_dtype = self.dispatch_shape.row_format.scale
+        pending_scale = None if x_scale is None else gather_rows(as_bytes(x_scale), counts, self.rank_group)
+        pending_ids = gather_rows(routing.ids, counts, self.rank_group)
+        pending_weights = gather_rows(routing.weights, counts, self.rank_group)
 
         def finish() -> Received:
-            local = pending_ids.wait() - self.link.rank * self.geometry.cap
-            mine = (local >= 0) & (local < self.geometry.cap)
+            local = pending_ids.wait() - self.rank_group.rank * self.dispatch_shape.slots_per_rank
+            mine = (local >= 0) & (local < self.dispatch_shape.slots_per_rank)
             return Received(
                 x=as_rows(pending_x.wait(), x.dtype),
                 x_scale=None if pending_scale is None else as_rows(pending_scale.wait(), scale_dtype),
@@ -60,4 +60,4 @@ class AllGatherDispatcher(Dispatcher):
         return Pending(finish)
 
     def _combine(self, y: Tensor, handle: list[int], out: Tensor | None) -> Pending[Tensor]:
-        return reduce_scatter_rows(y, handle, self.link)
+        return reduce_scatter_rows(y, handle, self.rank_group)

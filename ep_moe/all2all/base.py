@@ -19,13 +19,13 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.buffer_slots import Again
+from ep_moe.all2all.buffer_slots import RecordableCall
 from ep_moe.all2all.checks import routing_problem, too_many_tokens
 from ep_moe.checks import check_count, check_fields
 from ep_moe.config import PLAIN_WIRE, Wire, flat_facts
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW, RowFormat
 from ep_moe.runtime.side_stream import SideStream
@@ -48,9 +48,9 @@ class DispatcherCapabilities:
     dispatch_formats, combine_formats: of `Wire`
     scale_alignment_bytes: that the scales of a row must be a multiple of
     rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
-    static: its buffers are made once, for `Geometry.max_tokens`, and as many rows arrive as could come
+    static: its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come
     peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
-    places: a `LateRouting` need not be placed before it sets out
+    places: a `DeferredRouting` need not be placed before it sets out
     ahead_of: names of transports that it goes before where "auto" chooses, for transports of other packages; else they
         come last
     """
@@ -88,7 +88,7 @@ class DispatcherCapabilities:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
+class DispatchShape:
     """The shape of what travels; equal layers of a context share the dispatcher of their geometry.
 
     hidden_size H, top_k K, cap: slots per rank on the wire, num_ranks R, dtype: of the layer
@@ -98,7 +98,7 @@ class Geometry:
 
     hidden_size: int
     top_k: int
-    cap: int
+    slots_per_rank: int
     num_ranks: int
     dtype: torch.dtype
     max_tokens: int | None = None
@@ -112,7 +112,7 @@ class Geometry:
 
     @property
     def num_physical(self) -> int:
-        return self.num_ranks * self.cap
+        return self.num_ranks * self.slots_per_rank
 
     @property
     def row_format(self) -> RowFormat:
@@ -156,9 +156,9 @@ class Dispatcher(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
 
-    def __init__(self, geometry: Geometry, link: Link) -> None:
-        self.geometry = geometry
-        self.link = link
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        self.dispatch_shape = dispatch_shape
+        self.rank_group = rank_group
         self._side: SideStream | None = None
 
     @classmethod
@@ -167,7 +167,7 @@ class Dispatcher(ABC):
         return None
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         hidden_size: int,
         top_k: int,
@@ -208,18 +208,18 @@ class Dispatcher(ABC):
         return None
 
     @classmethod
-    def platform_problem(cls, layout: RankLayout) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout) -> str | None:
         """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
         return None
 
     @classmethod
-    def buffer_bytes(cls, geometry: Geometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
         """Rows that it keeps room for between calls, in bytes, for one call in flight; a library's own bookkeeping is
         not counted."""
         return 0
 
     @classmethod
-    def calls_in_parts(cls, geometry: Geometry) -> int:
+    def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
         """How many calls in flight a layer call in parts comes to."""
         return 2
 
@@ -237,7 +237,7 @@ class Dispatcher(ABC):
         where to write the sum; what is returned then"""
         return self._begin_combine(y, handle, out).wait()
 
-    def again(self, bound: int) -> Again | None:
+    def again(self, bound: int) -> RecordableCall | None:
         """What calls launch, once there was one; None where launches are not all of it. bound: as `max_tokens`"""
         return None
 
@@ -274,25 +274,25 @@ class Dispatcher(ABC):
         x_scale: Tensor | None,
         max_tokens: int | None,
     ) -> Pending[Received]:
-        bound = self.geometry.max_tokens if max_tokens is None else max_tokens
+        bound = self.dispatch_shape.max_tokens if max_tokens is None else max_tokens
         if not self.capabilities.cuda_graph and capturing(x.device):
             raise InputError(
                 f"{self.name} waits for the device and cannot be captured in a CUDA graph; {_capturable()}"
             )
         problem = problem or self._problem(x, x_scale, routing, bound)
-        most = self.geometry.max_tokens
+        most = self.dispatch_shape.max_tokens
         if problem is not None and most is not None and not (bound is not None and 1 <= bound <= most):
             bound = most  # this one is what is wrong; that of the peers is not known here
-        with self.link.ledger.step("dispatch", self.name):
+        with self.rank_group.flight_recorder.step("dispatch", self.name):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
         return self._guarded("dispatch", pending, self._told)
 
     def _begin_combine(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None) -> Pending[Tensor]:
         to = out if out is not None and out.is_contiguous() else None
-        with self.link.ledger.step("combine", self.name):
+        with self.rank_group.flight_recorder.step("combine", self.name):
             pending = self._combine_written(handle, to) if isinstance(y, PeerRows) else self._combine(y, handle, to)
         if self.capabilities.static and y.device.type == "cuda":
-            self.link.ledger.mark(y.device)
+            self.rank_group.flight_recorder.mark(y.device)
         return self._guarded("combine", pending, partial(_placed, out))
 
     def destroy(self) -> None:
@@ -320,14 +320,14 @@ class Dispatcher(ABC):
             return Pending.of(told(pending.wait()))
 
         def finish() -> Any:
-            with self.link.ledger.step(f"{phase} wait", self.name):
+            with self.rank_group.flight_recorder.step(f"{phase} wait", self.name):
                 return told(pending.wait())
 
         return Pending(finish)
 
     def _told(self, received: Received) -> Received:
         """With how its rows are written, which transports need not know."""
-        wire = self.geometry.wire
+        wire = self.dispatch_shape.wire
         if wire.dispatch == received.format:
             return received
         return dataclasses.replace(received, format=wire.dispatch, input_scale=wire.input_scale)
@@ -336,7 +336,7 @@ class Dispatcher(ABC):
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, max_tokens: int | None
     ) -> str | None:
         """What is wrong with a call, without waiting for the device."""
-        g = self.geometry
+        g = self.dispatch_shape
         if not isinstance(routing, PhysicalRouting):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routing).__name__}"
         if (problem := self._rows_problem(x, x_scale)) is not None:
@@ -350,7 +350,7 @@ class Dispatcher(ABC):
         return routing_problem(given_ids(routing), routing.weights, x, g.top_k)
 
     def _rows_problem(self, x: Tensor, x_scale: Tensor | None) -> str | None:
-        g = self.geometry
+        g = self.dispatch_shape
         name = "plain" if x.dtype == g.dtype and g.wire.dispatch in self.capabilities.rounds else g.wire.dispatch
         form = ROW_FORMATS[name]
         columns, dtype, count = form.columns(g.hidden_size), form.number or g.dtype, form.scales(g.hidden_size)
@@ -368,20 +368,20 @@ class Dispatcher(ABC):
     def refuse(self, problem: str) -> NoReturn:
         """For transports without an exchange to ride on: raise here at once, and on the peers when they hear of it, at
         their next step."""
-        text = f"rank {self.link.ranks[self.link.rank]}: {problem}"
-        self.link.ledger.refuse(text)
+        text = f"rank {self.rank_group.ranks[self.rank_group.rank]}: {problem}"
+        self.rank_group.flight_recorder.refuse(text)
         raise InputError(text)
 
     def _out_of_range(self, routing: PhysicalRouting) -> Tensor:
         """How many ids are neither -1 nor a physical expert: int64 scalar on the device."""
         ids = routing.ids
-        return ((ids < -1) | (ids >= self.geometry.num_physical)).sum()
+        return ((ids < -1) | (ids >= self.dispatch_shape.num_physical)).sum()
 
     def _check_ids(self, bad: list[int], experts: str = "an expert id") -> None:
         """Raise on all ranks alike, for the counts of bad ids that all ranks exchanged."""
         if any(bad):
             found = ", ".join(
-                f"{count} on rank {rank}" for rank, count in zip(self.link.ranks, bad, strict=True) if count
+                f"{count} on rank {rank}" for rank, count in zip(self.rank_group.ranks, bad, strict=True) if count
             )
             raise InputError(f"routing.ids must be -1 or {experts} in range, got ids out of range: {found}")
 
@@ -396,7 +396,8 @@ def _capturable() -> str:
     names = [
         name
         for name in registry.targets("dispatchers")
-        if registry.why_not("dispatchers", name) is None and registry.load("dispatchers", name).capabilities.cuda_graph
+        if registry.unsupported_reason("dispatchers", name) is None
+        and registry.load("dispatchers", name).capabilities.cuda_graph
     ]
     where = "with EPContext.from_torchrun(max_tokens=...) where buffers are fixed"
     return f"of those available here {', '.join(names)} can ({where})"

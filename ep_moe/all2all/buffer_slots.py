@@ -15,7 +15,7 @@ from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
 
 
 @dataclass(eq=False)
-class Lane:
+class BufferSlot:
     """One workspace of the library, whether a call is under way in it, and the stream that the last one ended on."""
 
     library: Any
@@ -41,7 +41,7 @@ class Lane:
 
 
 @dataclass(frozen=True, eq=False)
-class Again:
+class RecordableCall:
     """What a transport launches for a call in a lane, whatever the call brings: to be recorded.
 
     received: what arrives, always there
@@ -52,35 +52,35 @@ class Again:
     few: rows travel so shortly that nothing is gained by what runs beside them
     """
 
-    lane: Lane
+    buffer_slot: BufferSlot
     received: Received
     send: Callable[[Tensor, PhysicalRouting], None]
     receive: Callable[[Tensor | PeerRows, Tensor], None]
     few: bool
 
 
-class Lanes:
+class BufferPool:
     """As many workspaces as calls were ever in flight at once, made when they are needed. All ranks make the same
     calls, and so they run out of lanes together and make another together."""
 
     def __init__(self, name: str, make: Callable[[torch.device], Any]) -> None:
         self._name, self._make = name, make
-        self.made: list[Lane] = []
+        self.made: list[BufferSlot] = []
 
-    def take(self, device: torch.device) -> Lane:
+    def take(self, device: torch.device) -> BufferSlot:
         """A lane for one call, from dispatch to combine. Collective where one is made."""
-        for lane in self.made:
-            if not lane.busy:
-                lane.follow(device)
-                return lane
+        for buffer_slot in self.made:
+            if not buffer_slot.busy:
+                buffer_slot.follow(device)
+                return buffer_slot
         if capturing(device):
             raise InputError(f"{self._name} makes its buffers in the first call: run the layer once before a capture")
         with torch.inference_mode(False):  # what is made within it could not be written outside
-            lane = Lane(self._make(device))
-        self.made.append(lane)
-        return lane
+            buffer_slot = BufferSlot(self._make(device))
+        self.made.append(buffer_slot)
+        return buffer_slot
 
     def destroy(self) -> None:
-        for lane in self.made:
-            lane.library.destroy()
+        for buffer_slot in self.made:
+            buffer_slot.library.destroy()
         self.made.clear()

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 RANKS = (2, 4, 8)  # that its intranode kernels are compiled for
@@ -43,8 +43,8 @@ class DeepEPDispatcher(Dispatcher):
         devices=frozenset({"cuda"}),
     )
 
-    def __init__(self, geometry: Geometry, link: Link) -> None:
-        super().__init__(geometry, link)
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        super().__init__(dispatch_shape, rank_group)
         self._buffer: Any = None
 
     @classmethod
@@ -54,7 +54,7 @@ class DeepEPDispatcher(Dispatcher):
         return None
 
     @classmethod
-    def platform_problem(cls, layout: RankLayout) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout) -> str | None:
         if layout.ep not in RANKS:
             return f"{cls.name} is compiled for {', '.join(map(str, RANKS))} ranks, ep={layout.ep}"
         return one_host_problem(cls.name, layout) or library_problem()
@@ -63,14 +63,16 @@ class DeepEPDispatcher(Dispatcher):
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
         bad = 0 if problem else self._out_of_range(routing)
-        rows = self.link.agree([bad], problem, x.device)
+        rows = self.rank_group.agree([bad], problem, x.device)
         self._check_ids([row[0] for row in rows])
         return self._send(x, x_scale, routing.ids.long().contiguous(), routing.weights.contiguous(), 0)
 
     def _send(self, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor, worst: int) -> Pending[Received]:
         """worst: rows to make room for, 0 to ask. ids: int64, in range or -1."""
         buffer = self._connected(x.device)
-        per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, self.geometry.num_physical)
+        per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+            ids, self.dispatch_shape.num_physical
+        )
         arrived, local, local_weights, _, handle, event = buffer.dispatch(
             x.contiguous() if x_scale is None else (x.contiguous(), x_scale.contiguous()),
             num_tokens_per_rank=per_rank,
@@ -117,9 +119,9 @@ class DeepEPDispatcher(Dispatcher):
         if self._buffer is None:
             if capturing(device):
                 raise InputError(f"{self.name} makes its buffer in the first call: run the layer once before a capture")
-            row_bytes = self.geometry.hidden_size * self.geometry.dtype.itemsize
+            row_bytes = self.dispatch_shape.hidden_size * self.dispatch_shape.dtype.itemsize
             try:
-                self._buffer = make_buffer(self.link.group, self.link.size, row_bytes)
+                self._buffer = make_buffer(self.rank_group.group, self.rank_group.size, row_bytes)
             except (ImportError, OSError, RuntimeError, AssertionError) as error:
                 raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
         return self._buffer
@@ -132,24 +134,24 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        assert self.geometry.max_tokens is not None
+        assert self.dispatch_shape.max_tokens is not None
         if problem is not None:
             self._poison(x.device, max_tokens)
             self.refuse(problem)
         assert max_tokens is not None
         ids = routing.ids.long()
-        valid = (ids >= 0) & (ids < self.geometry.num_physical)
+        valid = (ids >= 0) & (ids < self.dispatch_shape.num_physical)
         ids = ids.where(valid, -1)  # the library does not look
-        return self._send(x, x_scale, ids, routing.weights.contiguous(), self.link.size * max_tokens)
+        return self._send(x, x_scale, ids, routing.weights.contiguous(), self.rank_group.size * max_tokens)
 
     def _poison(self, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
         if capturing(device):
             return
-        g = self.geometry
+        g = self.dispatch_shape
         assert max_tokens is not None
         ids = torch.empty(0, g.top_k, dtype=torch.int64, device=device)
-        received = self._send(*g.no_rows(device), ids, ids.float(), self.link.size * max_tokens).wait()
+        received = self._send(*g.no_rows(device), ids, ids.float(), self.rank_group.size * max_tokens).wait()
         self._combine(torch.full_like(received.x, torch.nan, dtype=g.dtype), received.handle, None).wait()
 
 

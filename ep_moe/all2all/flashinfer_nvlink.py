@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
-from ep_moe.all2all.buffer_slots import Lane, Lanes
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
+from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.wire_ids import to_wire
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
@@ -48,11 +48,11 @@ class FlashInferNVLinkDispatcher(Dispatcher):
     )
     _made: ClassVar[int] = 0  # FlashInfer shares equal workspaces within a process; none of these may be equal
 
-    def __init__(self, geometry: Geometry, link: Link) -> None:
-        super().__init__(geometry, link)
-        self._top_k = _wire_top_k(geometry)
-        self._base = link.rank * geometry.cap
-        self.lanes = Lanes(self.name, self._connect)
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        super().__init__(dispatch_shape, rank_group)
+        self._top_k = _wire_top_k(dispatch_shape)
+        self._base = rank_group.rank * dispatch_shape.slots_per_rank
+        self.buffer_pool = BufferPool(self.name, self._connect)
         self._side = SideStream()
 
     @classmethod
@@ -60,33 +60,38 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         return registry.without_flashinfer()
 
     @classmethod
-    def platform_problem(cls, layout: RankLayout) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout) -> str | None:
         return one_host_problem(cls.name, layout)
 
     @classmethod
-    def buffer_bytes(cls, geometry: Geometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
         """Received rows with ids and weights, and the experts' rows; as much for rows in fewer bits as for plain
         ones."""
-        assert geometry.max_tokens is not None
-        row = geometry.hidden_size * geometry.dtype.itemsize
-        return geometry.num_ranks * geometry.max_tokens * (2 * row + 8 * _wire_top_k(geometry))
+        assert dispatch_shape.max_tokens is not None
+        row = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize
+        return dispatch_shape.num_ranks * dispatch_shape.max_tokens * (2 * row + 8 * _wire_top_k(dispatch_shape))
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        lane = self.lanes.take(x.device)
+        buffer_slot = self.buffer_pool.take(x.device)
         if problem is not None:
-            self._poison(lane, x.device, max_tokens)
+            self._poison(buffer_slot, x.device, max_tokens)
             self.refuse(problem)
         wire = (len(x), self._top_k)
         ids = torch.empty(wire, dtype=torch.int32, device=x.device)
         weights = torch.empty(wire, dtype=torch.float32, device=x.device)
         to_wire(
-            routing.ids.contiguous(), routing.weights.contiguous(), self._base, self.geometry.num_physical, ids, weights
+            routing.ids.contiguous(),
+            routing.weights.contiguous(),
+            self._base,
+            self.dispatch_shape.num_physical,
+            ids,
+            weights,
         )
-        lane.busy = True
+        buffer_slot.busy = True
         scale = None if x_scale is None else x_scale.contiguous()
-        arrived = lane.library.dispatch(
+        arrived = buffer_slot.library.dispatch(
             x.contiguous(), ids, weights, hidden_states_scale=scale, max_tokens_per_rank=max_tokens
         )
         received = Received(
@@ -94,43 +99,43 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             x_scale=arrived.hidden_states_scale,
             layout=RowLayout.RANK_MAJOR,
             weighting=Weighting.EXPERTS,
-            handle=lane,
+            handle=buffer_slot,
             wire_ids=WireIds(PhysicalIds(arrived.topk_ids), self._base),
             weights=arrived.topk_weights,
-            out=lane.library.get_combine_input_buffer(self.geometry.dtype),
+            out=buffer_slot.library.get_combine_input_buffer(self.dispatch_shape.dtype),
         )
         return Pending.of(received)
 
-    def _combine(self, y: Tensor, handle: Lane, out: Tensor | None) -> Pending[Tensor]:
+    def _combine(self, y: Tensor, handle: BufferSlot, out: Tensor | None) -> Pending[Tensor]:
         sums = handle.library.combine(y.contiguous())
         handle.release(y.device)
         return Pending.of(sums)
 
-    def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
+    def _poison(self, buffer_slot: BufferSlot, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back.
 
         max_tokens: of the call; the peers' buffers are laid out for as many"""
         if capturing(device):
             return
-        g = self.geometry
+        g = self.dispatch_shape
         x, x_scale = g.no_rows(device)
         ids = torch.empty(0, self._top_k, dtype=torch.int32, device=device)
-        lane.library.dispatch(x, ids, ids.float(), hidden_states_scale=x_scale, max_tokens_per_rank=max_tokens)
-        rows = lane.library.get_combine_input_buffer(g.dtype).fill_(torch.nan)
-        lane.library.combine(rows)
+        buffer_slot.library.dispatch(x, ids, ids.float(), hidden_states_scale=x_scale, max_tokens_per_rank=max_tokens)
+        rows = buffer_slot.library.get_combine_input_buffer(g.dtype).fill_(torch.nan)
+        buffer_slot.library.combine(rows)
 
     def destroy(self) -> None:
-        self.lanes.destroy()
+        self.buffer_pool.destroy()
 
     def _connect(self, device: torch.device) -> Any:
-        g, kind = self.geometry, type(self)
-        number = max(row[0] for row in self.link.exchange(torch.tensor([kind._made], device=device)))
+        g, kind = self.dispatch_shape, type(self)
+        number = max(row[0] for row in self.rank_group.exchange(torch.tensor([kind._made], device=device)))
         kind._made = number + 1
         group = {
-            "world_size": self.link.size,
-            "rank": self.link.rank,
+            "world_size": self.rank_group.size,
+            "rank": self.rank_group.rank,
             "device": device.index,
-            "process_group": self.link.group,
+            "process_group": self.rank_group.group,
         }
         params = {
             "num_experts": g.num_physical,
@@ -149,8 +154,8 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
 
 
-def _wire_top_k(geometry: Geometry) -> int:
-    return next(size for size in TOP_KS if size >= geometry.top_k)
+def _wire_top_k(dispatch_shape: DispatchShape) -> int:
+    return next(size for size in TOP_KS if size >= dispatch_shape.top_k)
 
 
 def communication(group: dict[str, Any], params: dict[str, Any], config: dict[str, Any]) -> Any:

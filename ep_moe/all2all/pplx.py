@@ -1,5 +1,5 @@
 """`pplx`: pplx-kernels' intranode all2all. Rows arrive grouped by expert with room for every token (BATCHED), one copy
-per pick, and combine multiplies by the weights: for decode sizes.
+per route, and combine multiplies by the weights: for decode sizes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
-from ep_moe.all2all.buffer_slots import Lane, Lanes
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
+from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.wire_ids import to_distinct
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 
@@ -26,7 +26,7 @@ from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weightin
 class _Handle:
     """ids, weights: as sent; routed: bool [T, 1], tokens with an expert."""
 
-    lane: Lane
+    buffer_slot: BufferSlot
     ids: Tensor
     weights: Tensor
     routed: Tensor
@@ -40,7 +40,7 @@ class PplxDispatcher(Dispatcher):
         dedup=False,
         cuda_graph=True,
         host_sync=False,
-        deterministic=True,  # rows arrive in any order, and are summed in that of the picks
+        deterministic=True,  # rows arrive in any order, and are summed in that of the routes
         differentiable=False,
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -50,9 +50,9 @@ class PplxDispatcher(Dispatcher):
         static=True,
     )
 
-    def __init__(self, geometry: Geometry, link: Link) -> None:
-        super().__init__(geometry, link)
-        self.lanes = Lanes(self.name, self._connect)
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        super().__init__(dispatch_shape, rank_group)
+        self.buffer_pool = BufferPool(self.name, self._connect)
 
     @classmethod
     def available(cls) -> str | None:
@@ -61,44 +61,44 @@ class PplxDispatcher(Dispatcher):
         return None
 
     @classmethod
-    def platform_problem(cls, layout: RankLayout) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout) -> str | None:
         ranks = layout.group("ep")
         if ranks != sorted(ranks):
             return f"{cls.name} makes a group of its own, which sorts its ranks, and those of the EP group are {ranks}"
         return one_host_problem(cls.name, layout)
 
     @classmethod
-    def buffer_bytes(cls, geometry: Geometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
         """Received rows; the library's own are not counted."""
-        assert geometry.max_tokens is not None
-        rows = geometry.cap * geometry.num_ranks * geometry.max_tokens
-        return rows * (geometry.row_bytes + geometry.scale_bytes)
+        assert dispatch_shape.max_tokens is not None
+        rows = dispatch_shape.slots_per_rank * dispatch_shape.num_ranks * dispatch_shape.max_tokens
+        return rows * (dispatch_shape.row_bytes + dispatch_shape.scale_bytes)
 
     @classmethod
-    def calls_in_parts(cls, geometry: Geometry) -> int:
+    def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
         """A call keeps its workspace until its results have been received."""
         return 3
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        lane = self.lanes.take(x.device)
+        buffer_slot = self.buffer_pool.take(x.device)
         if problem is not None:
-            self._poison(lane, x.device)
+            self._poison(buffer_slot, x.device)
             self.refuse(problem)
-        g = self.geometry
+        g = self.dispatch_shape
         ids = torch.empty(routing.ids.shape, dtype=torch.int32, device=x.device)
         weights = torch.empty(routing.ids.shape, dtype=torch.float32, device=x.device)
-        home = self.link.rank * g.cap
+        home = self.rank_group.rank * g.slots_per_rank
         to_distinct(routing.ids.contiguous(), routing.weights.contiguous(), home, g.num_physical, ids, weights)
         routed = ((routing.ids >= 0) & (routing.ids < g.num_physical)).any(1, keepdim=True)
-        lane.busy = True
-        handle = _Handle(lane, ids.view(torch.uint32), weights, routed)
+        buffer_slot.busy = True
+        handle = _Handle(buffer_slot, ids.view(torch.uint32), weights, routed)
         rows, scale = x.contiguous(), None if x_scale is None else x_scale.contiguous()
-        lane.library.dispatch(rows, scale, handle.ids, send=True)
+        buffer_slot.library.dispatch(rows, scale, handle.ids, send=True)
 
         def finish() -> Received:
-            workspace = lane.library
+            workspace = buffer_slot.library
             workspace.dispatch(rows, scale, handle.ids, send=False)
             return Received(
                 x=workspace.rows,
@@ -112,24 +112,24 @@ class PplxDispatcher(Dispatcher):
         return Pending(finish)
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        rows, workspace = y.contiguous(), handle.lane.library
-        assert self.geometry.max_tokens is not None
-        sums = y.new_empty(self.geometry.max_tokens, y.shape[-1])
+        rows, workspace = y.contiguous(), handle.buffer_slot.library
+        assert self.dispatch_shape.max_tokens is not None
+        sums = y.new_empty(self.dispatch_shape.max_tokens, y.shape[-1])
         workspace.combine(sums, handle.ids, handle.weights, rows, send=True)
 
         def finish() -> Tensor:
             workspace.combine(sums, handle.ids, handle.weights, rows, send=False)
-            handle.lane.release(y.device)
+            handle.buffer_slot.release(y.device)
             # a token of nobody was sent to an expert here, with weight 0: 0 times what it held
             return torch.where(handle.routed, sums[: len(handle.ids)], 0)
 
         return Pending(finish)
 
-    def _poison(self, lane: Lane, device: torch.device) -> None:
+    def _poison(self, buffer_slot: BufferSlot, device: torch.device) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
         if capturing(device):
             return
-        g, workspace = self.geometry, lane.library
+        g, workspace = self.dispatch_shape, buffer_slot.library
         ids = torch.empty(0, g.top_k, dtype=torch.int32, device=device)
         weights, nobody = ids.float(), ids.view(torch.uint32)
         for send in (True, False):
@@ -140,11 +140,11 @@ class PplxDispatcher(Dispatcher):
             workspace.combine(out, nobody, weights, y, send=send)
 
     def destroy(self) -> None:
-        self.lanes.destroy()
+        self.buffer_pool.destroy()
 
     def _connect(self, device: torch.device) -> Workspace:
         try:
-            return Workspace(self.geometry, self.link, device)
+            return Workspace(self.dispatch_shape, self.rank_group, device)
         except (ImportError, OSError, RuntimeError) as error:
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
 
@@ -155,14 +155,14 @@ class Workspace:
     rows: [cap, N, H], N = R * max_tokens; counts: int32 [cap]; scales: float32 [cap, N, H / 128] of fp8_block rows
     """
 
-    def __init__(self, geometry: Geometry, link: Link, device: torch.device) -> None:
-        g = geometry
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup, device: torch.device) -> None:
+        g = dispatch_shape
         assert g.max_tokens is not None
-        shape = (g.cap, g.num_ranks * g.max_tokens)
+        shape = (g.slots_per_rank, g.num_ranks * g.max_tokens)
         self.rows = torch.empty(*shape, g.hidden_size, dtype=g.row_dtype, device=device)
         self.scales = torch.empty(*shape, g.scales, device=device) if g.scales else None
-        self.counts = torch.zeros(g.cap, dtype=torch.int32, device=device)
-        self._all2all = make_all2all(g, link)
+        self.counts = torch.zeros(g.slots_per_rank, dtype=torch.int32, device=device)
+        self._all2all = make_all2all(g, rank_group)
 
     def dispatch(self, x: Tensor, x_scale: Tensor | None, ids: Tensor, *, send: bool) -> None:
         self._all2all.dispatch(
@@ -192,20 +192,20 @@ class Workspace:
         self._all2all.destroy()
 
 
-def make_all2all(geometry: Geometry, link: Link) -> Any:
+def make_all2all(dispatch_shape: DispatchShape, rank_group: RankGroup) -> Any:
     """pplx-kernels' object for one workspace. Collective; it swaps memory handles over a group with a CPU backend."""
     from pplx_kernels import AllToAll
 
-    group = dist.new_group(list(link.ranks), backend="cpu:gloo,cuda:nccl", use_local_synchronization=True)
+    group = dist.new_group(list(rank_group.ranks), backend="cpu:gloo,cuda:nccl", use_local_synchronization=True)
     return AllToAll.intranode(
-        max_num_tokens=geometry.max_tokens,
-        num_experts=geometry.num_physical,
-        experts_per_token=geometry.top_k,
-        rank=link.rank,
-        world_size=link.size,
+        max_num_tokens=dispatch_shape.max_tokens,
+        num_experts=dispatch_shape.num_physical,
+        experts_per_token=dispatch_shape.top_k,
+        rank=rank_group.rank,
+        world_size=rank_group.size,
         dp_size=1,
-        hidden_dim=geometry.hidden_size,
-        hidden_dim_bytes=geometry.row_bytes,
-        hidden_dim_scale_bytes=geometry.scale_bytes,
+        hidden_dim=dispatch_shape.hidden_size,
+        hidden_dim_bytes=dispatch_shape.row_bytes,
+        hidden_dim_scale_bytes=dispatch_shape.scale_bytes,
         group_name=group.group_name,
     )

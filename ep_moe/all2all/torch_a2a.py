@@ -45,25 +45,25 @@ class TorchAll2AllDispatcher(Dispatcher):
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        ranks = self.link.size
+        ranks = self.rank_group.size
         if problem is not None:
-            self.link.agree([0] * (ranks + 1), problem, x.device)
+            self.rank_group.agree([0] * (ranks + 1), problem, x.device)
         ids = routing.ids.long()
         bad = self._out_of_range(routing)
         wanted = self._wanted(ids)
         gradients = {"x": x, "routing.weights": routing.weights}
-        rows = self.link.agree([bad, wanted.sum(0)], None, x.device, gradients=gradients)
+        rows = self.rank_group.agree([bad, wanted.sum(0)], None, x.device, gradients=gradients)
         self._check_ids([row[0] for row in rows])
-        sent = rows[self.link.rank][1:]
-        received = [row[1 + self.link.rank] for row in rows]
+        sent = rows[self.rank_group.rank][1:]
+        received = [row[1 + self.rank_group.rank] for row in rows]
 
         peer, token = wanted.t().nonzero(as_tuple=True)  # grouped by peer, tokens ascending
-        handle = _Handle(sent, received, _slots(wanted, token, self.geometry.top_k))
-        pending_x = all_to_all_rows(as_bytes(x)[token], sent, received, self.link)
-        pending_scale, scale_dtype = None, self.geometry.row_format.scale
+        handle = _Handle(sent, received, _slots(wanted, token, self.dispatch_shape.top_k))
+        pending_x = all_to_all_rows(as_bytes(x)[token], sent, received, self.rank_group)
+        pending_scale, scale_dtype = None, self.dispatch_shape.row_format.scale
         if x_scale is not None:
-            pending_scale = all_to_all_rows(as_bytes(x_scale)[token], sent, received, self.link)
-        pending_meta = all_to_all_rows(self._meta(ids, routing.weights, peer, token), sent, received, self.link)
+            pending_scale = all_to_all_rows(as_bytes(x_scale)[token], sent, received, self.rank_group)
+        pending_meta = all_to_all_rows(self._meta(ids, routing.weights, peer, token), sent, received, self.rank_group)
 
         def finish() -> Received:
             local, weights = pending_meta.wait().chunk(2, dim=1)
@@ -80,7 +80,7 @@ class TorchAll2AllDispatcher(Dispatcher):
         return Pending(finish)
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        pending = all_to_all_rows(y, handle.received, handle.sent, self.link)
+        pending = all_to_all_rows(y, handle.received, handle.sent, self.rank_group)
 
         def finish() -> Tensor:
             back = pending.wait()
@@ -95,17 +95,17 @@ class TorchAll2AllDispatcher(Dispatcher):
 
     def _wanted(self, ids: Tensor) -> Tensor:
         """bool [T, R]: which ranks hold an expert of which token."""
-        ranks = self.link.size
-        valid = (ids >= 0) & (ids < self.geometry.num_physical)
-        owner = torch.where(valid, ids // self.geometry.cap, ranks)
+        ranks = self.rank_group.size
+        valid = (ids >= 0) & (ids < self.dispatch_shape.num_physical)
+        owner = torch.where(valid, ids // self.dispatch_shape.slots_per_rank, ranks)
         wanted = torch.zeros(ids.shape[0], ranks + 1, dtype=torch.bool, device=ids.device)
         return wanted.scatter_(1, owner, True)[:, :ranks]
 
     def _meta(self, ids: Tensor, weights: Tensor, peer: Tensor, token: Tensor) -> Tensor:
         """float32 [rows, 2K]: local ids for the receiving rank, -1 for "not yours", and weights. Ids are far below
         2**24, so that float32 holds them exactly and both travel in one message."""
-        local = ids[token] - peer.unsqueeze(1) * self.geometry.cap
-        mine = (local >= 0) & (local < self.geometry.cap)
+        local = ids[token] - peer.unsqueeze(1) * self.dispatch_shape.slots_per_rank
+        mine = (local >= 0) & (local < self.dispatch_shape.slots_per_rank)
         return torch.cat([local.where(mine, -1).float(), weights[token]], dim=1)
 
 

@@ -81,15 +81,15 @@ def _to_distinct(
     tl.store(out_weights + at, tl.where(keep, merged, 0.0), mask=inside)
 
 
-def to_local(ids: Tensor, weights: Tensor, base: int, cap: int, out: Tensor) -> None:
+def to_local(ids: Tensor, weights: Tensor, base: int, slots_per_rank: int, out: Tensor) -> None:
     count = ids.numel()
-    _to_local[(cdiv(count, _BLOCK),)](ids, weights, out, count, base, cap, BLOCK=_BLOCK)
+    _to_local[(cdiv(count, _BLOCK),)](ids, weights, out, count, base, slots_per_rank, BLOCK=_BLOCK)
 
 
 @triton.jit
-def _to_local(ids, weights, out, count, base, cap, BLOCK: tl.constexpr):
+def _to_local(ids, weights, out, count, base, slots_per_rank, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     local = tl.load(ids + at, mask=inside, other=-1) - base
     weight = tl.load(weights + at, mask=inside, other=0.0)
-    tl.store(out + at, tl.where((local >= 0) & (local < cap) & (weight != 0.0), local, -1), mask=inside)
+    tl.store(out + at, tl.where((local >= 0) & (local < slots_per_rank) & (weight != 0.0), local, -1), mask=inside)

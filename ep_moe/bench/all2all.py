@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.bench.csv_lines import write
 from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
 from ep_moe.bench.timing import eager, replayed
@@ -87,12 +87,12 @@ def measure(
     return lines, rate
 
 
-def geometry_of(context: EPContext, hidden: int, tokens: int, wire: Wire) -> Geometry:
+def geometry_of(context: EPContext, hidden: int, tokens: int, wire: Wire) -> DispatchShape:
     ranks = context.layout.ep
-    return Geometry(
+    return DispatchShape(
         hidden_size=hidden,
         top_k=TOP_K,
-        cap=EXPERTS // ranks,
+        slots_per_rank=EXPERTS // ranks,
         num_ranks=ranks,
         dtype=DTYPE,
         max_tokens=tokens,
@@ -101,14 +101,16 @@ def geometry_of(context: EPContext, hidden: int, tokens: int, wire: Wire) -> Geo
 
 
 def refusal(name: str, context: EPContext, hidden: int, tokens: int, wire: Wire) -> str | None:
-    reason = registry.why_not("dispatchers", name)
+    reason = registry.unsupported_reason("dispatchers", name)
     if reason is not None:
         return reason
     kind: type[Dispatcher] = registry.load("dispatchers", name)
     if kind.buffer_bytes(geometry_of(context, hidden, tokens, wire)) > ROOM:
         return f"its buffers for {tokens} tokens are larger than {ROOM >> 30} GiB"
     ranks = context.layout.ep
-    return kind.why_not(hidden, TOP_K, ranks, DTYPE, tokens, wire) or kind.platform_problem(context.layout)
+    return kind.unsupported_reason(hidden, TOP_K, ranks, DTYPE, tokens, wire) or kind.unsupported_platform(
+        context.layout
+    )
 
 
 def inputs(context: EPContext, hidden: int, tokens: int) -> tuple[Tensor, PhysicalRouting]:
@@ -119,20 +121,20 @@ def inputs(context: EPContext, hidden: int, tokens: int) -> tuple[Tensor, Physic
     return x, PhysicalRouting(PhysicalIds(ids), torch.full(ids.shape, 1 / TOP_K, device=context.device))
 
 
-def wire_bytes(context: EPContext, routing: PhysicalRouting, geometry: Geometry) -> int:
+def wire_bytes(context: EPContext, routing: PhysicalRouting, dispatch_shape: DispatchShape) -> int:
     """Each token once to each other rank that has one of its experts, and its result back."""
     ranks = context.layout.ep
     owner = routing.ids // (EXPERTS // ranks)
     wanted = torch.zeros(len(owner), ranks, dtype=torch.bool, device=owner.device).scatter_(1, owner, True)
     wanted[:, context.layout.ep_rank] = False
-    out = geometry.row_bytes + geometry.scale_bytes + TOP_K * 8
-    return int(wanted.sum()) * (out + geometry.hidden_size * DTYPE.itemsize)
+    out = dispatch_shape.row_bytes + dispatch_shape.scale_bytes + TOP_K * 8
+    return int(wanted.sum()) * (out + dispatch_shape.hidden_size * DTYPE.itemsize)
 
 
 def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting, *, load: bool = False) -> None:
-    geometry = geometry_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
-    dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(geometry, context.links["ep"])
-    rows, scale = round_rows(x, geometry.wire)
+    dispatch_shape = geometry_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
+    dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(dispatch_shape, context.rank_groups["ep"])
+    rows, scale = round_rows(x, dispatch_shape.wire)
 
     def pair() -> Tensor:
         received = dispatcher.dispatch(rows, routing, scale)
@@ -145,7 +147,7 @@ def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalR
     if line.transport == "flashinfer_nvlink":
         calls.append(flashinfer_pair(dispatcher, rows, scale, routing))
         if load and line.rows == "plain":
-            calls += load_pairs(context, geometry, rows, routing)
+            calls += load_pairs(context, dispatch_shape, rows, routing)
     measure = partial(replayed, repeat=20 if line.tokens <= FEW else 5) if line.captured else eager
     times = measure(calls, before=partial(barrier, context.device))
     found = zip(("us", "raw_us", "without_load_us", "with_load_us"), times, strict=False)
@@ -158,7 +160,7 @@ def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalR
 
 def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: PhysicalRouting) -> Callable[[], Any]:
     """FlashInfer's own calls, zero copy on the way back."""
-    communication, ids = dispatcher.lanes.made[0].library, routing.ids.int()
+    communication, ids = dispatcher.buffer_pool.made[0].library, routing.ids.int()
 
     def pair() -> None:
         communication.dispatch(x, ids, routing.weights, hidden_states_scale=scale)
@@ -167,17 +169,24 @@ def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: P
     return pair
 
 
-def load_pairs(context: EPContext, geometry: Geometry, x: Tensor, routing: PhysicalRouting) -> list[Callable[[], Any]]:
+def load_pairs(
+    context: EPContext, dispatch_shape: DispatchShape, x: Tensor, routing: PhysicalRouting
+) -> list[Callable[[], Any]]:
     """FlashInfer's own calls without and with `eplb_local_stats`, in a workspace of their own."""
     from ep_moe.all2all.flashinfer_nvlink import communication
 
-    link, ids = context.links["ep"], routing.ids.int()
-    group = {"world_size": link.size, "rank": link.rank, "device": x.device.index, "process_group": link.group}
+    rank_group, ids = context.rank_groups["ep"], routing.ids.int()
+    group = {
+        "world_size": rank_group.size,
+        "rank": rank_group.rank,
+        "device": x.device.index,
+        "process_group": rank_group.group,
+    }
     params = {
         "num_experts": EXPERTS,
         "top_k": TOP_K,
-        "max_tokens_per_rank": geometry.max_tokens,
-        "hidden_size": geometry.hidden_size,
+        "max_tokens_per_rank": dispatch_shape.max_tokens,
+        "hidden_size": dispatch_shape.hidden_size,
         "dtype": DTYPE,
     }
     library = communication(group, params, {"eplb_stats_num_experts": EXPERTS})

@@ -111,7 +111,7 @@ def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chun
         device=device,
         dtype=torch.bfloat16,
         scheme=SCHEMES[scheme],
-        preparation=kind.preparation,
+        weight_layout=kind.weight_layout,
         trainable=False,
     )
     generator = torch.Generator(device=device).manual_seed(0)
@@ -234,7 +234,7 @@ def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = R
         for kernel, scheme in VARIANTS:
             if scheme not in schemes:
                 continue
-            if (why := registry.why_not("experts", kernel)) is not None:
+            if (why := registry.unsupported_reason("experts", kernel)) is not None:
                 console.print(f"{kernel}: {why}")
                 continue
             experts = make(kernel, scheme, config, device, max(rows))

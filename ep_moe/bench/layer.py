@@ -201,7 +201,7 @@ def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | N
     except Exception as error:  # whatever a library raises: the others are still to be measured
         reason = f"{type(error).__name__}: {error}"
     reasons: list[str | None] = [None] * context.layout.ep
-    dist.all_gather_object(reasons, reason, group=context.links["ep"].group)
+    dist.all_gather_object(reasons, reason, group=context.rank_groups["ep"].group)
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if failed and context.layout.rank == 0:
         Console(width=130).print(f"left out: {what}: {failed[0]}", markup=False)
@@ -275,7 +275,7 @@ def host_time(context: EPContext, what: str, call: Callable[[], Any]) -> float |
 def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: Machine) -> dict[str, floors.Floor]:
     ids = routing.ids.long().contiguous()
     everyone = ids.new_empty(context.layout.ep * len(ids), ids.shape[1])
-    all_gather_single(everyone, ids, group=context.links["ep"].group)
+    all_gather_single(everyone, ids, group=context.rank_groups["ep"].group)
     load = floors.load_of(everyone.view(context.layout.ep, *ids.shape), config.num_experts)
     return {name: floors.floor(config, load, kind, machine.rates, machine.p2p) for name, kind in floors.KINDS.items()}
 

@@ -39,7 +39,7 @@ def measure(context: EPContext, config: MoEConfig, make: Callable[[], MoELayer |
     """In a context that has nothing yet; None where `make` gives nothing. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
-    barrier(context.device, context.links["ep"].group)  # so that NCCL has its own buffers before
+    barrier(context.device, context.rank_groups["ep"].group)  # so that NCCL has its own buffers before
     before = _mark(context.device)
     layer = make()
     if layer is None:

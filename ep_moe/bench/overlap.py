@@ -276,7 +276,7 @@ def main() -> None:
         check_dealt(load_model_config(model).moe.num_experts)
     console = Console(width=130)
     named = [variant for variant in VARIANTS if variant[3] in asked.transports]
-    variants = [variant for variant in named if registry.why_not("dispatchers", variant[3]) is None]
+    variants = [variant for variant in named if registry.unsupported_reason("dispatchers", variant[3]) is None]
     lines, gaps = [], []
     for model in asked.models:
         for count in asked.tokens:

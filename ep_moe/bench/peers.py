@@ -89,7 +89,7 @@ class DefaultMegaFp8(FlashInferMegaFp8):
     """FlashInfer's own choices: E4M3 rows out, and back too, summed over a rank's routes first."""
 
     @classmethod
-    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
+    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
         return {}
 
 
@@ -104,7 +104,7 @@ class Peers:
         routing: Routing,
         sources: Mapping[tuple[str, str], Source],
     ) -> None:
-        self.link, self.device, self.config = context.links["ep"], context.device, config
+        self.rank_group, self.device, self.config = context.rank_groups["ep"], context.device, config
         self.x = x
         self.ids, self.weights = routing.ids.int().contiguous(), routing.weights.contiguous()
         self._sources = sources
@@ -132,7 +132,7 @@ class Peers:
         """Rows by one-sided writes, experts that write straight into the buffer which combine reads. fp8 per tensor:
         the sender rounds its rows, once. rounds_back: FlashInfer rounds answers to E4M3 on their way"""
         rounding = Rounding(self._source(CUTLASS, scheme), self.x) if scheme in cutlass_op.PRE_ROUNDED else None
-        experts = self._experts(scheme, self.link.size * len(self.x), rounding, all2all=True)
+        experts = self._experts(scheme, self.rank_group.size * len(self.x), rounding, all2all=True)
         library, tokens = self._communication(rounds_back), len(self.x)
 
         def call() -> Tensor:
@@ -149,16 +149,16 @@ class Peers:
     def gathered(self, name: str, together: Callable[[], AbstractContextManager[Any]]) -> Entry:
         """All ranks' rows to all, each computes its own experts' share of every row, and the shares are summed."""
         own = (self.x, self.ids, self.weights)
-        whole = [tensor.new_empty(self.link.size * len(tensor), *tensor.shape[1:]) for tensor in own]
+        whole = [tensor.new_empty(self.rank_group.size * len(tensor), *tensor.shape[1:]) for tensor in own]
         shares, out = torch.empty_like(whole[0]), torch.empty_like(self.x)
         experts = self._experts("none", len(shares), None, all2all=False)
 
         def call() -> Tensor:
             with together():
                 for all_ranks, mine in zip(whole, own, strict=True):  # as bytes: gloo groups but tensors of one dtype
-                    all_gather_single(all_ranks.view(torch.uint8), mine.view(torch.uint8), group=self.link.group)
+                    all_gather_single(all_ranks.view(torch.uint8), mine.view(torch.uint8), group=self.rank_group.group)
             experts(whole[0], whole[1], whole[2], shares)
-            reduce_scatter_single(out, shares, group=self.link.group)
+            reduce_scatter_single(out, shares, group=self.rank_group.group)
             return out
 
         return Entry("peer", name, "none", "bf16", "bf16 / bf16", call)
@@ -167,7 +167,7 @@ class Peers:
         """One of FlashInfer's fused kernels, with buffers of its own and ids that are ready."""
         experts: Any = self._source(kind.name, scheme).layer.experts
         bundle = experts.bundle({key: tensor.detach() for key, tensor in experts.weights.named_parameters()})
-        window = Window(kind, experts.geometry, self.link, self.device, bundle)
+        window = Window(kind, experts.dispatch_shape, self.rank_group, self.device, bundle)
         call = partial(window.run, bundle, self.x, self.ids, self.weights)
         return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", rows, call, window.destroy)
 
@@ -190,10 +190,10 @@ class Peers:
         """The hand-made peers share it: one call at a time."""
         if rounds_back not in self._libraries:
             group = {
-                "world_size": self.link.size,
-                "rank": self.link.rank,
+                "world_size": self.rank_group.size,
+                "rank": self.rank_group.rank,
                 "device": self.device.index,
-                "process_group": self.link.group,
+                "process_group": self.rank_group.group,
             }
             params = {
                 "num_experts": self.config.num_experts,
@@ -208,7 +208,7 @@ class Peers:
 
     def _grouped(self) -> AbstractContextManager[Any]:
         """The three gathers as one launch of NCCL."""
-        return dist.distributed_c10d._coalescing_manager(self.link.group)
+        return dist.distributed_c10d._coalescing_manager(self.rank_group.group)
 
     def _experts(self, scheme: str, rows: int, rounding: Rounding | None, *, all2all: bool) -> Experts:
         """`cutlass_fused_moe` of this rank's share, with global ids: those of other ranks, and -1, are skipped
@@ -219,7 +219,7 @@ class Peers:
         source, config = self._source(CUTLASS, scheme), self.config
         kernel: Any = source.layer.experts
         runner, weights = kernel.runner, kernel.weights
-        share = {"ep_size": self.link.size, "ep_rank": self.link.rank}
+        share = {"ep_size": self.rank_group.size, "ep_rank": self.rank_group.rank}
         size = cutlass_fused_moe_workspace_size(
             rows,
             config.hidden_size,

@@ -171,7 +171,9 @@ def _now(context: EPContext) -> Any:
 def rotated(placed: ExpertMap) -> ExpertMap:
     """Each rank's experts on the next rank."""
     slots = placed.physical_to_logical
-    return dataclasses.replace(placed, physical_to_logical=slots[-placed.cap :] + slots[: -placed.cap])
+    return dataclasses.replace(
+        placed, physical_to_logical=slots[-placed.slots_per_rank :] + slots[: -placed.slots_per_rank]
+    )
 
 
 @one_sentence
@@ -194,7 +196,7 @@ def main() -> None:
         layers = [build(context, config, variant) for _ in range(asked.layers)]
         tune(context, asked.tokens)
         for tokens in asked.tokens:
-            with context.at_most(tokens):
+            with context.token_limit(tokens):
                 results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]
             if context.layout.rank == 0:
                 title = f"{asked.layers} layers of {asked.model}, every expert moves, {tokens} tokens per rank"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.eplb.cost import H200, LayerTime, Machine
 from ep_moe.errors import ConfigError
@@ -118,9 +118,11 @@ def check_ranks(experts: int, ranks: int, per_host: int) -> int:
 
 def row_bytes(config: MoEConfig, wire: Wire, picks: int) -> tuple[int, int]:
     """Of one row out, with scales, ids and weights, and of one back."""
-    geometry = Geometry(hidden_size=config.hidden_size, top_k=config.top_k, cap=1, num_ranks=1, dtype=DTYPE, wire=wire)
+    dispatch_shape = DispatchShape(
+        hidden_size=config.hidden_size, top_k=config.top_k, slots_per_rank=1, num_ranks=1, dtype=DTYPE, wire=wire
+    )
     back = 1 if wire.combine == "fp8" else DTYPE.itemsize
-    return geometry.row_bytes + geometry.scale_bytes + picks * PICK_BYTES, config.hidden_size * back
+    return dispatch_shape.row_bytes + dispatch_shape.scale_bytes + picks * PICK_BYTES, config.hidden_size * back
 
 
 # --- floors --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.parallel.consensus import Agreement
+from ep_moe.parallel.consensus import StoreConsensus
 
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
@@ -32,7 +32,7 @@ class HubOptions(TypedDict, total=False):
 
 
 def model_folder(
-    path: str | Path, agreement: Agreement | None = None, *, weights: bool = True, **hub: Unpack[HubOptions]
+    path: str | Path, consensus: StoreConsensus | None = None, *, weights: bool = True, **hub: Unpack[HubOptions]
 ) -> Path:
     """Find the folder of a model.
 
@@ -65,17 +65,17 @@ def model_folder(
         folder = _download(str(path), weights, {**hub, **more})
         return folder, folder.name
 
-    if agreement is None:
+    if consensus is None:
         return look()[0]
     waits = isinstance(path, str | Path) and not os.path.isdir(path)
-    downloads = agreement.first_here(f"the model {path}", socket.gethostname())
+    downloads = consensus.first_here(f"the model {path}", socket.gethostname())
     found, problem = _try(look) if downloads else (None, None)
-    agreement.healthy("checkpoint", problem, deadline_s=_LONGEST_S if waits else None)
+    consensus.healthy("checkpoint", problem, deadline_s=_LONGEST_S if waits else None)
     if found is None:
         found, problem = _try(lambda: look(local_files_only=True))
         if problem is not None and waits:  # hosts of one name do not share a cache
             found, problem = _try(look)
-    agreement.same("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, problem)
+    consensus.same("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, problem)
     assert found is not None
     return found[0]
 

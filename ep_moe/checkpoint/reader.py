@@ -27,7 +27,7 @@ from ep_moe.checkpoint.unread import left_out, listed, other_family
 from ep_moe.checkpoint.validate import Found, checked
 from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.consensus import Agreement
+from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
@@ -268,10 +268,10 @@ def load_layers(
     names = names_of(family)
     if not layers:
         raise InputError("layers must have at least one layer, got none")
-    agreement = next(iter(layers.values())).context.agreement
-    folder = model_folder(path, agreement, **hub)
+    consensus = next(iter(layers.values())).context.consensus
+    folder = model_folder(path, consensus, **hub)
     called = family if isinstance(family, str) else "of the caller's"
-    with loading(folder, agreement):
+    with loading(folder, consensus):
         source = CheckpointSource(folder)
         plan = [(layer, *checked(source, names, number, layer, called)) for number, layer in layers.items()]
         leaves = [leaf for *_, found in plan for leaf in found.items()]
@@ -283,7 +283,7 @@ def load_layers(
     first = plan[0][0].context.layout.place == 0
     total = sum(_slots(layer) for layer, *_ in plan)
     with (
-        loading(folder, agreement),
+        loading(folder, consensus),
         tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar,
     ):
         for layer, block, form, _ in plan:
@@ -293,7 +293,7 @@ def load_layers(
 
 
 @contextmanager
-def loading(path: str | Path, agreement: Agreement) -> Iterator[None]:
+def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
     """Raise on all ranks what loading raises on any, whatever it is, as an error of `ep_moe` that names the path.
 
     Raises:
@@ -301,7 +301,7 @@ def loading(path: str | Path, agreement: Agreement) -> Iterator[None]:
         CheckpointError: a rank raised another exception that is none of `ep_moe.errors`.
         EPMoEError: a rank raised it.
     """
-    with agreement.together("checkpoint"):
+    with consensus.together("checkpoint"):
         try:
             yield
         except CheckpointError as error:
@@ -399,7 +399,7 @@ def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertForma
             by_expert.setdefault(expert, []).append(slot)
     for expert, slots in by_expert.items():
         tensors = _expert(layer, source, block, found, expert, inner)
-        assert tensors.keys() == weights.preparation.canonical.keys(), "format and configuration disagree"
+        assert tensors.keys() == weights.weight_layout.canonical.keys(), "format and configuration disagree"
         weights.write(slots, tensors)
         if bar is not None:
             bar.update(len(slots))

@@ -61,5 +61,7 @@ def backends() -> list[tuple[str, str, str]]:
     """(kind, name, "available" or the reason why not)."""
     kinds: tuple[registry.Kind, ...] = ("dispatchers", "experts", "fused")
     return [
-        (kind, name, registry.why_not(kind, name) or "available") for kind in kinds for name in registry.targets(kind)
+        (kind, name, registry.unsupported_reason(kind, name) or "available")
+        for kind in kinds
+        for name in registry.targets(kind)
     ]

@@ -159,8 +159,8 @@ def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None =
     tokens = options.batch * options.window  # of a forward: opens the transports with fixed buffers
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s, max_tokens=tokens) as context:
         if folder is None:
-            folder = model_folder(options.model or str(DEMO), context.agreement, revision=options.revision)
-        with loading(folder, context.agreement):
+            folder = model_folder(options.model or str(DEMO), context.consensus, revision=options.revision)
+        with loading(folder, context.consensus):
             dtype = _dtype(options.dtype, folder)
             windows = _windows(options, folder)
         experts = read_moe_config(folder, context).num_experts
@@ -212,7 +212,7 @@ def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None =
                 reference = _reference(folder, windows, options.batch, dtype, device)
             except Exception as error:  # too large for one process, or packed in a way that transformers refuses here
                 problem = ConfigError(f"the untouched model does not run here, pass --no-reference: {error}")
-        context.agreement.healthy("reference", problem)  # the others wait for rank 0 here and not in a collective
+        context.consensus.healthy("reference", problem)  # the others wait for rank 0 here and not in a collective
         if context.layout.rank != 0:
             return None
         return RunReport(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.cli.run import LAPTOP_RANKS
 from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
@@ -176,9 +176,9 @@ def tune(
             say(f"{kernel} is left out: {problem}")
     lines: list[Measured] = []
     for count in counts:
-        with context.at_most(count):
+        with context.token_limit(count):
             lines += _measure(context, layers, pairs, say)
-    layouts = {kernel: registry.load("experts", kernel).preparation for kernel in layers}
+    layouts = {kernel: registry.load("experts", kernel).weight_layout for kernel in layers}
     return Tuned(
         machine=machine_facts(context.device, context.layout.ep, context.layout.etp),
         layer=facts,
@@ -198,7 +198,7 @@ def _pairs(
         context.device,
         dtype,
         scheme=scheme_of(scheme),
-        max_tokens=context.wire_tokens,
+        max_tokens=context.max_dispatch_tokens,
         wire=wire,
     )
     pairs = [(row.all2all, row.experts) for row in table if row.status != "refused" and row.all2all != INSIDE]
@@ -209,7 +209,7 @@ def _pairs(
         )
     elif not pairs:
         problem = ConfigError("tune: no pair of transport and kernel can run; ep-moe explain says why")
-    context.agreement.same("ep-moe tune", facts | {"pairs": pairs}, problem)
+    context.consensus.same("ep-moe tune", facts | {"pairs": pairs}, problem)
     return pairs
 
 
@@ -241,7 +241,7 @@ def _layer(
 
 def _rows(context: EPContext, layer: MoELayer, counts: Sequence[int]) -> list[int]:
     """Numbers of rows that a kernel receives."""
-    sent = {context.layout.wire_tokens(count) for count in counts}
+    sent = {context.layout.max_dispatch_tokens(count) for count in counts}
     sent |= {size for count in sent for size in _part_sizes(count)}
     return sorted({min(context.layout.ep * count, layer.experts.options.chunk_rows) for count in sent})
 
@@ -285,7 +285,7 @@ def _measure(
 def _candidates(
     context: EPContext, layers: dict[str, MoELayer], pairs: Sequence[tuple[str, str]], say: Say
 ) -> list[_Candidate]:
-    tokens = context.step_tokens
+    tokens = context.current_limit
     assert tokens is not None
     found = []
     for transport, kernel in pairs:
@@ -299,8 +299,10 @@ def _candidates(
         parts = _part_sizes(tokens) if kind.capabilities.static and not can.host_sync else []
         for pipeline in (None, *parts):
             line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
-            geometry = dataclasses.replace(layer.geometry, max_tokens=pipeline or context.wire_tokens)
-            make = partial(_transport, context, transport, geometry, pipeline)
+            dispatch_shape = dataclasses.replace(
+                layer.dispatch_shape, max_tokens=pipeline or context.max_dispatch_tokens
+            )
+            make = partial(_transport, context, transport, dispatch_shape, pipeline)
             dispatcher, problem = _tried(context, f"making {transport}", make)
             if problem is not None:
                 say(f"{tokens} tokens, {line}: left out, {problem}")
@@ -311,11 +313,11 @@ def _candidates(
     return found
 
 
-def _transport(context: EPContext, name: str, geometry: Geometry, pipeline: int | None) -> Dispatcher | None:
+def _transport(context: EPContext, name: str, dispatch_shape: DispatchShape, pipeline: int | None) -> Dispatcher | None:
     """The context's transport for a geometry; None where its buffers are too large."""
     kind = registry.load("dispatchers", name)
-    calls = 1 if pipeline is None else kind.calls_in_parts(geometry)
-    return None if kind.buffer_bytes(geometry) * calls > ROOM else context.dispatcher(name, geometry)
+    calls = 1 if pipeline is None else kind.calls_in_parts(dispatch_shape)
+    return None if kind.buffer_bytes(dispatch_shape) * calls > ROOM else context.dispatcher(name, dispatch_shape)
 
 
 def _travel(layer: MoELayer, dispatcher: Dispatcher, x: Tensor, routing: Routing) -> Tensor:
@@ -362,12 +364,12 @@ def _by_the_clock(calls: Sequence[Callable[[], Any]], rounds: int, before: Calla
 
 def _slowest(context: EPContext, times: Sequence[float]) -> list[float]:
     nanoseconds = torch.tensor([round(us * 1e3) for us in times], device=context.device)
-    rows = context.links["lockstep"].exchange(nanoseconds)
+    rows = context.rank_groups["lockstep"].exchange(nanoseconds)
     return [max(column) / 1e3 for column in zip(*rows, strict=True)]
 
 
 def _barrier(context: EPContext) -> None:
-    context.links["lockstep"].exchange(torch.zeros(1, dtype=torch.int64, device=context.device))
+    context.rank_groups["lockstep"].exchange(torch.zeros(1, dtype=torch.int64, device=context.device))
 
 
 def _tried(context: EPContext, what: str, make: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -380,7 +382,7 @@ def _tried(context: EPContext, what: str, make: Callable[[], Any]) -> tuple[Any,
     except Exception as error:  # whatever a library raises: it must not take the other candidates with it
         problem = error
     try:
-        context.agreement.healthy(what, problem)
+        context.consensus.healthy(what, problem)
     except PeerTimeout:
         raise
     except Exception as error:

@@ -3,9 +3,8 @@
     forward  step()  forward  step()  forward  step() ...
 
 Between two forwards a rank looks at what has come, sets the next batch going and, at agreed steps, at what the others
-say. What is decided is a function of that alone (`pact.judge`). Whether a layer's new map comes into force is decided
-by the first word in the store: also a rank that has lost the others then learns what they did.
-"""
+say. What is decided is a function of that alone (`consensus.reach_verdict`). Whether a layer's new map comes into force
+is decided by the first word in the store: also a rank that has lost the others then learns what they did."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from ep_moe.eplb.migration.background import (
     laid_out,
     loads,
 )
-from ep_moe.eplb.migration.consensus import Call, Facts, State, Trouble, Verdict, judge
+from ep_moe.eplb.migration.consensus import Call, RankStatus, State, Trouble, Verdict, reach_verdict
 from ep_moe.eplb.migration.groups import Connections, Context, connect
-from ep_moe.eplb.migration.schedule import Itinerary
+from ep_moe.eplb.migration.schedule import TransferSchedule
 from ep_moe.eplb.migration.transfer import BalancedLayer, Migration
 from ep_moe.eplb.stats import BalancerStats
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
@@ -72,9 +71,9 @@ class ExpertBalancer:
     ) -> None:
         self.config = EPLBConfig() if config is None else config
         self._context = context
-        self._link: Connections = connect(layers, context, self.config)
-        self.layers = self._link.layers
-        self._mover, self._pact = self._link.mover, self._link.pact
+        self._connection: Connections = connect(layers, context, self.config)
+        self.layers = self._connection.layers
+        self._mover, self._status_exchange = self._connection.mover, self._connection.status_exchange
         self._planner = planner or default_planner(self.config, [layer.placement.slots for layer in self.layers])
         self._load = LoadWindow(self.layers, self.config.interval, self.config.window)
         self._state, self._since = State.IDLE, 0.0
@@ -82,7 +81,7 @@ class ExpertBalancer:
         self._due = 0  # the turn of the next exchange
         self._background: Background | None = None
         self._decision: Decision | None = None
-        self._queue: list[tuple[BalancedLayer, Itinerary]] = []
+        self._queue: list[tuple[BalancedLayer, TransferSchedule]] = []
         self._migration: Migration | None = None
         self._problem, self._trouble = "", Trouble.NONE
         self._end: EPMoEError | None = None
@@ -150,13 +149,13 @@ class ExpertBalancer:
     def close(self) -> None:
         """Bring what is under way to its end and give back the process groups. Collective, idempotent. Where that end
         is a rollback, the groups are given back and it raises what `step` would have raised."""
-        if self._end is not None or self._link.closed:
+        if self._end is not None or self._connection.closed:
             return
         try:
             self.settle()
         finally:
             if self._end is None:
-                self._link.close()
+                self._connection.close()
 
     def __enter__(self) -> ExpertBalancer:
         return self
@@ -170,10 +169,10 @@ class ExpertBalancer:
     def _check_on(self, call: str) -> None:
         if self._end is not None:
             raise type(self._end)(str(self._end)) from self._end
-        if self._link.closed:
+        if self._connection.closed:
             raise InputError(f"ExpertBalancer.{call}: this balancer is closed; make another one")
         if self._state is State.IDLE:  # else what is under way comes to its own end
-            self._context.ledger.check()
+            self._context.flight_recorder.check()
 
     def _turn(self) -> None:
         self._number += 1
@@ -209,7 +208,7 @@ class ExpertBalancer:
                     self._trouble_here(self._migration.damaged)
             elif self._state is State.PLANNING and self._decision is None and not self._problem:
                 self._look_at_plan()
-            if not self._done and time.monotonic() - self._since > self._link.deadline_s:
+            if not self._done and time.monotonic() - self._since > self._connection.deadline_s:
                 self._overdue()
         except Exception as error:
             moving = self._state is State.MOVING  # peers may wait for bytes that will not come
@@ -223,7 +222,7 @@ class ExpertBalancer:
     def _overdue(self) -> None:
         """Batches have a deadline of their own."""
         if self._state is not State.MOVING:
-            self._trouble_here(f"{self._state.name} took longer than {self._link.deadline_s:g} s")
+            self._trouble_here(f"{self._state.name} took longer than {self._connection.deadline_s:g} s")
 
     @property
     def _done(self) -> bool:
@@ -237,7 +236,7 @@ class ExpertBalancer:
 
     def _plan(self, call: Any) -> None:
         rest = {
-            "rank": self._mover.link.rank,
+            "rank": self._mover.rank_group.rank,
             "budget": self.config.bytes_per_step,
             "commit": self.config.bytes_per_commit,
             "ranks_per_node": self._per_node,
@@ -256,34 +255,38 @@ class ExpertBalancer:
         if self._mover.staging.reserve(decision.room):
             self._decision = decision
 
-    def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, Itinerary]]:
+    def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, TransferSchedule]]:
         pairs = zip(self.layers, decision.itineraries, strict=True)
         return [(layer, part) for layer, parts in pairs for part in parts]
 
     @property
     def _per_node(self) -> int:
-        return self._mover.link.size // self.config.nodes
+        return self._mover.rank_group.size // self.config.nodes
 
     # --- all ranks together ------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
         digest = 0 if self._decision is None or self._state is not State.PLANNING else self._decision.digest
-        forward = self._context.ledger.number
-        self._pact.tell(Facts(self._number, forward, self._state, self._epoch, self._done, self._trouble, digest))
+        forward = self._context.flight_recorder.number
+        self._status_exchange.tell(
+            RankStatus(self._number, forward, self._state, self._epoch, self._done, self._trouble, digest)
+        )
         self._due = self._number + self.config.sync_every
 
     def _agree(self) -> None:
         try:
-            verdict = judge(self._pact.hear(), self._pact.link.ranks)
+            verdict = reach_verdict(self._status_exchange.hear(), self._status_exchange.rank_group.ranks)
             words = self._words(verdict)
-            sums = self._pact.sums() if verdict.call is Call.GO and self._state is State.SUMMING else None
+            sums = (
+                self._status_exchange.sums() if verdict.call is Call.COMMIT and self._state is State.SUMMING else None
+            )
         except EPMoEError as error:
             self._lose(error)
-        if verdict.call is Call.OUT:
+        if verdict.call is Call.ABORT:
             self._lose((PeerTimeout if verdict.told is not None else RebalanceError)(words))
-        if verdict.call is Call.BACK:
+        if verdict.call is Call.ROLLBACK:
             self._go_back(words)
-        if verdict.call is Call.GO:
+        if verdict.call is Call.COMMIT:
             self._go(sums)
         if self._state is not State.IDLE:
             self._tell()
@@ -291,13 +294,13 @@ class ExpertBalancer:
     def _words(self, verdict: Verdict) -> str:
         if verdict.told is None:
             return verdict.text
-        ranks = self._pact.link.ranks
+        ranks = self._status_exchange.rank_group.ranks
         owner = ranks[verdict.told]
-        return f"rank {owner}: {self._context.ledger.share(self._problem, owner=owner, group=ranks)}"
+        return f"rank {owner}: {self._context.flight_recorder.share(self._problem, owner=owner, group=ranks)}"
 
     def _go(self, sums: Tensor | None) -> None:
         if self._state is State.GATHERING:
-            self._pact.add(self._load.take())
+            self._status_exchange.add(self._load.take())
             self._enter(State.SUMMING)
         elif self._state is State.SUMMING:
             assert sums is not None
@@ -327,7 +330,7 @@ class ExpertBalancer:
             return
         self._begin(*self._queue.pop(0))
 
-    def _begin(self, layer: BalancedLayer, part: Itinerary) -> None:
+    def _begin(self, layer: BalancedLayer, part: TransferSchedule) -> None:
         self._epoch += 1
         self._enter(State.MOVING)
         self._migration = Migration(layer, part, self._mover)  # sets out in the next step: this one may have a commit
@@ -338,7 +341,7 @@ class ExpertBalancer:
         migration = self._migration
         assert migration is not None
         outdated, name = migration.outdated(), migration.layer.name
-        forward = self._context.ledger.number
+        forward = self._context.flight_recorder.number
         try:
             word, theirs = self._vote(_BACK if outdated else _GO, forward)
         except PeerTimeout as error:
@@ -367,14 +370,14 @@ class ExpertBalancer:
             self._next_layer()
         elif outdated == "weights":
             self._counts["restarts"] += 1
-            self._begin(migration.layer, migration.itinerary)
+            self._begin(migration.layer, migration.transfer_schedule)
         else:
             self._go_back(f"layer {name}: another map was put in force while its experts were moved")
 
     def _vote(self, word: str, forward: int) -> tuple[str, int]:
         """The first word of any rank about the layer under way, and the ledger's number at which it was said."""
-        what = f"eplb {self._link.name} epoch {self._epoch}"
-        word, number = self._context.agreement.first(what, f"{word} {forward}").split()
+        what = f"eplb {self._connection.name} epoch {self._epoch}"
+        word, number = self._context.consensus.first(what, f"{word} {forward}").split()
         return word, int(number)
 
     def _put_in_force(self, migration: Migration) -> None:

@@ -12,7 +12,7 @@ from ep_moe.checks import check_count
 from ep_moe.eplb.migration.transfer import BalancedLayer
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError, InputError
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 
 
 class LoadWindow:
@@ -84,9 +84,9 @@ class LoadRecorder:
     """
 
     @torch.inference_mode(False)  # or what is made within one could not be written outside
-    def __init__(self, layers: Sequence[BalancedLayer], lockstep: Link, *, steps: int) -> None:
+    def __init__(self, layers: Sequence[BalancedLayer], lockstep: RankGroup, *, steps: int) -> None:
         check_count("LoadRecorder.steps", steps, at_least=1)
-        self._layers, self._link = list(layers), lockstep
+        self._layers, self._rank_group = list(layers), lockstep
         self._placements = [layer.placement for layer in layers]
         experts = {layer.name: len(layer.placement.expert_load) for layer in layers}
         if len(set(experts.values())) != 1:
@@ -108,15 +108,15 @@ class LoadRecorder:
 
         A step's tokens are its routes / top_k, of the layer with the most, rounded up.
         """
-        with self._link.ledger.step("record load"):
+        with self._rank_group.flight_recorder.step("record load"):
             self._check_alike()
         rows = self._rows[: len(self._resets)]
         resets = torch.tensor(self._resets, device="cpu")
         same = (resets[1:] == resets[:-1]).to(rows.device).unsqueeze(2)
         counts = rows[1:] - rows[:-1] * same
-        if self._link.size > 1:
-            with self._link.ledger.step("record load"):
-                dist.all_reduce(counts, group=self._link.group)
+        if self._rank_group.size > 1:
+            with self._rank_group.flight_recorder.step("record load"):
+                dist.all_reduce(counts, group=self._rank_group.group)
         # the members of an etp group count the same rows
         counts = counts.cpu() // self._layers[0].expert_weights.etp.size
         top_k = torch.tensor([layer.expert_weights.config.top_k for layer in self._layers], device="cpu")
@@ -127,10 +127,10 @@ class LoadRecorder:
     def _check_alike(self) -> None:
         steps = len(self._resets) - 1
         problem = None if steps else "LoadRecorder has recorded no step; call step() after each forward"
-        found = [row[0] for row in self._link.agree([steps], problem, self._rows.device)]
+        found = [row[0] for row in self._rank_group.agree([steps], problem, self._rows.device)]
         odd = next((at for at, theirs in enumerate(found) if theirs != found[0]), None)
         if odd is not None:
-            first, other = self._link.ranks[0], self._link.ranks[odd]
+            first, other = self._rank_group.ranks[0], self._rank_group.ranks[odd]
             raise InputError(
                 f"LoadRecorder has recorded {found[0]} steps on rank {first} and {found[odd]} on rank {other}; give "
                 f"all ranks the same `steps` and call step() after each forward on all of them"

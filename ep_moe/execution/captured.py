@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe.all2all.base import Dispatcher
-from ep_moe.all2all.buffer_slots import Lane, Lanes
+from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
@@ -65,7 +65,7 @@ class _Call:
     recorder: Recorder
     replay: Callable[[], object]
     out: Tensor
-    lanes: tuple[Lane, ...]
+    buffer_pool: tuple[BufferSlot, ...]
     steps: int
     left: tuple[str, str, str, bool]
 
@@ -140,7 +140,7 @@ class CapturedCalls:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
         context = self._context
-        calls = self._calls.get((context.step_tokens, routing is not None))
+        calls = self._calls.get((context.current_limit, routing is not None))
         if calls is None:
             return None
         tokens = x.numel() // self._hidden
@@ -149,18 +149,18 @@ class CapturedCalls:
             return None
         if mask is not None and not call.inputs.takes(mask):
             return None
-        ledger, stream = context.ledger, call.recorder.stream
-        ledger.check()
-        for lane in call.lanes:
-            if lane.stream is not stream:
-                lane.follow(x.device)
-                lane.stream = stream
+        flight_recorder, stream = context.flight_recorder, call.recorder.stream
+        flight_recorder.check()
+        for buffer_slot in call.buffer_pool:
+            if buffer_slot.stream is not stream:
+                buffer_slot.follow(x.device)
+                buffer_slot.stream = stream
         call.inputs.bring(x, routing, tokens, mask)
-        number = ledger.number
+        number = flight_recorder.number
         call.replay()
         # as the call itself leaves it: peers that run theirs must find this rank neither behind nor elsewhere
-        ledger.leave_at(Step(number + call.steps, *call.left))
-        ledger.mark(x.device)
+        flight_recorder.leave_at(Step(number + call.steps, *call.left))
+        flight_recorder.mark(x.device)
         out = call.out if tokens == call.inputs.most else call.out[:tokens]
         return (out if x.dim() == 2 else out.view(x.shape)).clone()
 
@@ -168,8 +168,8 @@ class CapturedCalls:
         if self._places is None or not self._places.kept():
             self.drop()
             return False
-        for lane in call.lanes:
-            if lane.busy:
+        for buffer_slot in call.buffer_pool:
+            if buffer_slot.busy:
                 return False
         return self._context.idle and self._context.stage_times is None and call.recorder.here
 
@@ -177,10 +177,10 @@ class CapturedCalls:
     def capture(self, layer: Layer, tokens: Sequence[int], *, routed: bool) -> None:
         """As `MoELayer.capture`."""
         context, what = self._context, f"{layer.name}.{'capture_routed' if routed else 'capture'}"
-        bound = context.step_tokens
+        bound = context.current_limit
         problem = _problem(layer, tokens)
         facts = {"tokens": tokens, "max_tokens": bound, "dtype": dtype_name(layer.dtype)}
-        context.agreement.same(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
+        context.consensus.same(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
         recorder = Recorder.among(context.recorders, layer.device, context.workspaces)
         # tensors of inference mode could not be written outside of it
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
@@ -195,12 +195,12 @@ class CapturedCalls:
 
     def _record_all(self, layer: Layer, inputs: Sequence[Inputs], recorder: Recorder, what: str) -> list[_Call]:
         """The largest first, whose memory the others then find."""
-        made, problem, ledger = [], None, self._context.ledger
+        made, problem, flight_recorder = [], None, self._context.flight_recorder
         with layer.placement.no_stats():
             for given in inputs:  # together with the peers; recording is each rank's own
                 given.clear()
                 recorder.warm(partial(_run, layer, given))
-            before = ledger.newest
+            before = flight_recorder.newest
             try:
                 made = [_record(layer, given, recorder) for given in inputs]
             except Exception as error:  # whatever a router or shared experts of the user's raise
@@ -209,10 +209,12 @@ class CapturedCalls:
                     f"wait for the device cannot be"
                 )
                 self._context.recorders.remove(recorder)  # its memory may still belong to the capture that failed
-                for lane in _lanes(layer):  # one that failed may have left its own taken, where the peers' are free
-                    lane.release(layer.device)
-            ledger.leave_at(before)  # no step that peers make too
-        self._context.agreement.healthy(what, problem)
+                for buffer_slot in _buffer_pool(
+                    layer
+                ):  # one that failed may have left its own taken, where the peers' are free
+                    buffer_slot.release(layer.device)
+            flight_recorder.leave_at(before)  # no step that peers make too
+        self._context.consensus.healthy(what, problem)
         return made
 
 
@@ -235,24 +237,24 @@ def _run(layer: Layer, inputs: Inputs) -> Tensor:
 
 
 def _record(layer: Layer, inputs: Inputs, recorder: Recorder) -> _Call:
-    ledger, before = layer.context.ledger, layer.context.ledger.number
+    flight_recorder, before = layer.context.flight_recorder, layer.context.flight_recorder.number
     replay, out = recorder.record(partial(_run, layer, inputs))
-    last = ledger.newest
-    return _Call(inputs, recorder, replay, out, tuple(_lanes(layer)), last.number - before, last[1:])
+    last = flight_recorder.newest
+    return _Call(inputs, recorder, replay, out, tuple(_buffer_pool(layer)), last.number - before, last[1:])
 
 
-def _lanes(layer: Layer) -> list[Lane]:
-    lanes = getattr(layer.dispatcher, "lanes", None)
-    return lanes.made if isinstance(lanes, Lanes) else []
+def _buffer_pool(layer: Layer) -> list[BufferSlot]:
+    buffer_pool = getattr(layer.dispatcher, "buffer_pool", None)
+    return buffer_pool.made if isinstance(buffer_pool, BufferPool) else []
 
 
 def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
     """Why these calls cannot be captured, as far as this rank sees."""
-    context, bound, kernel = layer.context, layer.context.step_tokens, layer.kernel
+    context, bound, kernel = layer.context, layer.context.current_limit, layer.kernel
     most = "" if bound is None else f" and at most {bound} (the bound in force)"
     if not (isinstance(tokens, Sequence) and tokens and all(_fits(count, bound) for count in tokens)):
         return f"tokens must be a list of integers of at least 0{most}, got {tokens!r}"
-    if (why := Recorder.why_not(layer.device)) is not None:
+    if (why := Recorder.unsupported_reason(layer.device)) is not None:
         return why
     if capturing(layer.device):
         return "a capture is under way on this stream, which records the layer's kernels as they are; call it before"
@@ -264,7 +266,7 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
             return (
                 f"{asked}={part.name} cannot be captured in a CUDA graph; choose another (docs/reference/backends.md)"
             )
-    if transport.link.size > 1 and not isinstance(getattr(transport, "lanes", None), Lanes):
+    if transport.rank_group.size > 1 and not isinstance(getattr(transport, "buffer_pool", None), BufferPool):
         return f"all2all={transport.name} puts its calls in order on a stream that a replay passes by; {_INSTEAD}"
     if context.tokens.checks_input:
         return (
@@ -273,7 +275,7 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
         )
     if context.stage_times is not None:
         return "stage_times must be None: events of a graph have no times"
-    if any(lane.busy for lane in _lanes(layer)):
+    if any(buffer_slot.busy for buffer_slot in _buffer_pool(layer)):
         return f"a call of all2all={transport.name} is under way; finish it first"
     return None
 

@@ -32,3 +32,9 @@ def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMa
     """The layer's own call."""
     out: Tensor = layer._guarded(x, routing, mask)
     return out
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def connected(layer: Any) -> bool:
+    """Have the layer's dispatcher made, if it is not. Run while a graph is traced, and not a part of it."""
+    return layer.dispatcher is not None

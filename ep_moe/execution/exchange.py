@@ -38,12 +38,12 @@ class Exchange:
         self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
         self.to_peers = experts.capabilities.peer_out
-        self.bound = context.step_tokens
-        most = dispatcher.geometry.max_tokens
+        self.bound = context.current_limit
+        most = dispatcher.dispatch_shape.max_tokens
         self.in_parts = most is not None and self.bound is not None and self.bound > most
         on_the_way = dispatcher.capabilities.places and not self.in_parts
         self.routing = routing if on_the_way else placed(routing)
-        wire = dispatcher.geometry.wire
+        wire = dispatcher.dispatch_shape.wire
         self.x, self.x_scale = (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_rows(x, wire)
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
@@ -84,7 +84,7 @@ class Exchange:
             return out
         if out is not None:
             return out.fill_(torch.nan)
-        g = self.dispatcher.geometry
+        g = self.dispatcher.dispatch_shape
         shape = (*received.x.shape[:-1], g.hidden_size)
         return torch.full(shape, torch.nan, dtype=g.dtype, device=received.x.device)
 
@@ -95,7 +95,7 @@ class Exchange:
         """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
         if not self.in_parts:
             return [slice(0, len(self.x))]  # too many too, for the dispatcher to refuse
-        most = self.dispatcher.geometry.max_tokens
+        most = self.dispatcher.dispatch_shape.max_tokens
         assert most is not None
         assert self.bound is not None
         return [slice(start, min(start + most, self.bound)) for start in range(0, self.bound, most)]
@@ -143,7 +143,7 @@ class Exchange:
         beside it when it returns.
 
         Parts are computed ahead of the transport's kernels, whose many blocks would take all multiprocessors first."""
-        g = self.dispatcher.geometry
+        g = self.dispatcher.dispatch_shape
         out = torch.empty(len(self.x), g.hidden_size, dtype=g.dtype, device=self.x.device)
         back: Pending[Tensor] | None = None
         for part, following in pairwise(parts):

@@ -52,7 +52,7 @@ class _Copies(NamedTuple):
     constant_words: list[Tensor]
 
 
-class Form(NamedTuple):
+class CallSignature(NamedTuple):
     """What a layer's arguments are like. hidden, top_k: H and K; dtype: of x"""
 
     hidden: int
@@ -92,7 +92,7 @@ class Inputs:
         *, least: int, most: int, routed: bool,
     ) -> None:  # fmt: skip
         self.least, self.most, self._memory = least, most, memory
-        self.form = Form(hidden, top_k, dtype, device)
+        self.form = CallSignature(hidden, top_k, dtype, device)
         self._copies: dict[int, _Copies] = {}
         self.x = memory.take(
             ("x", hidden, dtype), most, lambda rows: torch.zeros(rows, hidden, dtype=dtype, device=device)

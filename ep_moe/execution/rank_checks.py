@@ -22,7 +22,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
 from ep_moe.parallel.checksum import checksum
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.placement import Placement
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -95,12 +95,12 @@ class RankChecks:
         if torch.compiler.is_compiling() or capturing(device):
             return
         with layer.context.entered(layer.name, layer.carried), torch.no_grad():
-            whole = layer.context.links["lockstep"]
+            whole = layer.context.rank_groups["lockstep"]
             dense = dict(_dense(layer))
             text = zlib.crc32(layer.placement.expert_map.to_json().encode())
             sums = [checksum(tensor, device) for tensor in dense.values()]
             total = checksum(torch.stack(sums), device) if sums else 0
-            with whole.ledger.step("first call"):
+            with whole.flight_recorder.step("first call"):
                 rows = whole.agree([len(dense), text, total], self.wrapper_problem(layer), device)
             if len({(row[0], row[2]) for row in rows}) > 1:
                 raise InputError(
@@ -113,7 +113,7 @@ class RankChecks:
                     f"{layer.name}: the ranks have different expert maps in force; load state_dict, and call "
                     f"Placement.update, on all ranks alike"
                 )
-            _compare_experts(layer, layer.context.links["ep"], device)
+            _compare_experts(layer, layer.context.rank_groups["ep"], device)
         self._done = True
         self.dtype = layer.expert_weights.dtype if layer.fixed else None
 
@@ -123,14 +123,14 @@ class RankChecks:
         self._backwards += 1
         if layer is None or self._backwards < 2 or self._backwards & (self._backwards - 1):
             return
-        link, device = layer.context.links["stage"], layer.context.device
+        rank_group, device = layer.context.rank_groups["stage"], layer.context.device
         dense = dict(_dense(layer))
         sums = [checksum(tensor, device) for tensor in dense.values()]
         total = checksum(torch.stack(sums), device) if sums else torch.zeros((), dtype=torch.int64, device=device)
-        with link.ledger.step("backward by the comparison of ranks", counted=False):
-            if len({row[0] for row in link.exchange(total.reshape(1))}) == 1:
+        with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
+            if len({row[0] for row in rank_group.exchange(total.reshape(1))}) == 1:
                 return
-            name = _name_dense(link, dense, sums, device)
+            name = _name_dense(rank_group, dense, sums, device)
         layer.expert_weights.gradient_sum.each_backward = None
         warnings.warn(
             f"{layer.name}: {name} differs from the other ranks' after {self._backwards} backward calls, so that ranks "
@@ -151,49 +151,56 @@ def _dense(layer: Layer) -> Iterable[tuple[str, Tensor]]:
                     yield f"{part}.{name}", tensor
 
 
-def _name_dense(link: Link, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:
+def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:
     """What differs, and on which ranks: the same words on all of them."""
-    counts = {row[0] for row in link.exchange(torch.tensor([len(dense)], device=device))}
+    counts = {row[0] for row in rank_group.exchange(torch.tensor([len(dense)], device=device))}
     name = "router or shared_experts"
     if len(counts) == 1:
-        rows = link.exchange(torch.stack(sums))
+        rows = rank_group.exchange(torch.stack(sums))
         column = next(at for at, found in enumerate(zip(*rows, strict=True)) if len(set(found)) > 1)
         name = list(dense)[column]
         groups = Counter(row[column] for row in rows)
-        odd = [rank for rank, row in zip(link.ranks, rows, strict=True) if row[column] != groups.most_common(1)[0][0]]
+        odd = [
+            rank for rank, row in zip(rank_group.ranks, rows, strict=True) if row[column] != groups.most_common(1)[0][0]
+        ]
         name = f"{name} on rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
     return name
 
 
-def _compare_experts(layer: Layer, link: Link, device: torch.device) -> None:
+def _compare_experts(layer: Layer, rank_group: RankGroup, device: torch.device) -> None:
     """Copies of an expert must be equal; whole ranks must not be."""
     weights, expert_map = layer.expert_weights, layer.placement.expert_map
-    if link.size == 1 or not weights.tensors:
+    if rank_group.size == 1 or not weights.tensors:
         return
-    cap = expert_map.cap
-    facts = torch.zeros(cap, 2, dtype=torch.int64, device=device)
+    slots_per_rank = expert_map.slots_per_rank
+    facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)
     many = set(expert_map.replicated)
     for slot, expert in enumerate(weights.local_experts):
         if expert >= 0 and not weights.is_meta:
             tensors = [tensor[slot].detach() for tensor in weights.tensors.values()]
             facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
             facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
-    with link.ledger.step("first call"):
-        rows = [list(zip(row[::2], row[1::2], strict=True)) for row in link.exchange(facts.flatten())]
+    with rank_group.flight_recorder.step("first call"):
+        rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
     for expert in many:
-        found = {rows[slot // cap][slot % cap][1] for slot in expert_map.logical_to_physical[expert]}
+        found = {
+            rows[slot // slots_per_rank][slot % slots_per_rank][1] for slot in expert_map.logical_to_physical[expert]
+        }
         if len(found) > 1:
-            ranks = sorted({link.ranks[slot // cap] for slot in expert_map.logical_to_physical[expert]})
+            ranks = sorted(
+                {rank_group.ranks[slot // slots_per_rank] for slot in expert_map.logical_to_physical[expert]}
+            )
             raise InputError(
                 f"{layer.name}: copies of expert {expert} on ranks {', '.join(map(str, ranks))} differ; write "
                 f"experts with update_expert on all ranks, or load a checkpoint on all"
             )
-    for rank in range(1, link.size):
+    for rank in range(1, rank_group.size):
         first, own = [row[0] for row in rows[0]], [row[0] for row in rows[rank]]
         other = expert_map.local(0) != expert_map.local(rank)
-        if other and first == own and len(set(own)) == cap > 1:
+        if other and first == own and len(set(own)) == slots_per_rank > 1:
             raise InputError(
-                f"{layer.name}: rank {link.ranks[rank]} holds for its experts the numbers of rank {link.ranks[0]}'s: "
+                f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
+                f"{rank_group.ranks[0]}'s: "
                 f"something has broadcast one rank's parameters to all (a data-parallel wrapper, a loop). "
                 f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew"
             )

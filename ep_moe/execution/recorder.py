@@ -31,7 +31,7 @@ class Recorder:
         self.memory = InputMemory()
 
     @classmethod
-    def why_not(cls, device: torch.device) -> str | None:
+    def unsupported_reason(cls, device: torch.device) -> str | None:
         """None, or why calls there cannot be recorded."""
         return None if device.type == "cuda" else f"the layer is on {device}, and CUDA graphs need a GPU"
 

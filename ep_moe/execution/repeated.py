@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher
-from ep_moe.all2all.buffer_slots import Again, Lane
+from ep_moe.all2all.buffer_slots import BufferSlot, RecordableCall
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution.cuda_graph import CallGraph
-from ep_moe.execution.graph_inputs import Form
+from ep_moe.execution.graph_inputs import CallSignature
 from ep_moe.execution.recorder import Recorder
 from ep_moe.experts.base import Experts
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.parallel.flight_recorder import Step
-from ep_moe.placement.deferred import LateRouting, Placing, to_place
+from ep_moe.placement.deferred import DeferredRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream
@@ -61,19 +61,20 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """form: of its arguments; few: as `Again` has it; placing: what `to_place` says of its ids; weights: where they are
+    """form: of its arguments; few: as `RecordableCall` has it; placing: what `to_place` says of its ids; weights: where
+    they are
     left: of the ledger, what its last step leaves"""
 
-    form: Form
+    form: CallSignature
     graph: CallGraph
-    lane: Lane
+    buffer_slot: BufferSlot
     few: bool
     placing: Placing
     weights: tuple[int, ...]
     left: tuple[str, str, str, bool]
 
 
-class RepeatedCalls:
+class AutomaticGraphs:
     """One layer's, by the bound in force, the dtype of ids, and the stream."""
 
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
@@ -97,11 +98,11 @@ class RepeatedCalls:
         if torch.compiler.is_compiling() or not self._calls or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
         context, device = self._context, x.device
-        bound, stream = context.step_tokens, current_stream(device)
+        bound, stream = context.current_limit, current_stream(device)
         call = self._calls.get((bound, _ids_dtype(routing), stream))
         if call is None or bound is None:
             return None
-        form, lane, shared = call.form, call.lane, layer.shared_experts
+        form, buffer_slot, shared = call.form, call.buffer_slot, layer.shared_experts
         tokens = x.numel() // form.hidden
         if tokens > bound or not form.fits(x, routing, tokens) or not x.is_contiguous():
             return None
@@ -109,8 +110,8 @@ class RepeatedCalls:
             self.drop()
             return None
         if (
-            lane.busy
-            or not lane.on(stream)
+            buffer_slot.busy
+            or not buffer_slot.on(stream)
             or not context.idle
             or context.stage_times is not None
             or not (shared is None or _behind(shared, call.few))
@@ -125,23 +126,23 @@ class RepeatedCalls:
         first = _first(x, layer.placement(routing, mask), tokens, call.placing)
         if first is None:
             return None
-        ledger = context.ledger
-        ledger.check()
-        number, out = ledger.number, torch.empty_like(x)
+        flight_recorder = context.flight_recorder
+        flight_recorder.check()
+        number, out = flight_recorder.number, torch.empty_like(x)
         call.graph(first, (out.data_ptr(), tokens), stream)
         # as `MoELayer.run` leaves it, which peers may be in
-        ledger.leave_at(Step(number + _STEPS, *call.left))
-        ledger.mark(device)
+        flight_recorder.leave_at(Step(number + _STEPS, *call.left))
+        flight_recorder.mark(device)
         return out if shared is None else out + shared(x.view(tokens, form.hidden)).view(x.shape)
 
     def note(self, layer: Layer, routing: Routing | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are repeated."""
-        bound, device = self._context.step_tokens, layer.device
+        bound, device = self._context.current_limit, layer.device
         if torch.compiler.is_compiling() or not self._able or bound is None:
             return
         if routing is None and type(layer.router) is not Router:
             return
-        if Recorder.why_not(device) is not None or capturing(device):
+        if Recorder.unsupported_reason(device) is not None or capturing(device):
             return
         key = (bound, _ids_dtype(routing), current_stream(device))
         call, placing = self._calls.get(key), layer.placement.tables.placing
@@ -162,7 +163,7 @@ class RepeatedCalls:
         again, shared = layer.dispatcher.again(bound), layer.shared_experts
         if again is None or not (shared is None or _behind(shared, again.few)):
             return None
-        form = Form(c.hidden_size, c.top_k, layer.dtype, layer.device)
+        form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
         recorder = Recorder.among(context.recorders, form.device, context.workspaces)
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -175,7 +176,7 @@ class RepeatedCalls:
                 warnings.warn(text, stacklevel=2)
             return None
         left = (layer.name, "combine", layer.dispatcher.name, True)
-        return _Call(form, graph, again.lane, again.few, placing, layer.expert_weights.place, left)
+        return _Call(form, graph, again.buffer_slot, again.few, placing, layer.expert_weights.place, left)
 
 
 def _behind(shared: Any, few: bool) -> bool:
@@ -183,11 +184,11 @@ def _behind(shared: Any, few: bool) -> bool:
     return few and type(shared) is SharedExperts
 
 
-def _graph(layer: Layer, again: Again, form: Form, ids: torch.dtype, recorder: Recorder) -> CallGraph:
+def _graph(layer: Layer, again: RecordableCall, form: CallSignature, ids: torch.dtype, recorder: Recorder) -> CallGraph:
     """Of a call's launches. Nothing is computed, whatever the rows."""
     x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
     chosen = torch.empty(1, form.top_k, dtype=ids, device=form.device)
-    routing = LateRouting(LogicalIds(chosen), torch.empty(chosen.shape, device=form.device), layer.placement.tables)
+    routing = DeferredRouting(LogicalIds(chosen), torch.empty(chosen.shape, device=form.device), layer.placement.tables)
     out, kernel, received = torch.empty_like(x), layer.kernel, again.received
     to_peers = kernel.capabilities.peer_out and received.peer_out is not None
 

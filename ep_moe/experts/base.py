@@ -19,7 +19,7 @@ from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Experts(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[ExpertsCapabilities]
-    preparation: ClassVar[type[Preparation]] = Preparation  # the layout it reads weights in
+    weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Experts(ABC):
         return cls.capabilities.min_compute_capability, cls.capabilities.max_compute_capability
 
     @classmethod
-    def platform_problem(cls, scheme: Scheme, device: torch.device) -> str | None:
+    def unsupported_platform(cls, scheme: Scheme, device: torch.device) -> str | None:
         """None, or why this device does not compute a scheme."""
         lowest, highest = cls.compute_capability(scheme.name)
         found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -195,7 +195,7 @@ class Experts(ABC):
         return f"{cls.name} needs a GPU of compute capability {low if low == high else wanted}{what}, {here}"
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         config: MoEConfig,
         dtype: torch.dtype,

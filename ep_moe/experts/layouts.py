@@ -70,13 +70,13 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
     return dataclasses.replace(received, x=x, x_scale=None, format="plain", input_scale=None)
 
 
-def expected_pairs(config: MoEConfig, num_slots: int, picks: int) -> float:
+def expected_pairs(config: MoEConfig, num_slots: int, routes: int) -> float:
     """Local experts of a row on average, if the router is uniform and all tokens of all ranks have a row here
     (where only wanted ones have one, they have a few more: tiles are then a little smaller than they might be).
 
-    picks: ids of a row, 1 for rows that were repeated per expert
+    routes: ids of a row, 1 for rows that were repeated per expert
     """
-    return 1.0 if picks == 1 else config.top_k * min(1.0, num_slots / config.num_experts)
+    return 1.0 if routes == 1 else config.top_k * min(1.0, num_slots / config.num_experts)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
 
 
 def _group_all(received: Received, weights: Tensor, flat: Tensor, num_slots: int) -> GroupedRows:
-    """`group_rows` in a compiled graph, whose shapes cannot depend on M: picks without an expert come last, behind
+    """`group_rows` in a compiled graph, whose shapes cannot depend on M: routes without an expert come last, behind
     `ends`, and nobody's slot is there."""
     top_k, pairs = weights.shape[1], len(flat)
     known = (flat >= 0) & (flat < num_slots)

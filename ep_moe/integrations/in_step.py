@@ -64,7 +64,7 @@ class Generation:
     """Of one context: the models whose `generate` keeps its ranks in step."""
 
     def __init__(self, context: EPContext) -> None:
-        self._context, self._link = context, context.links["lockstep"]
+        self._context, self._rank_group = context, context.rank_groups["lockstep"]
         self._models: list[weakref.ref[PreTrainedModel]] = []
         self._depth = 0  # of calls of generate; an assistant's is inside another
         self._serving = self._inside = False  # an idle step; a forward of its own
@@ -93,7 +93,7 @@ class Generation:
             return self._run(given, lambda: generate(*given.args, **given.kwargs))
 
         setattr(model, "generate", in_step)  # noqa: B010 (a method, of this model alone)
-        if self._link.size > 1:
+        if self._rank_group.size > 1:
             # first of all hooks: an idle step runs the others
             inner.register_forward_pre_hook(lambda *_: self._before(number), prepend=True)
             inner.register_forward_hook(lambda *_: self._after())
@@ -137,10 +137,10 @@ class Generation:
 
     def _turn(self, model: int | None, problem: str | None = None) -> int | None:
         """Whose forward comes next, None where no rank has another. model: this rank's wish."""
-        if self._link.size == 1:
+        if self._rank_group.size == 1:
             return model
-        with self._context.entered("generate"), self._link.ledger.step("generate"):
-            rows = self._link.agree([0 if model is None else model + 1], problem, self._context.device)
+        with self._context.entered("generate"), self._rank_group.flight_recorder.step("generate"):
+            rows = self._rank_group.agree([0 if model is None else model + 1], problem, self._context.device)
         return min((row[0] - 1 for row in rows if row[0]), default=None)
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ class Generation:
 
     def _tell(self, error: Exception) -> None:
         """An exception of this rank alone leaves generate: peers raise it too, where they wait for this rank."""
-        if self._link.size == 1 or self._context.ledger.failed:
+        if self._rank_group.size == 1 or self._context.flight_recorder.failed:
             return
         if self._inside:  # they are in the same forward
             self._context.broken_by(error)
@@ -166,20 +166,20 @@ class Generation:
     @contextmanager
     def _random_state_of_tp(self) -> Iterator[None]:
         """Within, tp ranks that pass the same tokens draw the same random numbers, those of the first of them."""
-        link = self._context.links["tp"]
+        rank_group = self._context.rank_groups["tp"]
         if self._context.layout.split == 1:
             yield
             return
         device = self._context.device
         own = _random_state(device)
-        with self._context.entered("generate"), link.ledger.step("random state"):
-            rows = link.exchange(own.to(device))
-        if link.rank:
+        with self._context.entered("generate"), rank_group.flight_recorder.step("random state"):
+            rows = rank_group.exchange(own.to(device))
+        if rank_group.rank:
             _set_random_state(torch.tensor(rows[0], dtype=torch.int64, device="cpu"), device)
         try:
             yield
         finally:
-            if link.rank:
+            if rank_group.rank:
                 _set_random_state(own, device)
 
 

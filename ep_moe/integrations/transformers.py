@@ -296,8 +296,8 @@ def load_pretrained(
     Raises:
         CheckpointError, ConfigError: on all ranks, when any of them cannot load.
     """
-    folder = model_folder(path, context.agreement, **hub)
-    with loading(folder, context.agreement):
+    folder = model_folder(path, context.consensus, **hub)
+    with loading(folder, context.consensus):
         config = _checked_config(folder)[0]
         dtype = dtype or config.dtype or torch.float32
         model = _on_meta(folder, config, dtype)
@@ -344,8 +344,8 @@ def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptio
 
     Raises CheckpointError or ConfigError on all ranks together.
     """
-    folder = model_folder(path, context.agreement, weights=False, **hub)
-    with loading(folder, context.agreement):
+    folder = model_folder(path, context.consensus, weights=False, **hub)
+    with loading(folder, context.consensus):
         return _checked_config(folder)[1]
 
 
@@ -361,8 +361,8 @@ def calibrated_wire(
     A checkpoint may have layers that the model has not, such as those that predict more tokens (MTP). Their scales do
     not count. Raises CheckpointError on all ranks together.
     """
-    folder = model_folder(path, context.agreement, **hub)
-    with loading(folder, context.agreement):
+    folder = model_folder(path, context.consensus, **hub)
+    with loading(folder, context.consensus):
         scale = _largest_input_scale(folder, ONE_SCALE.get(dispatch))
     return Wire(dispatch=dispatch, combine=combine, input_scale=scale)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from ep_moe.parallel.rank_group import Link, all_gather_single
+from ep_moe.parallel.rank_group import RankGroup, all_gather_single
 from ep_moe.types import Pending
 
 # torch 2.13 renamed both; 2.11 has the old names only
@@ -25,53 +25,57 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 Collective: TypeAlias = "partial[tuple[Tensor, dist.Work | None]]"
 
 
-def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], link: Link) -> Pending[Tensor]:
+def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
     """Rows [sum(send), ...], grouped by destination, to rows [sum(receive), ...], grouped by source."""
-    if link.size == 1:
+    if rank_group.size == 1:
         return Pending(lambda: x)
-    there = partial(_all_to_all, send=list(send), receive=list(receive), link=link)
-    back = partial(_all_to_all, send=list(receive), receive=list(send), link=link)
-    return _start(x, there, back, link)
+    there = partial(_all_to_all, send=list(send), receive=list(receive), rank_group=rank_group)
+    back = partial(_all_to_all, send=list(receive), receive=list(send), rank_group=rank_group)
+    return _start(x, there, back, rank_group)
 
 
-def gather_rows(x: Tensor, counts: Sequence[int], link: Link) -> Pending[Tensor]:
+def gather_rows(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
     """This rank's rows [counts[rank], ...] to everybody's rows [sum(counts), ...], in rank order.
 
     Backward sums: each rank's gradient is the sum of what all ranks did with its rows.
     """
-    if link.size == 1 or max(counts) == 0:
+    if rank_group.size == 1 or max(counts) == 0:
         return Pending(lambda: x)
     padded = _padded(x, max(counts))
-    pending = _start(padded, partial(_all_gather, link=link), partial(_reduce_scatter, link=link), link)
+    pending = _start(
+        padded, partial(_all_gather, rank_group=rank_group), partial(_reduce_scatter, rank_group=rank_group), rank_group
+    )
     return Pending(lambda: _trimmed(pending.wait(), counts))
 
 
-def reduce_scatter_rows(y: Tensor, counts: Sequence[int], link: Link) -> Pending[Tensor]:
+def reduce_scatter_rows(y: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
     """Everybody's partial rows [sum(counts), ...] to the sum of this rank's rows [counts[rank], ...]."""
-    if link.size == 1 or max(counts) == 0:
+    if rank_group.size == 1 or max(counts) == 0:
         return Pending(lambda: y)
     most = max(counts)
     parts = [_padded(part, most) for part in y.split(list(counts))]
     padded = y if min(counts) == most else torch.cat(parts)
-    pending = _start(padded, partial(_reduce_scatter, link=link), partial(_all_gather, link=link), link)
-    return Pending(lambda: pending.wait()[: counts[link.rank]])
+    pending = _start(
+        padded, partial(_reduce_scatter, rank_group=rank_group), partial(_all_gather, rank_group=rank_group), rank_group
+    )
+    return Pending(lambda: pending.wait()[: counts[rank_group.rank]])
 
 
-def gather_replicated(x: Tensor, counts: Sequence[int], link: Link) -> Tensor:
+def gather_replicated(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Tensor:
     """As `gather_rows`, for a result that every rank goes on to use alike: backward takes this rank's rows of the
     (replicated) gradient instead of summing copies of it."""
-    if link.size == 1 or max(counts) == 0:
+    if rank_group.size == 1 or max(counts) == 0:
         return x
-    out: Tensor = _GatherReplicated.apply(x, list(counts), link)
+    out: Tensor = _GatherReplicated.apply(x, list(counts), rank_group)
     return out
 
 
-def sum_gradients(x: Tensor, link: Link) -> Tensor:
+def sum_gradients(x: Tensor, rank_group: RankGroup) -> Tensor:
     """The identity; backward sums the gradient over the link. For a value that all ranks hold alike and each uses
     for a part of the work."""
-    if link.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+    if rank_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    out: Tensor = _SumGradients.apply(x, link)
+    out: Tensor = _SumGradients.apply(x, rank_group)
     return out
 
 
@@ -85,9 +89,9 @@ def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.view(dtype)
 
 
-def _start(x: Tensor, there: Collective, back: Collective, link: Link) -> Pending[Tensor]:
+def _start(x: Tensor, there: Collective, back: Collective, rank_group: RankGroup) -> Pending[Tensor]:
     works: list[dist.Work] = []
-    out: Tensor = _Collective.apply(x, there, back, link, works)
+    out: Tensor = _Collective.apply(x, there, back, rank_group, works)
 
     def finish() -> Tensor:
         with torch.no_grad():  # gloo's wait may copy into `out`, which autograd would take for its origin
@@ -110,28 +114,32 @@ def _trimmed(x: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([x[i * most : i * most + count] for i, count in enumerate(counts)])
 
 
-def _all_to_all(x: Tensor, *, send: list[int], receive: list[int], link: Link) -> tuple[Tensor, dist.Work | None]:
+def _all_to_all(
+    x: Tensor, *, send: list[int], receive: list[int], rank_group: RankGroup
+) -> tuple[Tensor, dist.Work | None]:
     out = x.new_empty(sum(receive), *x.shape[1:])
-    work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=link.group, async_op=True)
+    work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=rank_group.group, async_op=True)
     return out, work
 
 
-def _all_gather(x: Tensor, *, link: Link) -> tuple[Tensor, dist.Work | None]:
-    out = x.new_empty(link.size * x.shape[0], *x.shape[1:])
-    return out, all_gather_single(out, x.contiguous(), group=link.group, async_op=True)
+def _all_gather(x: Tensor, *, rank_group: RankGroup) -> tuple[Tensor, dist.Work | None]:
+    out = x.new_empty(rank_group.size * x.shape[0], *x.shape[1:])
+    return out, all_gather_single(out, x.contiguous(), group=rank_group.group, async_op=True)
 
 
-def _reduce_scatter(x: Tensor, *, link: Link) -> tuple[Tensor, dist.Work | None]:
-    out = x.new_empty(x.shape[0] // link.size, *x.shape[1:])
-    return out, reduce_scatter_single(out, x.contiguous(), group=link.group, async_op=True)
+def _reduce_scatter(x: Tensor, *, rank_group: RankGroup) -> tuple[Tensor, dist.Work | None]:
+    out = x.new_empty(x.shape[0] // rank_group.size, *x.shape[1:])
+    return out, reduce_scatter_single(out, x.contiguous(), group=rank_group.group, async_op=True)
 
 
 class _Collective(Function):
     """A collective, and as its backward the collective that is its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, link: Link, works: list[dist.Work]) -> Tensor:
-        ctx.back, ctx.link = back, link
+    def forward(
+        ctx: Any, x: Tensor, there: Collective, back: Collective, rank_group: RankGroup, works: list[dist.Work]
+    ) -> Tensor:
+        ctx.back, ctx.rank_group = back, rank_group
         out, work = there(x)
         if work is not None:
             works.append(work)
@@ -139,7 +147,7 @@ class _Collective(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        with ctx.link.ledger.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
+        with ctx.rank_group.flight_recorder.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
             out, work = ctx.back(grad)
             if work is not None:
                 work.wait()
@@ -148,9 +156,9 @@ class _Collective(Function):
 
 class _GatherReplicated(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], link: Link) -> Tensor:
-        ctx.counts, ctx.rank = counts, link.rank
-        out, work = _all_gather(_padded(x, max(counts)), link=link)
+    def forward(ctx: Any, x: Tensor, counts: list[int], rank_group: RankGroup) -> Tensor:
+        ctx.counts, ctx.rank = counts, rank_group.rank
+        out, work = _all_gather(_padded(x, max(counts)), rank_group=rank_group)
         if work is not None:
             work.wait()
         return _trimmed(out, counts)
@@ -162,13 +170,13 @@ class _GatherReplicated(Function):
 
 class _SumGradients(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, link: Link) -> Tensor:
-        ctx.link = link
+    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
+        ctx.rank_group = rank_group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         total = grad.contiguous().clone()
-        with ctx.link.ledger.step("backward of the token split"):
-            dist.all_reduce(total, group=ctx.link.group)
+        with ctx.rank_group.flight_recorder.step("backward of the token split"):
+            dist.all_reduce(total, group=ctx.rank_group.group)
         return total, None

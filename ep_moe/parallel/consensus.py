@@ -30,7 +30,7 @@ _ERRORS: dict[str, type[EPMoEError]] = {
 }
 
 
-class Agreement:
+class StoreConsensus:
     """Agreements among `ranks`, in the order of their calls. With one rank every call returns at once."""
 
     def __init__(self, store: Store | None, ranks: Sequence[int], rank: int, deadline_s: float) -> None:

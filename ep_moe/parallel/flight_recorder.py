@@ -59,8 +59,8 @@ class Step(NamedTuple):
 class _Inside:
     """A step of a ledger, from its beginning on. A generator in its place takes the host twice as long."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, flight_recorder: FlightRecorder) -> None:
+        self._ledger = flight_recorder
 
     def __enter__(self) -> None:
         return None
@@ -73,7 +73,7 @@ _UNSEEN = nullcontext()
 _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
-class Ledger:
+class FlightRecorder:
     """One rank's record, and the watch over its peers. Without a store or peers it only counts.
 
     deadline_s: how long a step may last before its peers are examined.
@@ -436,7 +436,7 @@ def _by_heartbeat(entry: tuple[int, Step] | None, at: float | None) -> str:
 
 
 def _failure(entry: bytes) -> EPMoEError | None:
-    """What `Ledger.fail` published."""
+    """What `FlightRecorder.fail` published."""
     found = json.loads(entry or b"null")
     if found is None:
         return None

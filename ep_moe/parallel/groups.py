@@ -21,10 +21,10 @@ from ep_moe._version import __version__
 from ep_moe.checks import INT32, as_number, as_whole, deadline_problem, shown
 from ep_moe.config import ParallelConfig
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.consensus import Agreement
-from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.versions import installed
 
@@ -125,7 +125,7 @@ def agreed_layout(
         problem = ConfigError(f"max_tokens must be an integer in [1, {INT32}] or None, got {shown(max_tokens)}")
     patience = seconds_or_default(deadline_s)
     rank = dist.get_rank()
-    Agreement(PrefixStore("create", store), sorted(ranks), rank, patience).same("EPContext", facts, problem)
+    StoreConsensus(PrefixStore("create", store), sorted(ranks), rank, patience).same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none
     return RankLayout.from_config(parallel, world=len(ranks), rank=rank, ranks=ranks)
 
@@ -192,7 +192,7 @@ class Links:
     def __init__(
         self,
         layout: RankLayout,
-        ledger: Ledger,
+        flight_recorder: FlightRecorder,
         device: torch.device,
         given: Mapping[str, ProcessGroup] | None = None,
         name: str = "",
@@ -200,10 +200,10 @@ class Links:
         self._made: list[ProcessGroup] = []
         self._groups: list[ProcessGroup] = []  # of all links, each once
         self._device = device
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, RankGroup] = {}
         # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the ledger, which raises
         # in the caller instead, must come first
-        seconds = 2 * ledger.deadline_s + 60 if device.type == "cuda" else ledger.deadline_s
+        seconds = 2 * flight_recorder.deadline_s + 60 if device.type == "cuda" else flight_recorder.deadline_s
         known: list[tuple[list[list[int]], ProcessGroup | None]] = []
         for kind in sorted(LINKED, key=lambda kind: kind not in (given or {})):  # given ones first, to be shared
             every, mine = layout.groups[kind], layout.group(kind)
@@ -216,9 +216,9 @@ class Links:
             known.append((every, group))
             if group is not None and group not in self._groups:
                 self._groups.append(group)
-            self._links[kind] = Link(group, tuple(mine), mine.index(layout.rank), ledger)
+            self._links[kind] = RankGroup(group, tuple(mine), mine.index(layout.rank), flight_recorder)
 
-    def __getitem__(self, kind: str) -> Link:
+    def __getitem__(self, kind: str) -> RankGroup:
         return self._links[kind]
 
     @property

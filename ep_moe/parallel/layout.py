@@ -110,7 +110,7 @@ class RankLayout:
         """Ranks that must enter one layer's collectives together: a contiguous block of so many places."""
         return math.lcm(self.split, self.ep * self.etp)
 
-    def wire_tokens(self, tokens: int) -> int:
+    def max_dispatch_tokens(self, tokens: int) -> int:
         """The most tokens that a rank dispatches where none passes more than `tokens`: its share and its etp peers'."""
         return -(-tokens // self.split) * self.etp
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep_moe.errors import InputError
-from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.flight_recorder import FlightRecorder
 
 # torch 2.13 renamed it; 2.11 has the old name only
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -30,32 +30,32 @@ NO_GRADIENTS: Gradients = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Link:
+class RankGroup:
     """group: None where there is one rank only. ranks: global ranks in group order. rank: this one's place."""
 
     group: ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
-    ledger: Ledger
+    flight_recorder: FlightRecorder
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     @classmethod
-    def alone(cls) -> Link:
+    def alone(cls) -> RankGroup:
         """A link of one rank, for one process without torch.distributed."""
-        return cls(None, (0,), 0, Ledger())
+        return cls(None, (0,), 0, FlightRecorder())
 
     def exchange(self, values: Tensor) -> list[list[int]]:
         """All ranks' `values` (int64 [n]) as host integers [R][n]. Waits for the device."""
         if self.size == 1:
             return [values.tolist()]
-        self.ledger.check()
+        self.flight_recorder.check()
         gathered = values.new_empty(self.size * len(values))
         all_gather_single(gathered, values, group=self.group)
         rows: list[list[int]] = gathered.view(self.size, -1).tolist()
-        self.ledger.check()
+        self.flight_recorder.check()
         return rows
 
     def agree(
@@ -71,7 +71,10 @@ class Link:
         others none: their backward would wait for the others' for ever. This is how a bad argument on one rank ends in
         one sentence everywhere and not in a hang: it rides on the exchange of counts that the call needs anyway.
         """
-        where, carried = zlib.crc32(self.ledger.where.encode()), zlib.crc32(self.ledger.carried.encode())
+        where, carried = (
+            zlib.crc32(self.flight_recorder.where.encode()),
+            zlib.crc32(self.flight_recorder.carried.encode()),
+        )
         # integers in one copy to the device, tensors behind them
         integers = [value for value in values if isinstance(value, int)]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
@@ -86,12 +89,14 @@ class Link:
         rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
-            text = self.ledger.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)
+            text = self.flight_recorder.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)
             raise InputError(f"rank {self.ranks[troubled[0]]}: {text}")
         odd = [index for index, row in enumerate(rows) if row[1] != rows[0][1]]
         if odd:
             pair = (self.ranks[0], self.ranks[odd[0]])
-            names = [self.ledger.share(self.ledger.where, owner=rank, group=self.ranks) for rank in pair]
+            names = [
+                self.flight_recorder.share(self.flight_recorder.where, owner=rank, group=self.ranks) for rank in pair
+            ]
             raise InputError(
                 f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
                 f"{names[1]!r}; call the layers in the same order on all ranks"
@@ -105,10 +110,14 @@ class Link:
         if not odd:
             return
         pair = (self.ranks[0], self.ranks[odd[0]])
-        facts = [self.ledger.share(self.ledger.carried, owner=rank, group=self.ranks).split(", ") for rank in pair]
+        facts = [
+            self.flight_recorder.share(self.flight_recorder.carried, owner=rank, group=self.ranks).split(", ")
+            for rank in pair
+        ]
         first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
         raise InputError(
-            f"{self.ledger.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build the layer "
+            f"{self.flight_recorder.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build "
+            f"the layer "
             f"alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"
         )
 

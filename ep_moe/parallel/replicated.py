@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep_moe.config import Tokens
 from ep_moe.parallel.checksum import WORDS, checksum, place_factors
-from ep_moe.parallel.rank_group import Link, all_gather_single
+from ep_moe.parallel.rank_group import RankGroup, all_gather_single
 
 NAMES = ("x", "routing.ids", "routing.weights", "mask", "mask with send_masked")  # what a call may pass
 _SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
@@ -59,8 +59,8 @@ def arguments_problem(found: Mapping[int, int]) -> str:
 class RowComparison:
     """Of rows whose checksums differ."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
         self._warned = False
         self._factors: Tensor | None = None  # of checksums; each line of `facts` is host time of an eager call
 
@@ -86,9 +86,9 @@ class RowComparison:
         largest = 0.0
         for name, tensor in passed.items():
             rows = tensor.detach().reshape(len(tensor), -1)
-            share = _distances(rows, self._link) if rows.is_floating_point() else _unequal(rows, self._link)
+            share = _distances(rows, self._rank_group) if rows.is_floating_point() else _unequal(rows, self._rank_group)
             bound = _ROUNDING[rows.dtype] if rows.is_floating_point() else 0.0
-            for (one, other), found in zip(pairwise(self._link.ranks), share, strict=True):
+            for (one, other), found in zip(pairwise(self._rank_group.ranks), share, strict=True):
                 far = int((found > bound).sum())
                 if far:
                     return (
@@ -99,7 +99,8 @@ class RowComparison:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the rows of tp ranks {', '.join(map(str, self._link.ranks))} are not equal bit for bit; they differ "
+                f"the rows of tp ranks {', '.join(map(str, self._rank_group.ranks))} are not equal bit for bit; they "
+                f"differ "
                 f"by up to {largest:.1e} of a row's norm, as rounding does. Each such call compares them in a further "
                 f"exchange",
                 stacklevel=2,
@@ -107,12 +108,12 @@ class RowComparison:
         return None
 
 
-def _unequal(rows: Tensor, link: Link) -> Sequence[Tensor]:
+def _unequal(rows: Tensor, rank_group: RankGroup) -> Sequence[Tensor]:
     """1 for each row that is not that of the next rank, else 0."""
-    return [(one != other).any(1).double() for one, other in pairwise(_gathered(rows.long(), link))]
+    return [(one != other).any(1).double() for one, other in pairwise(_gathered(rows.long(), rank_group))]
 
 
-def _distances(rows: Tensor, link: Link) -> Sequence[Tensor]:
+def _distances(rows: Tensor, rank_group: RankGroup) -> Sequence[Tensor]:
     """Of each row from that of the next rank, as a part of its norm; infinite where one alone is NaN."""
     wide = rows.double() if rows.dtype == torch.float64 else rows.float()
     columns = wide.shape[1]
@@ -120,7 +121,7 @@ def _distances(rows: Tensor, link: Link) -> Sequence[Tensor]:
     signs = torch.randint(0, 2, (columns, _SIGNS), generator=generator, device="cpu").to(wide) * 2 - 1
     norm = wide.norm(dim=1, keepdim=True)
     found = []
-    for one, other in pairwise(_gathered(torch.cat([(wide @ signs), norm], 1), link)):
+    for one, other in pairwise(_gathered(torch.cat([(wide @ signs), norm], 1), rank_group)):
         apart = (one - other)[:, :_SIGNS].square().mean(1).sqrt()
         part = apart / torch.maximum(one[:, _SIGNS], other[:, _SIGNS]).clamp(min=torch.finfo(wide.dtype).tiny)
         odd = one.isnan().any(1) != other.isnan().any(1)
@@ -128,7 +129,7 @@ def _distances(rows: Tensor, link: Link) -> Sequence[Tensor]:
     return found
 
 
-def _gathered(rows: Tensor, link: Link) -> list[Tensor]:
-    out = rows.new_empty(link.size * len(rows), rows.shape[1])
-    all_gather_single(out, rows.contiguous(), group=link.group)
-    return list(out.chunk(link.size))
+def _gathered(rows: Tensor, rank_group: RankGroup) -> list[Tensor]:
+    out = rows.new_empty(rank_group.size * len(rows), rows.shape[1])
+    all_gather_single(out, rows.contiguous(), group=rank_group.group)
+    return list(out.chunk(rank_group.size))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
 from ep_moe.parallel.layout import RankLayout, share
-from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, Link
+from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.parallel.replicated import (
     Passed,
     RowComparison,
@@ -45,16 +45,16 @@ class TokenFlow:
     """The way of tokens between the attention view and the expert view of the ranks.
 
     whole: each rank's tokens are its own, and nothing is agreed on before a call
-    union_is_local: the rows of `union` are all among this rank's x, so that no rank asks another for them
+    etp_rows_are_local: the rows of `union` are all among this rank's x, so that no rank asks another for them
     """
 
-    def __init__(self, layout: RankLayout, *, tp: Link, etp: Link, lockstep: Link) -> None:
+    def __init__(self, layout: RankLayout, *, tp: RankGroup, etp: RankGroup, lockstep: RankGroup) -> None:
         self._layout = layout
         self._tp, self._etp, self._lockstep = tp, etp, lockstep
         self._replicated = layout.split > 1
         # a lockstep group holds whole tp groups where tokens are split over them
         self._split_rank = {rank: at % layout.split for at, rank in enumerate(lockstep.ranks)}
-        self.union_is_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
+        self.etp_rows_are_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
         self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
         self._comparison = RowComparison(tp)
         self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
@@ -83,9 +83,9 @@ class TokenFlow:
             return Share((0, total), [total], [total], masked)
         totals = {layout.rank: total}
         if capturing(device):  # no exchange can be captured: a batch size is captured on all ranks alike
-            totals, masked = dict.fromkeys(self._lockstep.ranks, total), masked and self.union_is_local
+            totals, masked = dict.fromkeys(self._lockstep.ranks, total), masked and self.etp_rows_are_local
         elif self.checks_input:
-            with self._lockstep.ledger.step("enter"):
+            with self._lockstep.flight_recorder.step("enter"):
                 same = self._comparison.facts(passed, device, compared=self._replicated)
                 rows = self._lockstep.agree([total, *same], problem, device, gradients=gradients)
             found = dict(zip(self._lockstep.ranks, rows, strict=True))
@@ -103,7 +103,7 @@ class TokenFlow:
         """Raise a problem that a rank met after `enter`, on all ranks that entered; where the EP group holds them all
         the dispatcher's own exchange does this instead."""
         if self.checks_input and not capturing(device):
-            with self._lockstep.ledger.step("route"):
+            with self._lockstep.flight_recorder.step("route"):
                 self._lockstep.agree([], problem, device)
 
     def _own_count(self, rank: int, totals: dict[int, int]) -> int:
@@ -126,9 +126,9 @@ class TokenFlow:
         if unequal:
             text = None
             if self._layout.rank in unequal:
-                with self._tp.ledger.step("tp rows", counted=False):
+                with self._tp.flight_recorder.step("tp rows", counted=False):
                     text = self._comparison.problem(passed)
-            with self._lockstep.ledger.step("tp rows"):
+            with self._lockstep.flight_recorder.step("tp rows"):
                 self._lockstep.agree([], text, device)
 
     def shared_gradients(self, x: Tensor) -> Tensor:
@@ -143,20 +143,20 @@ class TokenFlow:
         """The own rows of the whole etp group. x: [T, ...]."""
         if self._layout.etp == 1:
             return self.own(x, call)
-        if self.union_is_local:
+        if self.etp_rows_are_local:
             before = sum(call.etp_counts[: self._layout.etp_rank])
             start = call.own[0] - before
             return x[start : start + sum(call.etp_counts)]
-        with self._etp.ledger.step("etp gather"):
+        with self._etp.flight_recorder.step("etp gather"):
             return gather_rows(self.own(x, call), call.etp_counts, self._etp).wait()
 
-    def union_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[LogicalIds, Tensor]:
+    def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[LogicalIds, Tensor]:
         """The routing [union, K] of `union`'s rows from that of the own rows, where these lie on other ranks. Each rank
         thereby routes its own tokens alone, and its router has their gradient.
 
         Ids are far below 2**24, so that float32 holds them exactly and both travel in one message.
         """
-        with self._etp.ledger.step("etp gather"):
+        with self._etp.flight_recorder.step("etp gather"):
             both = gather_rows(torch.cat([ids.float(), weights], dim=1), call.etp_counts, self._etp).wait()
         found, gathered = both.chunk(2, dim=1)
         return LogicalIds(found.detach().long()), gathered
@@ -167,7 +167,7 @@ class TokenFlow:
         if not call.masked:
             return None
         tokens, sent = (True, False) if mask is None else (mask.tokens.reshape(-1), mask.sent)
-        if self.union_is_local:
+        if self.etp_rows_are_local:
             assert isinstance(tokens, Tensor)
             return TokenMask(self.union(tokens, call), sent)
         codes = torch.full((len(rows),), 2 * bool(sent), dtype=torch.uint8, device=rows.device)
@@ -180,24 +180,24 @@ class TokenFlow:
 
         All tp ranks must go on to use the result alike: backward gives each rank the gradient of its own rows.
         """
-        if self._layout.etp > 1 and self.union_is_local:
+        if self._layout.etp > 1 and self.etp_rows_are_local:
             before = sum(call.etp_counts[: self._layout.etp_rank])
             y = y[before : before + call.own[1] - call.own[0]]
         if not self._replicated:
             return y
-        with self._tp.ledger.step("router logits", counted=False):  # ranks that record nothing do not make it
+        with self._tp.flight_recorder.step("router logits", counted=False):  # ranks that record nothing do not make it
             return gather_replicated(y, call.tp_counts, self._tp)
 
     def reduce(self, y: Tensor, call: Share) -> Tensor:
         """Sum the etp group's partial rows [union, H] and keep the own ones."""
         if self._layout.etp == 1:
             return y
-        with self._etp.ledger.step("etp reduce"):
+        with self._etp.flight_recorder.step("etp reduce"):
             return reduce_scatter_rows(y, call.etp_counts, self._etp).wait()
 
     def leave(self, y: Tensor, call: Share) -> Tensor:
         """Own rows to what the model expects back: [T, H]."""
         if not self._replicated:
             return y
-        with self._tp.ledger.step("leave"):
+        with self._tp.flight_recorder.step("leave"):
             return gather_replicated(y, call.tp_counts, self._tp)

@@ -68,7 +68,7 @@ class Tables(NamedTuple):
         return physical.where(valid, torch.where(ids == EMPTY, ids, len(self.slot_load)))
 
 
-class LateRouting(PhysicalRouting):
+class DeferredRouting(PhysicalRouting):
     """The routing of one call, not placed yet: whoever looks at `ids` first has them placed, and counted. A transport
     that does both itself (`DispatcherCapabilities.places`) takes `to_place` instead, and then nobody may look.
 
@@ -88,7 +88,7 @@ class LateRouting(PhysicalRouting):
 
 def placed(routing: PhysicalRouting) -> PhysicalRouting:
     """With ids that are there."""
-    return PhysicalRouting(routing.ids, routing.weights) if isinstance(routing, LateRouting) else routing
+    return PhysicalRouting(routing.ids, routing.weights) if isinstance(routing, DeferredRouting) else routing
 
 
 def given_ids(routing: PhysicalRouting) -> Tensor:
@@ -116,5 +116,5 @@ def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | None, ...
     return routing.logical, routing.tables[:5], routing.tables.placing
 
 
-def _late(routing: PhysicalRouting) -> TypeGuard[LateRouting]:
-    return isinstance(routing, LateRouting) and "ids" not in routing.__dict__
+def _late(routing: PhysicalRouting) -> TypeGuard[DeferredRouting]:
+    return isinstance(routing, DeferredRouting) and "ids" not in routing.__dict__

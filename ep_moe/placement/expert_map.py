@@ -1,8 +1,8 @@
 """ExpertMap: which slot of which rank holds which expert. Linear, uneven, redundant, balanced: one structure.
 
-A physical id is `owner * cap + local`, with `cap` = slots per rank (the largest, where ranks differ). Transports
-and kernels that know only an even split therefore serve any placement: they are told `R * cap` experts.
-"""
+A physical id is `owner * slots_per_rank + local`, with `slots_per_rank` the number of slots of a rank (the largest,
+where ranks differ). Transports and kernels that know only an even split therefore serve any placement: they are told `R
+* slots_per_rank` experts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class ExpertMap:
     allow_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        set_counts(self, at_most=MOST_EXPERTS, num_experts=1, num_ranks=1)
+        set_counts(self, token_limit=MOST_EXPERTS, num_experts=1, num_ranks=1)
         set_flags(self, "allow_duplicates")
         if type(self.physical_to_logical) is not tuple:  # a list has no hash
             object.__setattr__(self, "physical_to_logical", _whole("physical_to_logical", self.physical_to_logical))
         check_count(
-            "ExpertMap.physical_to_logical slots", len(self.physical_to_logical), at_least=0, at_most=MOST_EXPERTS
+            "ExpertMap.physical_to_logical slots", len(self.physical_to_logical), at_least=0, token_limit=MOST_EXPERTS
         )
         if not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
@@ -56,9 +56,9 @@ class ExpertMap:
         if len(found - {EMPTY}) < self.num_experts:
             missing = sorted(set(range(self.num_experts)) - found)
             raise ConfigError(f"ExpertMap has no slot for logical expert {missing[0]} ({len(missing)} missing in all)")
-        flat, cap = self.physical_to_logical, self.cap
+        flat, slots_per_rank = self.physical_to_logical, self.slots_per_rank
         for rank in range(self.num_ranks if not self.allow_duplicates else 0):
-            if len(set(flat[rank * cap : (rank + 1) * cap])) < cap:
+            if len(set(flat[rank * slots_per_rank : (rank + 1) * slots_per_rank])) < slots_per_rank:
                 self._refuse_twice(rank)
 
     def _refuse_slot(self) -> None:
@@ -88,8 +88,8 @@ class ExpertMap:
     @classmethod
     def round_robin(cls, num_experts: int, num_ranks: int) -> ExpertMap:
         """Expert e on rank e % R."""
-        num_experts = check_count("ExpertMap.num_experts", num_experts, at_least=1, at_most=MOST_EXPERTS)
-        num_ranks = check_count("ExpertMap.num_ranks", num_ranks, at_least=1, at_most=MOST_EXPERTS)
+        num_experts = check_count("ExpertMap.num_experts", num_experts, at_least=1, token_limit=MOST_EXPERTS)
+        num_ranks = check_count("ExpertMap.num_ranks", num_ranks, at_least=1, token_limit=MOST_EXPERTS)
         return cls.from_ranks([list(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)], num_experts)
 
     @classmethod
@@ -98,9 +98,10 @@ class ExpertMap:
         if isinstance(counts, str) or not isinstance(counts, Iterable):
             raise ConfigError(f"ExpertMap.uneven: counts must be a sequence of integers, got {shown(counts)}")
         counts = [
-            check_count(f"counts[{rank}]", count, at_least=0, at_most=MOST_EXPERTS) for rank, count in enumerate(counts)
+            check_count(f"counts[{rank}]", count, at_least=0, token_limit=MOST_EXPERTS)
+            for rank, count in enumerate(counts)
         ]
-        check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, at_most=MOST_EXPERTS)
+        check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, token_limit=MOST_EXPERTS)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         ranks = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
         return cls.from_ranks(ranks, sum(counts))
@@ -109,7 +110,7 @@ class ExpertMap:
     def redundant(cls, num_experts: int, num_ranks: int, num_redundant: int) -> ExpertMap:
         """E + num_redundant slots in order: the experts once, then again from expert 0."""
         num_experts, num_ranks, num_redundant = (
-            check_count(f"ExpertMap.{name}", value, at_least=least, at_most=MOST_EXPERTS)
+            check_count(f"ExpertMap.{name}", value, at_least=least, token_limit=MOST_EXPERTS)
             for name, value, least in (
                 ("num_experts", num_experts, 1),
                 ("num_ranks", num_ranks, 1),
@@ -134,15 +135,15 @@ class ExpertMap:
         if isinstance(ranks, str) or not isinstance(ranks, Iterable):
             raise ConfigError(f"ExpertMap.from_ranks: ranks must be a sequence for each rank, got {shown(ranks)}")
         ranks = [_whole(f"from_ranks: ranks[{rank}]", slots) for rank, slots in enumerate(ranks)]
-        cap = max([len(slots) for slots in ranks] + [1])
-        table = [[*slots, *[EMPTY] * (cap - len(slots))] for slots in ranks]
+        slots_per_rank = max([len(slots) for slots in ranks] + [1])
+        table = [[*slots, *[EMPTY] * (slots_per_rank - len(slots))] for slots in ranks]
         flat = tuple(expert for slots in table for expert in slots)
         return cls(num_experts, len(ranks), flat, allow_duplicates)
 
     # --- derived tables ----------------------------------------------------------------------------------------
 
     @property
-    def cap(self) -> int:
+    def slots_per_rank(self) -> int:
         """Slots per rank on the wire."""
         return len(self.physical_to_logical) // self.num_ranks
 
@@ -156,8 +157,8 @@ class ExpertMap:
         return sum(expert != EMPTY for expert in self.physical_to_logical) - self.num_experts
 
     def local(self, rank: int) -> tuple[int, ...]:
-        """The logical experts of a rank's `cap` slots, -1 for an empty one."""
-        return self.physical_to_logical[rank * self.cap : (rank + 1) * self.cap]
+        """The logical experts of a rank's `slots_per_rank` slots, -1 for an empty one."""
+        return self.physical_to_logical[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     def num_slots(self, rank: int) -> int:
         """L: slots that need memory on a rank; empty ones at its end do not."""
@@ -188,7 +189,7 @@ class ExpertMap:
 
     def primary_owner(self, expert: int) -> int:
         """The rank that answers for a logical expert in a checkpoint."""
-        return self.logical_to_physical[expert][0] // self.cap
+        return self.logical_to_physical[expert][0] // self.slots_per_rank
 
     # --- on disk -----------------------------------------------------------------------------------------------
 
@@ -229,7 +230,8 @@ class ExpertMap:
             raise ConfigError(f"{path} is not an ExpertMap file: {error}; write one with ExpertMap.save") from error
 
     def __repr__(self) -> str:
-        return f"ExpertMap(E={self.num_experts}, R={self.num_ranks}, cap={self.cap}, redundant={self.num_redundant})"
+        sizes = f"slots_per_rank={self.slots_per_rank}, redundant={self.num_redundant}"
+        return f"ExpertMap(E={self.num_experts}, R={self.num_ranks}, {sizes})"
 
 
 def _whole(name: str, values: object) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ep_moe.checks import check_divides, check_kind
 from ep_moe.errors import ConfigError
-from ep_moe.placement.deferred import RANK_FACTOR, LateRouting, Tables
+from ep_moe.placement.deferred import RANK_FACTOR, DeferredRouting, Tables
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing, without_rows
@@ -74,7 +74,7 @@ class Placement(nn.Module):
 
     def forward(self, routing: Routing, mask: TokenMask | None = None) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
-        that the dispatcher refuses it on all ranks together. On a GPU they leave as a `LateRouting`.
+        that the dispatcher refuses it on all ranks together. On a GPU they leave as a `DeferredRouting`.
 
         Within a backward pass nothing is counted: activation checkpointing runs there what was counted before.
         mask: of these rows; the others are not counted, and are placed where the mask says that they are sent"""
@@ -98,7 +98,7 @@ class Placement(nn.Module):
             placed = place(routing.ids, *tables[:5], tables.seed)
             return PhysicalRouting(cast("PhysicalIds", placed), routing.weights)
         if routing.ids.is_cuda:
-            return LateRouting(routing.ids, routing.weights, tables)
+            return DeferredRouting(routing.ids, routing.weights, tables)
         return PhysicalRouting(PhysicalIds(tables.place(routing.ids)), routing.weights)
 
     @property
@@ -136,7 +136,7 @@ class Placement(nn.Module):
         than it has memory for."""
         check_kind("Placement.update: expert_map", expert_map, ExpertMap)
         old = self.expert_map
-        for name in ("num_experts", "num_ranks", "cap"):
+        for name in ("num_experts", "num_ranks", "slots_per_rank"):
             if getattr(expert_map, name) != getattr(old, name):
                 raise ConfigError(
                     f"Placement.update needs a map with {name}={getattr(old, name)}, got {getattr(expert_map, name)}"
@@ -187,7 +187,7 @@ class Placement(nn.Module):
     @on_device_of(lambda self, *_: self.replica_count.device)
     def _tables(self, expert_map: ExpertMap) -> list[Tensor]:
         """Of a map, on the host; pinned for a GPU: a map is put in force between two forwards, without a wait."""
-        used = [self._used(ids, expert_map.cap) for ids in expert_map.logical_to_physical]
+        used = [self._used(ids, expert_map.slots_per_rank) for ids in expert_map.logical_to_physical]
         # a layer is made under `torch.device`, where what names no device would be on that one
         how: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
         pinned = self.replica_count.is_cuda
@@ -197,13 +197,13 @@ class Placement(nn.Module):
         table[filled] = torch.tensor([*chain.from_iterable(used)], **how)
         return [table, count]
 
-    def _used(self, ids: tuple[int, ...], cap: int) -> tuple[int, ...]:
+    def _used(self, ids: tuple[int, ...], slots_per_rank: int) -> tuple[int, ...]:
         """Those of an expert's physical ids that this rank's tokens go to."""
         if self._replicas is Replicas.SPREAD:
             return ids
         node = self._ep_rank // self._ranks_per_node
-        own = tuple(slot for slot in ids if slot // cap == self._ep_rank)
-        return own or tuple(slot for slot in ids if slot // cap // self._ranks_per_node == node) or ids
+        own = tuple(slot for slot in ids if slot // slots_per_rank == self._ep_rank)
+        return own or tuple(slot for slot in ids if slot // slots_per_rank // self._ranks_per_node == node) or ids
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placement:
         """After `to_empty` the buffers hold noise, and nothing tells that from a move: the tables are written again

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ep_moe.runtime.grids import cdiv, next_power_of_2
 
-_BLOCK, _WIDE_BLOCK = 256, 1024  # picks of a program
-_MANY = 4096  # picks from which on each program counts its own first: they are many for few counters
+_BLOCK, _WIDE_BLOCK = 256, 1024  # routes of a program
+_MANY = 4096  # routes from which on each program counts its own first: they are many for few counters
 
 
 def place(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.placement import Placement
 from ep_moe.runtime.profiling import balancedness
 
@@ -30,11 +30,11 @@ class LayerStats:
         return balancedness(list(self.rank_load))
 
 
-def layer_stats(name: str, placement: Placement, ep: Link) -> LayerStats:
+def layer_stats(name: str, placement: Placement, ep: RankGroup) -> LayerStats:
     """As counted since the last `reset_load` (per rank also since the last `update`). Collective over the EP group,
     waits for the device."""
     counts = torch.cat([placement.expert_load, placement.rank_load()])
-    with ep.ledger.step("stats"):
+    with ep.flight_recorder.step("stats"):
         rows = ep.exchange(counts)
     sums = [sum(column) for column in zip(*rows, strict=True)]
     experts = placement.expert_map.num_experts

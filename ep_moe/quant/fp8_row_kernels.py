@@ -50,7 +50,7 @@ def round_rows(
     soon: start before the kernel ahead has ended, and let the next one
     """
     from ep_moe.quant import fp8_row_kernels_triton as kernels
-    from ep_moe.runtime.pdl import early
+    from ep_moe.runtime.pdl import pdl_launch
 
     rows, size = x.shape
     width = next_power_of_2(size)
@@ -59,5 +59,5 @@ def round_rows(
         kernels.round_rows, (min(cdiv(rows, tall), PROGRAMS * multiprocessors(x.device)),),
         x, x_scale, slots, counts, out, scale, rows, out.shape[0], size,
         SMALLEST=SMALLEST, TOP_K=1 if slots is None else slots.shape[1], ROWS=tall, WIDTH=width,
-        num_warps=4 if width <= TILE else 8, **early(x.device, soon),
+        num_warps=4 if width <= TILE else 8, **pdl_launch(x.device, soon),
     )  # fmt: skip

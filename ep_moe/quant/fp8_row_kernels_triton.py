@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 
 from ep_moe.quant.fp8_rows_triton import e4m3_blocks
-from ep_moe.runtime.pdl import await_previous, let_next_start
+from ep_moe.runtime.pdl import pdl_trigger, pdl_wait
 
 
 @triton.jit
 def round_rows(
     x, x_scale, slots, counts, out, scale, rows, rows_out, size,
-    SMALLEST: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    SMALLEST: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(EARLY)
-    await_previous(EARLY)
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     column = tl.arange(0, WIDTH)[None, :]
     inside = column < size
     if counts is not None:

@@ -35,7 +35,7 @@ def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
     kernel[grid](*args, **constants)
 
 
-class Recorded:
+class RecordedLaunches:
     """A `Launch` that can be told to do all again: in the same order, with the same arguments, on the same memory, of
     which it holds nothing but addresses."""
 
@@ -43,14 +43,14 @@ class Recorded:
         self._made: list[Callable[[], None]] = []
 
     def __call__(self, kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-        self._made.append(_launched(First(kernel, grid, (), args, constants)))
+        self._made.append(_launched(LaunchSpec(kernel, grid, (), args, constants)))
 
     def again(self) -> None:
         for launch in self._made:
             launch()
 
 
-class First(NamedTuple):
+class LaunchSpec(NamedTuple):
     """A launch in full: kernel[grid](*changing, *fixed, **constants)."""
 
     kernel: Any
@@ -60,13 +60,13 @@ class First(NamedTuple):
     constants: dict[str, Any]
 
 
-class Forms:
+class LaunchCache:
     """Launches whose first arguments change from call to call, while the others depend on their form alone."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Callable[..., None]] = {}
 
-    def launch(self, form: Any, changing: tuple[Any, ...], first: Callable[[], First]) -> None:
+    def launch(self, form: Any, changing: tuple[Any, ...], first: Callable[[], LaunchSpec]) -> None:
         """form: all that the rest depends on, and of `changing` dtypes and where there is None
         changing: contiguous tensors, None, and numbers that the kernel does not specialise on
         first: says all when a form comes first, where tensors may be views of other dtypes
@@ -92,7 +92,7 @@ class Forms:
             self._made[form] = made
 
 
-def _launched(first: First) -> Callable[..., None]:
+def _launched(first: LaunchSpec) -> Callable[..., None]:
     """Launch it; what launches it again, with other `changing`."""
     kernel, grid, changing, fixed, constants = first
     made = kernel[grid](*changing, *fixed, **constants)

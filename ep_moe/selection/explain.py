@@ -28,7 +28,7 @@ _MOST_RANKS = 1_000_000  # of a layout on paper: all of them are listed
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """One pair. status: "chosen", "possible" or "refused"; reason: why."""
 
     all2all: str
@@ -53,7 +53,7 @@ def explain(
     max_tokens: int | None = None,
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
-) -> list[Choice]:
+) -> list[BackendChoice]:
     """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
 
     scheme: how the experts are quantised; options: how the kernel shall run
@@ -85,7 +85,7 @@ def explain(
         )
         for kernel in registry.targets("fused")
     ]
-    table: list[Choice] = []
+    table: list[BackendChoice] = []
     for transport, kernel, why, reason in [*pairs(ours), *fused, *pairs(others)]:
         if reason is None and all2all not in (AUTO, transport):
             reason = f"all2all={all2all!r} was asked for"
@@ -95,7 +95,7 @@ def explain(
         if reason is None and (doubt := untried(kernel, device)) is not None:
             why = f"{why}; {doubt}"
         table.append(
-            Choice(transport, kernel, "refused" if reason else "possible" if taken else "chosen", reason or why)
+            BackendChoice(transport, kernel, "refused" if reason else "possible" if taken else "chosen", reason or why)
         )
     return table
 
@@ -113,7 +113,7 @@ def choose(
     max_tokens: int | None = None,
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
-) -> Choice:
+) -> BackendChoice:
     """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
     rest: dict[str, Any] = {
         "scheme": scheme,
@@ -135,7 +135,7 @@ def choose(
     )
 
 
-def _reasons(rows: list[Choice]) -> str:
+def _reasons(rows: list[BackendChoice]) -> str:
     """Of what is installed, and the names of what is not; of that, where nothing is."""
     here = [row for row in rows if not _missing(row)]
     pairs: dict[str, list[str]] = {}
@@ -149,11 +149,11 @@ def _reasons(rows: list[Choice]) -> str:
     return f"{found}; not installed: {', '.join(absent)} (see ep-moe doctor)" if absent else found
 
 
-def _missing(row: Choice) -> list[str]:
+def _missing(row: BackendChoice) -> list[str]:
     """Its backends that cannot run in this installation."""
     both: list[tuple[registry.Kind, str]] = [("dispatchers", row.all2all), ("experts", row.experts)]
     named: list[tuple[registry.Kind, str]] = [("fused", row.experts)] if row.all2all == INSIDE else both
-    return [name for kind, name in named if registry.why_not(kind, name) is not None]
+    return [name for kind, name in named if registry.unsupported_reason(kind, name) is not None]
 
 
 def explain_model(
@@ -165,7 +165,7 @@ def explain_model(
     dtype: str = "bfloat16",
     max_tokens: int | None = None,
     wire: Wire | None = None,
-) -> list[Choice]:
+) -> list[BackendChoice]:
     """`explain` for a bundled model config (or TOML file) on this machine, from names as a command line has them."""
     dtypes = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
     if dtype not in dtypes:
@@ -176,7 +176,7 @@ def explain_model(
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, at_least=1)
     layout = RankLayout.from_config(parallel, world=world, rank=0)
-    most = None if max_tokens is None else layout.wire_tokens(max_tokens)
+    most = None if max_tokens is None else layout.max_dispatch_tokens(max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return explain(
         load_model_config(config).moe,
@@ -232,7 +232,7 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
     stated = {
         name: registry.load(kind, name).capabilities.ahead_of
         for name in registry.targets(kind)
-        if registry.is_plugin(kind, name) and registry.why_not(kind, name) is None
+        if registry.is_plugin(kind, name) and registry.unsupported_reason(kind, name) is None
     }
     for name, named in [*stated.items()] * len(stated):  # again, for those that name each other
         places = [names.index(other) for other in named if other in names and other != name]
@@ -261,7 +261,7 @@ def _refusal(
     if problem is not None:
         return problem
     for kind, name in (("dispatchers", transport), ("experts", kernel)):
-        reason = registry.why_not(kind, name)  # type: ignore[arg-type]
+        reason = registry.unsupported_reason(kind, name)  # type: ignore[arg-type]
         if reason is not None:
             return f"{name}: {reason}"
     sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
@@ -273,8 +273,8 @@ def _refusal(
         "dispatchers",
         transport,
         lambda: (
-            sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens, wire)
-            or sender.platform_problem(layout)
+            sender.unsupported_reason(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens, wire)
+            or sender.unsupported_platform(layout)
         ),
     )
     if reason is not None:
@@ -292,7 +292,8 @@ def _refusal(
         "experts",
         kernel,
         lambda: (
-            computer.platform_problem(scheme, device) or computer.why_not(config, dtype, layout.etp, scheme, options)
+            computer.unsupported_platform(scheme, device)
+            or computer.unsupported_reason(config, dtype, layout.etp, scheme, options)
         ),
     )
 
@@ -312,7 +313,7 @@ def _fused_refusal(
     problem = scheme.problem(config, layout.etp)
     if problem is not None:
         return problem
-    if (reason := registry.why_not("fused", kernel)) is not None:
+    if (reason := registry.unsupported_reason("fused", kernel)) is not None:
         return f"{kernel}: {reason}"
     kind: type[FusedExperts] = registry.load("fused", kernel)
     if wire != PLAIN_WIRE:
@@ -321,8 +322,8 @@ def _fused_refusal(
         "fused",
         kernel,
         lambda: (
-            kind.platform_problem(layout, device)
-            or kind.why_not(
+            kind.unsupported_platform(layout, device)
+            or kind.unsupported_reason(
                 config, layout, dtype, scheme, expert_map=expert_map, max_tokens=max_tokens, options=options
             )
         ),

@@ -24,7 +24,7 @@ def tuned_on_one_rank(
 ) -> list[int]:
     """What `kernel.tune` finds on the rank with the most experts. Collective. name: of the layer, for errors"""
     busiest = max(range(placed.num_ranks), key=placed.num_slots)
-    found: list[int] = context.agreement.share(
+    found: list[int] = context.consensus.share(
         f"tune {name}",
         lambda: kernel.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
         owner=busiest * context.layout.etp,  # within the first EP group of those that run together

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.errors import ConfigError
 from ep_moe.execution.exchange import check_pipeline
@@ -23,14 +23,14 @@ from ep_moe.selection.tuned import Measured, Tuned, bucket_index
 
 
 @dataclass(frozen=True)
-class Pick:
+class TableEntry:
     """What serves calls of up to `tokens` tokens per rank (None: of any number).
 
     pipeline: as `MoELayer`'s; room: tokens that the transport's buffers are made for, None for any number
     """
 
     tokens: int | None
-    choice: explain.Choice
+    choice: explain.BackendChoice
     pipeline: int | None
     room: int | None
 
@@ -38,15 +38,15 @@ class Pick:
         return f"{self.choice.all2all} with {self.choice.experts} {_described(self)}"
 
 
-class Picks:
+class BackendTable:
     """picks: tokens ascending"""
 
-    def __init__(self, picks: Sequence[Pick]) -> None:
+    def __init__(self, picks: Sequence[TableEntry]) -> None:
         self._picks = tuple(picks)
         self._bounds = [pick.tokens or 0 for pick in picks]
 
     @property
-    def last(self) -> Pick:
+    def last(self) -> TableEntry:
         return self._picks[-1]
 
     @property
@@ -54,7 +54,7 @@ class Picks:
         """Without repetition, that of the most tokens first."""
         return list(dict.fromkeys(pick.choice.experts for pick in reversed(self._picks)))
 
-    def at(self, bound: int | None) -> Pick:
+    def at(self, bound: int | None) -> TableEntry:
         """For calls of at most `bound` tokens per rank: the first pick that holds them, the last one for more."""
         if bound is None or len(self._picks) == 1:
             return self._picks[-1]
@@ -84,24 +84,26 @@ class Picks:
                 return f"experts={pick.choice.experts} has buffers of the dtype that the layer was made with"
             kernel, transport = pick.choice.experts, pick.choice.all2all
             sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
-            if (why := computer.why_not(config, dtype, layout.etp, scheme, options)) is not None:
+            if (why := computer.unsupported_reason(config, dtype, layout.etp, scheme, options)) is not None:
                 return f"experts={kernel} does not compute in it: {why}"
-            why = sender.why_not(config.hidden_size, config.top_k, layout.ep, dtype, pick.tokens, wire)
+            why = sender.unsupported_reason(config.hidden_size, config.top_k, layout.ep, dtype, pick.tokens, wire)
             if why is not None:
                 return f"all2all={transport} does not carry it: {why}"
         return None
 
-    def transport_bytes(self, geometry: Callable[[Pick], Geometry]) -> dict[tuple[str, Geometry], int]:
+    def transport_bytes(
+        self, dispatch_shape: Callable[[TableEntry], DispatchShape]
+    ) -> dict[tuple[str, DispatchShape], int]:
         """Buffers by transport and geometry."""
-        found: dict[tuple[str, Geometry], int] = {}
+        found: dict[tuple[str, DispatchShape], int] = {}
         for pick in self._picks:
             kind: type[Dispatcher] = registry.load("dispatchers", pick.choice.all2all)
-            key = (pick.choice.all2all, geometry(pick))
+            key = (pick.choice.all2all, dispatch_shape(pick))
             calls = 1 if pick.pipeline is None else kind.calls_in_parts(key[1])
             found[key] = max(found.get(key, 0), kind.buffer_bytes(key[1]) * calls)
         return found
 
-    def explained(self, table: Sequence[explain.Choice]) -> list[explain.Choice]:
+    def explained(self, table: Sequence[explain.BackendChoice]) -> list[explain.BackendChoice]:
         """`select.explain`'s table with these as "chosen"."""
         own = {(pick.choice.all2all, pick.choice.experts): pick.choice for pick in self._picks}
         rest = [dataclasses.replace(row, status="possible") if row.status == "chosen" else row for row in table]
@@ -111,14 +113,14 @@ class Picks:
         return ", ".join(map(str, self._picks))
 
 
-def tuned_picks(
+def tuned_table(
     tuned: Tuned,
     config: MoEConfig,
     layout: RankLayout,
     device: torch.device,
     dtype: torch.dtype,
     keywords: Mapping[str, Any],
-) -> Picks:
+) -> BackendTable:
     """A file's buckets, as far as calls of this context go. keywords: of `select.explain`.
 
     Raises where a pair cannot run here, or the kernels cannot share weights."""
@@ -130,18 +132,18 @@ def tuned_picks(
         pair = {"all2all": bucket.all2all, "experts": bucket.experts}
         explain.choose(config, layout, device, dtype, **{**keywords, **pair})
         check_pipeline(bucket.pipeline, bucket.tokens, bucket.all2all)
-    if len({registry.load("experts", bucket.experts).preparation for bucket in used}) > 1:
+    if len({registry.load("experts", bucket.experts).weight_layout for bucket in used}) > 1:
         kernels = ", ".join(sorted({bucket.experts for bucket in used}))
         raise ConfigError(f"tuned has experts that cannot share one layer's weights: {kernels}; tune again")
-    return Picks([Pick(b.tokens, _choice(b, used), b.pipeline, _room(b, used)) for b in used])
+    return BackendTable([TableEntry(b.tokens, _choice(b, used), b.pipeline, _room(b, used)) for b in used])
 
 
-def _choice(bucket: Measured, used: Sequence[Measured]) -> explain.Choice:
+def _choice(bucket: Measured, used: Sequence[Measured]) -> explain.BackendChoice:
     same = [one for one in used if (one.all2all, one.experts) == (bucket.all2all, bucket.experts)]
-    return explain.Choice(bucket.all2all, bucket.experts, "chosen", f"tuned: {', '.join(map(_described, same))}")
+    return explain.BackendChoice(bucket.all2all, bucket.experts, "chosen", f"tuned: {', '.join(map(_described, same))}")
 
 
-def _described(one: Measured | Pick) -> str:
+def _described(one: Measured | TableEntry) -> str:
     tokens = "any number of" if one.tokens is None else f"up to {one.tokens}"
     return f"{tokens} tokens" + ("" if one.pipeline is None else f" in parts of {one.pipeline}")
 

@@ -21,13 +21,13 @@ from ep_moe.quant.schemes import scheme_of
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device
 from ep_moe.selection import explain
-from ep_moe.selection.picks import Pick, Picks, tuned_picks
+from ep_moe.selection.picks import BackendTable, TableEntry, tuned_table
 from ep_moe.selection.tuned import Tuned, layer_facts, machine_facts, versions
 from ep_moe.types import dtype_name
 
 
 @dataclass(frozen=True)
-class Asked:
+class LayerRequest:
     """What a user named for a layer; fields as those of `MoELayer`."""
 
     all2all: str
@@ -50,17 +50,17 @@ def device_of(context: EPContext) -> torch.device:
 
 
 def agree(
-    context: EPContext, name: str, config: MoEConfig, asked: Asked, expert_map: ExpertMap | None
-) -> tuple[Picks, ExpertMap, dict[str, Any]]:
+    context: EPContext, name: str, config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None
+) -> tuple[BackendTable, ExpertMap, dict[str, Any]]:
     """Choose backends and check that all ranks were given the same layer; all raise alike.
 
     Returns what serves which calls, the map, and the keywords of `select.explain` that led to it.
     """
-    nothing = explain.Choice("", "", "refused", "")
-    picks, problem, keywords = Picks([Pick(None, nothing, None, None)]), None, dict[str, Any]()
+    nothing = explain.BackendChoice("", "", "refused", "")
+    picks, problem, keywords = BackendTable([TableEntry(None, nothing, None, None)]), None, dict[str, Any]()
     if (wrong := _wrong_kind(config, asked, expert_map, name)) is not None:
         # told of by itself: what is not of its kind has no fields to compare
-        context.agreement.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
+        context.consensus.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
         raise AssertionError("a problem is raised")
     try:
         if expert_map is None:
@@ -73,19 +73,19 @@ def agree(
             "options": asked.options,
             "wire": asked.wire,
             "expert_map": expert_map,
-            "max_tokens": context.wire_tokens,
+            "max_tokens": context.max_dispatch_tokens,
         }
         if asked.tuned is not None:
             _check_tuned(asked.tuned, context, config, asked)
-            picks = tuned_picks(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
+            picks = tuned_table(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
         else:
             choice = explain.choose(config, context.layout, context.device, asked.dtype, **keywords)
             if choice.all2all == INSIDE:
                 _check_fused(choice.experts, asked)
             else:
-                check_pipeline(asked.pipeline, context.wire_tokens, choice.all2all)
-            most = context.wire_tokens
-            picks = Picks([Pick(most, choice, asked.pipeline, asked.pipeline or most)])
+                check_pipeline(asked.pipeline, context.max_dispatch_tokens, choice.all2all)
+            most = context.max_dispatch_tokens
+            picks = BackendTable([TableEntry(most, choice, asked.pipeline, asked.pipeline or most)])
     except EPMoEError as error:
         problem = error
     facts = {
@@ -102,13 +102,13 @@ def agree(
         "experts": picks.last.choice.experts,
         "tuned": None if asked.tuned is None else str(picks),
     }
-    context.agreement.same(f"MoELayer {name}", facts, problem)
+    context.consensus.same(f"MoELayer {name}", facts, problem)
     assert expert_map is not None
     _warn(context, asked, picks.last.choice.experts)
     return picks, expert_map, keywords
 
 
-def _wrong_kind(config: MoEConfig, asked: Asked, expert_map: ExpertMap | None, name: str) -> ConfigError | None:
+def _wrong_kind(config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None, name: str) -> ConfigError | None:
     for field, value, kinds, remedy in (
         ("config", config, (MoEConfig,), "MoEConfig(hidden_size=..., ...)"),
         ("wire", asked.wire, (Wire,), "Wire(dispatch=...)"),
@@ -136,7 +136,7 @@ def _wrong_kind(config: MoEConfig, asked: Asked, expert_map: ExpertMap | None, n
     return None
 
 
-def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Asked) -> None:
+def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: LayerRequest) -> None:
     for name, value, free in (
         ("all2all", asked.all2all, explain.AUTO),
         ("experts", asked.experts, explain.AUTO),
@@ -146,7 +146,7 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Ask
             raise ConfigError(
                 f"{name}={value!r} beside tuned, which says it per number of tokens; leave out one of them"
             )
-    if context.wire_tokens is None:
+    if context.max_dispatch_tokens is None:
         raise ConfigError(
             "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tokens=...)"
         )
@@ -156,7 +156,7 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Ask
         raise ConfigError(f"tuned is for another machine or layer: {wrong}; run ep-moe tune for this one")
 
 
-def _warn(context: EPContext, asked: Asked, experts: str) -> None:
+def _warn(context: EPContext, asked: LayerRequest, experts: str) -> None:
     if asked.tuned is not None:
         if (changed := asked.tuned.other_versions(versions())) is not None:
             warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=5)
@@ -176,7 +176,7 @@ def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
             )
 
 
-def _check_fused(name: str, asked: Asked) -> None:
+def _check_fused(name: str, asked: LayerRequest) -> None:
     """For what `select` does not look at."""
     if asked.pipeline is not None:
         raise ConfigError(f"pipeline={asked.pipeline!r} is not for experts={name}: its rows do not travel in parts")

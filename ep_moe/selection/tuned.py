@@ -1,9 +1,8 @@
 """What `ep-moe tune` found: the fastest transport and kernel per number of tokens, for one layer shape on one machine.
 
 A bucket is a bound on the tokens that any rank sends in one call, and all ranks state theirs alike
-(`EPContext(max_tokens=)`, `EPContext.at_most`): the smallest bucket that holds the bound in force serves the call, and
-nothing is asked of the device or of a peer.
-"""
+(`EPContext(max_tokens=)`, `EPContext.token_limit`): the smallest bucket that holds the bound in force serves the call,
+and nothing is asked of the device or of a peer."""
 
 from __future__ import annotations
 

@@ -211,12 +211,15 @@ def dynamic_scales(
     """Per slot, the scale of the second product's input where the scheme derives it; see `cutlass_sm90`."""
     if scheme.activations is not Rounding.FP8_DYNAMIC:
         return []
-    cap = torch.inf
+    slots_per_rank = torch.inf
     if config.activation is Activation.SWIGLU_CLAMPED:
         below = torch.linspace(-10, 0, 10_001, dtype=torch.float64)
         lowest = float((below * below.sigmoid()).min()) / config.activation_alpha
-        cap = max(config.activation_limit, -1.001 * lowest) * (config.activation_limit + 1)
-    found = [(activation_bound(config, scheme, t).double() * (longest + 1)).clamp(max=cap) / FP8_MAX for t in experts]
+        slots_per_rank = max(config.activation_limit, -1.001 * lowest) * (config.activation_limit + 1)
+    found = [
+        (activation_bound(config, scheme, t).double() * (longest + 1)).clamp(max=slots_per_rank) / FP8_MAX
+        for t in experts
+    ]
     return [torch.stack(found).max()] * len(found) if scheme.name == "int4_fp8" else found
 
 

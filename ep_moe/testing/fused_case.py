@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.fused.base import FusedExperts, FusedGeometry, Routed, RouterLogits
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.quant.schemes import SCHEMES, Scheme
@@ -40,10 +40,10 @@ class Shared:
     def __init__(self) -> None:
         self.kept: dict[FusedGeometry, Any] = {}
 
-    def pool(self, geometry: FusedGeometry, make: Callable[[], Any]) -> Any:
-        if geometry not in self.kept:
-            self.kept[geometry] = make()
-        return self.kept[geometry]
+    def pool(self, dispatch_shape: FusedGeometry, make: Callable[[], Any]) -> Any:
+        if dispatch_shape not in self.kept:
+            self.kept[dispatch_shape] = make()
+        return self.kept[dispatch_shape]
 
     def destroy(self) -> None:
         for kept in self.kept.values():
@@ -63,41 +63,43 @@ class Case:
         kind: type[FusedExperts],
         config: MoEConfig,
         scheme: str,
-        link: Link,
+        rank_group: RankGroup,
         expert_map: ExpertMap,
         max_tokens: int,
         device: torch.device,
         shared: Shared,
         seed: int = 0,
     ) -> None:
-        self.config, self.scheme, self.link, self.device = config, SCHEMES[scheme], link, device
+        self.config, self.scheme, self.rank_group, self.device = config, SCHEMES[scheme], rank_group, device
         self.dtype = sorted(kind.capabilities.dtypes, key=str)[0]
         self.faults: list[str] = []
-        self.placement = Placement(expert_map, ep_rank=link.rank).to(device)
+        self.placement = Placement(expert_map, ep_rank=rank_group.rank).to(device)
         self.weights = ExpertWeights(
             config,
             expert_map,
-            ep_rank=link.rank,
+            ep_rank=rank_group.rank,
             device=device,
             dtype=self.dtype,
             scheme=self.scheme,
-            preparation=kind.preparation,
+            weight_layout=kind.weight_layout,
             trainable=False,
         )
         self.tensors: list[dict[str, Tensor]] = []
         self.load(seed)
-        geometry = FusedGeometry(
+        dispatch_shape = FusedGeometry(
             hidden_size=config.hidden_size,
             top_k=config.top_k,
-            cap=expert_map.cap,
-            num_ranks=link.size,
+            slots_per_rank=expert_map.slots_per_rank,
+            num_ranks=rank_group.size,
             dtype=self.dtype,
             max_tokens=max_tokens,
             kernel=kind.name,
             intermediate_size=config.intermediate_size,
         )
         self.max_tokens = max_tokens
-        self.kernel = kind(config, self.weights, link, geometry, pool=lambda make: shared.pool(geometry, make))
+        self.kernel = kind(
+            config, self.weights, rank_group, dispatch_shape, pool=lambda make: shared.pool(dispatch_shape, make)
+        )
 
     def load(self, seed: int) -> None:
         """Write other weights, in place."""
@@ -106,8 +108,8 @@ class Case:
             self.weights.update_expert(expert, tensors)
 
     def call(self, tokens: int, seed: int = 0, *, drop: float = 0.2) -> Call:
-        """Random rows and routes of this rank; picks of none among them where the kernel does not route itself."""
-        generator = torch.Generator().manual_seed(100 * seed + self.link.rank)
+        """Random rows and routes of this rank; routes of none among them where the kernel does not route itself."""
+        generator = torch.Generator().manual_seed(100 * seed + self.rank_group.rank)
         x = torch.randn(tokens, self.config.hidden_size, generator=generator).to(self.dtype).to(self.device)
         if self.kernel.capabilities.routes:
             logits = torch.randn(tokens, self.config.num_experts, generator=generator).to(self.dtype).to(self.device)
@@ -149,11 +151,11 @@ def weights_of(
 
 def maps(ranks: int) -> dict[str, ExpertMap]:
     """Of one number of slots per rank: in order with replicas, mixed, and with a hole in the middle of each rank."""
-    cap = -(-EXPERTS // ranks) + 1
-    redundant = ExpertMap.redundant(EXPERTS, ranks, ranks * cap - EXPERTS)
+    slots_per_rank = -(-EXPERTS // ranks) + 1
+    redundant = ExpertMap.redundant(EXPERTS, ranks, ranks * slots_per_rank - EXPERTS)
     flat = [list(reversed(redundant.local(rank))) for rank in range(ranks)]
     own = [list(range(rank, EXPERTS, ranks)) for rank in range(ranks)]
-    holes = [[row[0], *[EMPTY] * (cap - len(row)), *row[1:]] for row in own]
+    holes = [[row[0], *[EMPTY] * (slots_per_rank - len(row)), *row[1:]] for row in own]
     return {
         "replicas": redundant,
         "mixed": ExpertMap.from_ranks(flat[::-1], EXPERTS),

@@ -78,12 +78,14 @@ def maker(kind: type[FusedExperts], scheme: str, top_k: int, bound: int, context
         top_k=top_k,
         activation=sorted(can.activations, key=lambda activation: activation.value)[0],
     )
-    if kind.why_not(config, context.layout, sorted(can.dtypes, key=str)[0], SCHEMES[scheme], max_tokens=bound):
+    if kind.unsupported_reason(
+        config, context.layout, sorted(can.dtypes, key=str)[0], SCHEMES[scheme], max_tokens=bound
+    ):
         return None
     usual = maps(context.layout.ep)["replicas"] if can.any_map else ExpertMap.linear(EXPERTS, context.layout.ep)
 
     def make(shared: Shared, expert_map: ExpertMap = usual, seed: int = 0) -> Case:
-        return Case(kind, config, scheme, context.links["ep"], expert_map, bound, context.device, shared, seed)
+        return Case(kind, config, scheme, context.rank_groups["ep"], expert_map, bound, context.device, shared, seed)
 
     return make
 
@@ -119,32 +121,34 @@ def _run(check: Callable[[Case], None], case: Case) -> None:
 
 def uneven_and_empty_ranks(case: Case) -> None:
     for turn, counts in enumerate((*COUNTS, (case.max_tokens,) * 4, (case.max_tokens, 0, 1, case.max_tokens - 1))):
-        tokens = min(counts[case.link.rank % 4], case.max_tokens)
+        tokens = min(counts[case.rank_group.rank % 4], case.max_tokens)
         case.check(case.call(tokens, turn), f"T={counts}")
 
 
 def all_to_one_rank(case: Case) -> None:
-    """All tokens of all ranks, with all their picks, to slots of one rank; to one expert; to none at all."""
-    cap, top_k = case.kernel.geometry.cap, case.config.top_k
-    last = case.placement.expert_map.local(case.link.size - 1)
-    for picks, what in ((min(cap, top_k), "one rank"), (1, "one expert"), (0, "no expert")):
+    """All tokens of all ranks, with all their routes, to slots of one rank; to one expert; to none at all."""
+    slots_per_rank, top_k = case.kernel.dispatch_shape.slots_per_rank, case.config.top_k
+    last = case.placement.expert_map.local(case.rank_group.size - 1)
+    for routes, what in ((min(slots_per_rank, top_k), "one rank"), (1, "one expert"), (0, "no expert")):
         call = case.call(case.max_tokens, 7, drop=0.0)
         assert isinstance(call.routed, PhysicalRouting)
-        row = [*range((case.link.size - 1) * cap, case.link.size * cap)][:picks] + [-1] * (top_k - picks)
-        logical = [last[i % cap] if i >= 0 else -1 for i in row]
+        row = [*range((case.rank_group.size - 1) * slots_per_rank, case.rank_group.size * slots_per_rank)][:routes] + [
+            -1
+        ] * (top_k - routes)
+        logical = [last[i % slots_per_rank] if i >= 0 else -1 for i in row]
         shape = call.routed.ids.shape
         ids, slots = (torch.tensor(ids, device=case.device).expand(shape) for ids in (logical, row))
         wanted = case.routed(call.x, ids, call.routed.weights)
         to = PhysicalRouting(PhysicalIds(slots), call.routed.weights)
         y = case.kernel(call.x, to)
         case.check(wanted, f"all to {what}", y)
-        case.that(picks or not y.any(), "rows without an expert must be zero")
+        case.that(routes or not y.any(), "rows without an expert must be zero")
 
 
 def ids_that_no_expert_has(case: Case) -> None:
     call = case.call(6, 1, drop=0.5)
     assert isinstance(call.routed, PhysicalRouting)
-    odd = out_of_range(call.routed, case.kernel.geometry.num_physical)
+    odd = out_of_range(call.routed, case.kernel.dispatch_shape.num_physical)
     case.check(Call(call.x, odd, call.value, call.limit), "ids out of range")
 
 
@@ -168,7 +172,7 @@ def nan_stays_with_its_owner(case: Case) -> None:
     assert isinstance(call.routed, PhysicalRouting)
     absent = call.routed.ids < 0
     routed = PhysicalRouting(call.routed.ids, call.routed.weights.masked_fill(absent, torch.nan))
-    if case.link.rank:
+    if case.rank_group.rank:
         case.check(Call(call.x, routed, call.value, call.limit), "beside NaN")
     else:
         y = case.kernel(torch.full_like(call.x, torch.nan), routed)
@@ -196,7 +200,7 @@ def weights_rewritten_in_place(case: Case) -> None:
 
 def random_delays(case: Case) -> None:
     """Ranks that come late: nobody reads before it was written, or writes before it was read."""
-    generator = torch.Generator().manual_seed(case.link.rank)
+    generator = torch.Generator().manual_seed(case.rank_group.rank)
     calls = [case.call(1 + turn, 10 + turn) for turn in range(6)]
     found = []
     for call in calls:
@@ -239,7 +243,7 @@ def _replayed(cases: list[Case]) -> None:
     for replay in range(REPLAYS):
         case, (graph, static, y) = cases[replay % len(cases)], graphs[replay % len(cases)]
         # rows that fill a batch up to its captured size are nobody's; where the kernel routes there are none
-        fresh = case.call(case.max_tokens, 40 + replay % 8, drop=(0.0, 0.3, 1.0)[(replay + case.link.rank) % 3])
+        fresh = case.call(case.max_tokens, 40 + replay % 8, drop=(0.0, 0.3, 1.0)[(replay + case.rank_group.rank) % 3])
         static.x.copy_(fresh.x)
         if isinstance(static.routed, PhysicalRouting):
             assert isinstance(fresh.routed, PhysicalRouting)
@@ -282,14 +286,14 @@ def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device:
         assert make is not None
         case = make(shared)
         sentence = f"rank 1: x has {bound + 1} tokens on their way, more than max_tokens={bound}"
-        if case.link.rank == 1:
+        if case.rank_group.rank == 1:
             more = case.call(bound + 1)
             case.that(sentence in said(lambda: case.kernel(more.x, more.routed)), "one too many was not refused")
         else:
             case.check(case.call(bound), "beside a rank that refuses")
         barrier(device)
         time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
-        case.that(sentence in said(context.ledger.check), "the refusal did not reach the other ranks")
+        case.that(sentence in said(context.flight_recorder.check), "the refusal did not reach the other ranks")
         shared.destroy()
         tell("one token too many", case)
 
@@ -305,18 +309,18 @@ def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int,
     barrier(device)
     time.sleep(deadline_s / 8)  # from one mark to the next
     start, told = time.monotonic(), ""
-    if case.link.rank == lost:
+    if case.rank_group.rank == lost:
         time.sleep(1.7 * deadline_s)
     call = case.call(3, 1)
     late = case.kernel(call.x, call.routed)
-    while case.link.rank != lost and not told and time.monotonic() - start < 1.7 * deadline_s:
+    while case.rank_group.rank != lost and not told and time.monotonic() - start < 1.7 * deadline_s:
         time.sleep(0.1)
         try:
-            context.ledger.check()
+            context.flight_recorder.check()
         except PeerTimeout as error:
             told = str(error)
-    if case.link.rank != lost:
+    if case.rank_group.rank != lost:
         case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
     case.check(call, "when it came after all", late)
-    context.ledger.close()
+    context.flight_recorder.close()
     tell("a peer that comes too late", case)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import Scheme
 from ep_moe.runtime.workspace import Workspaces
@@ -28,7 +28,7 @@ class Layer:
         scheme: Scheme,
         dtype: torch.dtype,
         device: torch.device,
-        etp: Link | None = None,
+        etp: RankGroup | None = None,
         options: ExpertsOptions | None = None,
         *,
         tensors: list[dict[str, Tensor]] | None = None,
@@ -40,11 +40,11 @@ class Layer:
         weights = ExpertWeights(
             config,
             ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
-            etp=etp or Link.alone(),
+            etp=etp or RankGroup.alone(),
             device=device,
             dtype=dtype,
             scheme=scheme,
-            preparation=kind.preparation,
+            weight_layout=kind.weight_layout,
             trainable=trainable,
         )
         for expert, own in enumerate(self.tensors):

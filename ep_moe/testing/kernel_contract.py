@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.runtime.devices import as_device, on_device_of
@@ -75,7 +75,7 @@ def check_experts(
                         activation=activation,
                         expert_bias=bias,
                     )
-                    if kind.why_not(config, dtype, 1, SCHEMES[scheme]) is None:
+                    if kind.unsupported_reason(config, dtype, 1, SCHEMES[scheme]) is None:
                         _check_layer(Layer(kind, config, SCHEMES[scheme], dtype, device))
                         checked += 1
             _check_top_ks(kind, config, SCHEMES[scheme], dtype, device)
@@ -88,7 +88,7 @@ def computed_on(device: torch.device, kind: type[Experts]) -> list[str]:
     return [
         name
         for name in sorted(kind.capabilities.schemes)
-        if not gpu or kind.platform_problem(SCHEMES[name], device) is None
+        if not gpu or kind.unsupported_platform(SCHEMES[name], device) is None
     ]
 
 
@@ -102,7 +102,10 @@ def _check_layer(layer: Layer) -> None:
     _slots_of_wider_ranks(layer)
     for grouped, ids in _grouped(layer):
         _other_layout(layer, grouped, ids)
-    if layer.kind.capabilities.etp and layer.kind.why_not(layer.config, layer.dtype, 2, layer.scheme) is None:
+    if (
+        layer.kind.capabilities.etp
+        and layer.kind.unsupported_reason(layer.config, layer.dtype, 2, layer.scheme) is None
+    ):
         _pieces_sum_to_the_whole(layer)
     if layer.kind.capabilities.deterministic:
         _equal_bits(layer)
@@ -117,7 +120,7 @@ def _check_top_ks(
 ) -> None:
     for top_k in TOP_KS:
         other = dataclasses.replace(config, top_k=top_k)
-        if kind.why_not(other, dtype, 1, scheme) is None:
+        if kind.unsupported_reason(other, dtype, 1, scheme) is None:
             layer = Layer(kind, other, scheme, dtype, device)
             for count in ROWS[:2]:
                 _rank_major(layer, layer.rows(count))
@@ -187,17 +190,17 @@ def _slots_of_wider_ranks(layer: Layer) -> None:
 def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
     """BATCHED and CONTIGUOUS rows with NaN where there are none, and the expert of each flat row."""
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=layer.device)
-    cap, hidden = max(COUNTS), layer.config.hidden_size
+    slots_per_rank, hidden = max(COUNTS), layer.config.hidden_size
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SLOTS, cap, hidden, generator=generator).to(layer.dtype).to(layer.device)
-    valid = torch.arange(cap, device=layer.device) < counts.unsqueeze(1)
+    x = torch.randn(SLOTS, slots_per_rank, hidden, generator=generator).to(layer.dtype).to(layer.device)
+    valid = torch.arange(slots_per_rank, device=layer.device) < counts.unsqueeze(1)
     x[~valid] = torch.nan
     ids = torch.where(valid, torch.arange(SLOTS, device=layer.device).unsqueeze(1), -1)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     spare = torch.full((9, hidden), torch.nan, dtype=layer.dtype, device=layer.device)
     for weighting in layer.kind.capabilities.weightings:
         weighted = weighting is Weighting.EXPERTS
-        weights = torch.rand(SLOTS, cap, generator=generator).to(layer.device) + 0.1
+        weights = torch.rand(SLOTS, slots_per_rank, generator=generator).to(layer.device) + 0.1
         batched = Received(
             x=x,
             layout=RowLayout.BATCHED,
@@ -242,7 +245,12 @@ def _pieces_sum_to_the_whole(layer: Layer) -> None:
     limit = torch.zeros_like(total)
     for rank in range(2):
         piece = Layer(
-            layer.kind, layer.config, layer.scheme, layer.dtype, layer.device, Link(None, (0, 1), rank, Ledger())
+            layer.kind,
+            layer.config,
+            layer.scheme,
+            layer.dtype,
+            layer.device,
+            RankGroup(None, (0, 1), rank, FlightRecorder()),
         )
         total += piece.run(received).double()
         own = [{name: cut(layer.config, name, t, 2, rank) for name, t in expert.items()} for expert in layer.tensors]

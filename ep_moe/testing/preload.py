@@ -25,4 +25,4 @@ torch.testing.assert_close(torch.zeros(1), torch.zeros(1))
 KINDS: tuple[registry.Kind, ...] = ("dispatchers", "experts", "fused")
 for kind in KINDS:
     for backend in registry.targets(kind):
-        registry.why_not(kind, backend)
+        registry.unsupported_reason(kind, backend)

@@ -10,15 +10,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import InputError, PeerTimeout
 from ep_moe.experts.layouts import localized
 from ep_moe.parallel.groups import default_store
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.testing.transport_rows import CAP, expected, identity, moved, rounded, routes, rows, same, tolerance
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing
 
-DispatcherFactory = Callable[[Geometry, Link], Dispatcher]
+DispatcherFactory = Callable[[DispatchShape, RankGroup], Dispatcher]
 Result = TypeVar("Result")
 
 
@@ -30,8 +30,8 @@ class Case:
         self.dispatcher = dispatcher
         self.device = device
         self.to_peers = to_peers
-        self.rank, self.ranks = dispatcher.link.rank, dispatcher.link.size
-        self.shape = dispatcher.geometry
+        self.rank, self.ranks = dispatcher.rank_group.rank, dispatcher.rank_group.size
+        self.shape = dispatcher.dispatch_shape
         self.faults: list[str] = []
 
     def call(self, tokens: int, seed: int = 0) -> tuple[Tensor, PhysicalRouting, Tensor]:
@@ -61,7 +61,7 @@ class Case:
     def experts(self, received: Received) -> Tensor | PeerRows:
         ids = localized(received, CAP).local_ids
         if ids is not None and not capturing(self.device):
-            self.that(bool(((ids >= -1) & (ids < self.shape.cap)).all()), "local ids out of range")
+            self.that(bool(((ids >= -1) & (ids < self.shape.slots_per_rank)).all()), "local ids out of range")
         return identity(received, self.shape.dtype, to_peers=self.to_peers)
 
     def that(self, condition: bool, fault: str) -> None:
@@ -88,30 +88,30 @@ def tell(check: Callable[..., None], case: Case) -> None:
     """Raise on all ranks alike what any found."""
     what = check.__name__.replace("_", " ").strip()
     details = f"top_k {case.shape.top_k}, {case.shape.dtype}, {case.shape.wire}{', to peers' if case.to_peers else ''}"
-    _tell(f"{case.dispatcher.name}: {what} ({details})", case.dispatcher.link, case.faults)
+    _tell(f"{case.dispatcher.name}: {what} ({details})", case.dispatcher.rank_group, case.faults)
 
 
-def together(what: str, link: Link, call: Callable[[], Result]) -> Result:
+def together(what: str, rank_group: RankGroup, call: Callable[[], Result]) -> Result:
     """What `call` returns here, where it returns on all ranks; else AssertionError on all of them."""
     found, faults = list[Result](), list[str]()
     try:
         found.append(call())
     except Exception as error:
         faults.append(_text(error))
-    _tell(what, link, faults)
+    _tell(what, rank_group, faults)
     return found[0]
 
 
-def _tell(what: str, link: Link, faults: Sequence[str]) -> None:
+def _tell(what: str, rank_group: RankGroup, faults: Sequence[str]) -> None:
     """Through the store: where a rank has raised its peers may wait for it in a collective, until their deadline."""
     told = {0: list(faults)}
-    if link.size > 1:
+    if rank_group.size > 1:
         store = default_store()
-        turn = store.add(f"ep_moe/contract/turns/{link.rank}", 1)
-        keys = [f"ep_moe/contract/{turn}/{rank}" for rank in range(link.size)]
-        store.set(keys[link.rank], json.dumps(told[0]))
+        turn = store.add(f"ep_moe/contract/turns/{rank_group.rank}", 1)
+        keys = [f"ep_moe/contract/{turn}/{rank}" for rank in range(rank_group.size)]
+        store.set(keys[rank_group.rank], json.dumps(told[0]))
         try:
-            store.wait(keys, timedelta(seconds=3 * link.ledger.deadline_s + 30))
+            store.wait(keys, timedelta(seconds=3 * rank_group.flight_recorder.deadline_s + 30))
         except RuntimeError:  # an end of its own: what was said is told
             keys = [key if store.check([key]) else "" for key in keys]
         told = {rank: json.loads(store.get(key)) if key else ["it never came"] for rank, key in enumerate(keys)}

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.all2all.base import DispatcherCapabilities, Geometry
+from ep_moe.all2all.base import DispatcherCapabilities, DispatchShape
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
 from ep_moe.experts.layouts import as_rank_major, localized
-from ep_moe.parallel.rank_group import Link, barrier
+from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.host_data import made_on_the_host
@@ -48,8 +48,8 @@ from ep_moe.testing.transport_rows import (
     HIDDEN,
     MAX_TOKENS,
     NVFP4,
+    dispatch_shape,
     expected,
-    geometry,
     moved,
     rounded,
     routes,
@@ -81,22 +81,29 @@ def check_dispatcher(
         dtypes = dtypes or sorted(can.dtypes or {torch.bfloat16, torch.float16, torch.float32}, key=str)
         for top_k in top_ks:
             for dtype in dtypes if top_k == top_ks[-1] else dtypes[:1]:
-                shape = geometry(context.layout.ep, top_k, dtype)
-                _check_shape(factory, shape, context.links["ep"], device)
+                shape = dispatch_shape(context.layout.ep, top_k, dtype)
+                _check_shape(factory, shape, context.rank_groups["ep"], device)
         for wire in _wires(can):
-            _check_shape(factory, geometry(context.layout.ep, top_ks[-1], dtypes[0], wire), context.links["ep"], device)
+            _check_shape(
+                factory,
+                dispatch_shape(context.layout.ep, top_ks[-1], dtypes[0], wire),
+                context.rank_groups["ep"],
+                device,
+            )
     if can.host_sync and dist.get_world_size() > 1:
-        a_peer_that_never_comes(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+        a_peer_that_never_comes(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
     elif device.type == "cuda" and dist.get_world_size() > 1:
-        a_peer_that_comes_too_late(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+        a_peer_that_comes_too_late(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
     if can.static:
-        one_token_too_many(factory, geometry(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+        one_token_too_many(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
 
 
 def _capabilities(factory: DispatcherFactory, context: EPContext) -> DispatcherCapabilities:
-    link = context.links["ep"]
-    probe = together("made", link, lambda: factory(geometry(context.layout.ep, 2, torch.bfloat16), link))
-    together(f"{probe.name}: destroy", link, probe.destroy)
+    rank_group = context.rank_groups["ep"]
+    probe = together(
+        "made", rank_group, lambda: factory(dispatch_shape(context.layout.ep, 2, torch.bfloat16), rank_group)
+    )
+    together(f"{probe.name}: destroy", rank_group, probe.destroy)
     return probe.capabilities
 
 
@@ -107,16 +114,16 @@ def _wires(can: DispatcherCapabilities) -> list[Wire]:
     return dispatch + [Wire(combine=name) for name in sorted(can.combine_formats - {"plain"})]
 
 
-def _check_shape(factory: DispatcherFactory, shape: Geometry, link: Link, device: torch.device) -> None:
-    dispatcher = together("made", link, lambda: factory(shape, link))
+def _check_shape(factory: DispatcherFactory, shape: DispatchShape, rank_group: RankGroup, device: torch.device) -> None:
+    dispatcher = together("made", rank_group, lambda: factory(shape, rank_group))
     for to_peers in (False, True) if dispatcher.capabilities.peer_out else (False,):
         for check in CHECKS:
             run(check, dispatcher, device, to_peers)
-    together(f"{dispatcher.name}: destroy", link, dispatcher.destroy)
-    together(f"{dispatcher.name}: destroy, again", link, dispatcher.destroy)
-    again = together(f"{dispatcher.name}: made, again", link, lambda: factory(shape, link))
+    together(f"{dispatcher.name}: destroy", rank_group, dispatcher.destroy)
+    together(f"{dispatcher.name}: destroy, again", rank_group, dispatcher.destroy)
+    again = together(f"{dispatcher.name}: made, again", rank_group, lambda: factory(shape, rank_group))
     run(uneven_and_empty_ranks, again, device)
-    together(f"{dispatcher.name}: destroy", link, again.destroy)
+    together(f"{dispatcher.name}: destroy", rank_group, again.destroy)
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
 from ep_moe.parallel.rank_group import barrier
@@ -15,11 +15,11 @@ from ep_moe.testing.transport_case import Case, DispatcherFactory, said, tell
 from ep_moe.testing.transport_rows import MAX_TOKENS, identity
 
 
-def one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
+def one_token_too_many(factory: DispatcherFactory, shape: DispatchShape, device: torch.device) -> None:
     """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
     deadline_s = 20.0 if device.type == "cuda" else 8.0
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
-        case = Case(factory(shape, context.links["ep"]), device)
+        case = Case(factory(shape, context.rank_groups["ep"]), device)
         x, routing, wanted = case.call(MAX_TOKENS)
         case.same(case.once(x, routing), wanted, "at capacity")
         odd = case.ranks - 1
@@ -30,21 +30,21 @@ def one_token_too_many(factory: DispatcherFactory, shape: Geometry, device: torc
         else:
             y = case.once(x, routing).cpu()
             ids = routing.ids.cpu()
-            touched = ((ids // shape.cap == odd) & (ids >= 0)).any(1)
+            touched = ((ids // shape.slots_per_rank == odd) & (ids >= 0)).any(1)
             case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
             case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
         barrier(device)
         time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
-        case.that(sentence in said(context.ledger.check), "the refusal did not reach the other ranks")
+        case.that(sentence in said(context.flight_recorder.check), "the refusal did not reach the other ranks")
         case.dispatcher.destroy()
         tell(one_token_too_many, case)
 
 
-def a_peer_that_never_comes(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
+def a_peer_that_never_comes(factory: DispatcherFactory, shape: DispatchShape, device: torch.device) -> None:
     """On a transport that waits on the host: who waits gets a PeerTimeout that names the rank, in time."""
     deadline_s, lost = 4.0, dist.get_world_size() - 1
     context = EPContext.from_groups(device=device, deadline_s=deadline_s)
-    case = Case(factory(shape, context.links["ep"]), device)
+    case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")
     start, told = time.monotonic(), ""
@@ -57,16 +57,16 @@ def a_peer_that_never_comes(factory: DispatcherFactory, shape: Geometry, device:
             told = str(error)
         case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
         case.that(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
-    context.ledger.close()  # this context is at its end: its dispatcher cannot meet its peers to be destroyed
+    context.flight_recorder.close()  # this context is at its end: its dispatcher cannot meet its peers to be destroyed
     tell(a_peer_that_never_comes, case)
 
 
-def a_peer_that_comes_too_late(factory: DispatcherFactory, shape: Geometry, device: torch.device) -> None:
+def a_peer_that_comes_too_late(factory: DispatcherFactory, shape: DispatchShape, device: torch.device) -> None:
     """On a transport whose kernels wait on a GPU, while the host goes on: the next step is a PeerTimeout that names the
     rank. It comes before the process would be ended, and so both can be seen."""
     deadline_s, lost = 6.0, dist.get_world_size() - 1
     context = EPContext.from_groups(device=device, deadline_s=deadline_s)
-    case = Case(factory(shape, context.links["ep"]), device)
+    case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")
     barrier(device)
@@ -79,11 +79,11 @@ def a_peer_that_comes_too_late(factory: DispatcherFactory, shape: Geometry, devi
     while case.rank != lost and not told and time.monotonic() - start < 1.7 * deadline_s:
         time.sleep(0.1)
         try:
-            context.ledger.check()
+            context.flight_recorder.check()
         except PeerTimeout as error:
             told = str(error)
     if case.rank != lost:
         case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
     case.same(late, wanted, "when it came after all")
-    context.ledger.close()
+    context.flight_recorder.close()
     tell(a_peer_that_comes_too_late, case)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.experts.layouts import localized, widened
 from ep_moe.quant.fp8_rows import round_by
@@ -21,9 +21,15 @@ FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)  # not 1, so that a s
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def geometry(ranks: int, top_k: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE) -> Geometry:
-    return Geometry(
-        hidden_size=HIDDEN, top_k=top_k, cap=CAP, num_ranks=ranks, dtype=dtype, max_tokens=MAX_TOKENS, wire=wire
+def dispatch_shape(ranks: int, top_k: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE) -> DispatchShape:
+    return DispatchShape(
+        hidden_size=HIDDEN,
+        top_k=top_k,
+        slots_per_rank=CAP,
+        num_ranks=ranks,
+        dtype=dtype,
+        max_tokens=MAX_TOKENS,
+        wire=wire,
     )
 
 
@@ -91,7 +97,7 @@ def expected(x: Tensor, routing: PhysicalRouting) -> Tensor:
     return (x.float() * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
 
 
-def tolerance(shape: Geometry) -> float:
+def tolerance(shape: DispatchShape) -> float:
     """Relative, of sums whose parts are all of one sign: E4M3 has 4 bits of mantissa, bfloat16 has 8."""
     return 2**-4 + 2**-8 if shape.wire.combine == "fp8" else 0.0
 
@@ -100,6 +106,6 @@ def same(actual: Tensor, wanted: Tensor, what: object, rtol: float = 0.0) -> Non
     torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=rtol, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-def rounded(x: Tensor, shape: Geometry) -> tuple[Tensor, Tensor | None]:
+def rounded(x: Tensor, shape: DispatchShape) -> tuple[Tensor, Tensor | None]:
     """Rows as they travel: x and x_scale."""
     return round_rows(x, shape.wire)

@@ -65,10 +65,10 @@ class BiasUpdate:
         total = torch.cat(loads)
         # etp ranks see the same rows, and count them alike: the sum over the other two axes has each row once
         for kind in ("ep", "expert_data"):
-            link = self._context.links[kind]
-            if link.size > 1:
-                with link.ledger.step("bias update", counted=False):
-                    dist.all_reduce(total, group=link.group)
+            rank_group = self._context.rank_groups[kind]
+            if rank_group.size > 1:
+                with rank_group.flight_recorder.step("bias update", counted=False):
+                    dist.all_reduce(total, group=rank_group.group)
         for layer, load in zip(self._layers, total.split([len(load) for load in loads]), strict=True):
             way = (load.sum() - load * len(load)).sign()  # of mean - load, in integers
             _bias(layer).add_(way.float() * self.speed)

@@ -21,7 +21,7 @@ from ep_moe.checks import check_kind, check_not_negative, check_positive
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
 from ep_moe.parallel.checksum import checksum
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local
 
@@ -114,8 +114,8 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
             gradients.append(parameter.grad)
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        with context.ledger.step("sync gradients", counted=False):
-            dist.all_reduce(flat, group=context.links["stage"].group)
+        with context.flight_recorder.step("sync gradients", counted=False):
+            dist.all_reduce(flat, group=context.rank_groups["stage"].group)
         flat /= layout.stage
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -148,20 +148,20 @@ def clip_grad_norm_(
         max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
     if norm_type != math.inf:
         norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
-    link, p = context.links["stage"], norm_type
+    rank_group, p = context.rank_groups["stage"], norm_type
     experts, dense = _power(_experts_once(model), p, context.device), _power(_dense(model), p, context.device)
     cut = _power(_cut(model, context.layout.stage), p, context.device)
     how = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-    if link.size > 1:
-        with context.ledger.step("clip gradients", counted=False):
+    if rank_group.size > 1:
+        with context.flight_recorder.step("clip gradients", counted=False):
             both = torch.stack([experts, cut])
-            dist.all_reduce(both, op=how, group=link.group)
+            dist.all_reduce(both, op=how, group=rank_group.group)
         experts, cut = both.unbind()
         if not math.isinf(p):
             experts = experts / context.layout.replicas  # as many EP groups hold each
     total = torch.stack([experts, dense, cut]).max() if math.isinf(p) else experts + dense + cut
-    if (stages := context.links["pp"]).size > 1:
-        with context.ledger.step("clip gradients over stages", counted=False):
+    if (stages := context.rank_groups["pp"]).size > 1:
+        with context.flight_recorder.step("clip gradients over stages", counted=False):
             dist.all_reduce(total, op=how, group=stages.group)
     norm = total if math.isinf(p) else total.pow(1 / p)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -190,10 +190,12 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         and (id(parameter) in experts or not _is_cut(parameter))
     }
     own = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
-    stage, device = context.links["stage"], context.device
-    with context.ledger.step("compare parameters", counted=False):
+    stage, device = context.rank_groups["stage"], context.device
+    with context.flight_recorder.step("compare parameters", counted=False):
         problem = _difference(stage, {name: p for name, p in named.items() if name not in own}, device)
-        other = _difference(context.links["expert_data"], {name: p for name, p in named.items() if name in own}, device)
+        other = _difference(
+            context.rank_groups["expert_data"], {name: p for name, p in named.items() if name in own}, device
+        )
         found = _first_text(stage, problem or other, device)  # other EP groups may have found nothing
     if found is not None:
         raise InputError(f"{what}: {found}")
@@ -201,39 +203,41 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         weights.gradient_sum.compared = True
 
 
-def _first_text(link: Link, text: str | None, device: torch.device) -> str | None:
+def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -> str | None:
     """The text of the link's first rank that has one, on all ranks. The ledger shares texts among ranks of one layer's
     collectives alone, and a stage may have more."""
     own = (text or "").encode()
-    sizes = [row[0] for row in link.exchange(torch.tensor([len(own)], device=device))]
+    sizes = [row[0] for row in rank_group.exchange(torch.tensor([len(own)], device=device))]
     if not any(sizes):
         return None
     padded = list(own) + [0] * (max(sizes) - len(own))
-    rows = link.exchange(torch.tensor(padded, dtype=torch.int64, device=device))
+    rows = rank_group.exchange(torch.tensor(padded, dtype=torch.int64, device=device))
     first = next(at for at, size in enumerate(sizes) if size)
     return bytes(rows[first][: sizes[first]]).decode()
 
 
-def _difference(link: Link, named: dict[str, Tensor], device: torch.device) -> str | None:
+def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.device) -> str | None:
     """What the ranks of a link hold otherwise than its first one, None where they hold the same."""
-    if link.size == 1:
+    if rank_group.size == 1:
         return None
     kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named.items()]
-    facts = link.exchange(torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], device=device))
-    odd = [rank for rank, found in zip(link.ranks, facts, strict=True) if found != facts[0]]
+    facts = rank_group.exchange(torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], device=device))
+    odd = [rank for rank, found in zip(rank_group.ranks, facts, strict=True) if found != facts[0]]
     if odd:
         return (
-            f"rank {link.ranks[0]} and {', '.join(map(str, odd))} have parameters of other names, shapes, dtypes or "
+            f"rank {rank_group.ranks[0]} and {', '.join(map(str, odd))} have parameters of other names, shapes, "
+            f"dtypes or "
             f"requires_grad; make the same model on all ranks"
         )
     if not named:
         return None
-    rows = link.exchange(torch.stack([checksum(parameter, device) for parameter in named.values()]))
+    rows = rank_group.exchange(torch.stack([checksum(parameter, device) for parameter in named.values()]))
     for name, column in zip(named, zip(*rows, strict=True), strict=True):
-        odd = [rank for rank, found in zip(link.ranks, column, strict=True) if found != column[0]]
+        odd = [rank for rank, found in zip(rank_group.ranks, column, strict=True) if found != column[0]]
         if odd:
             return (
-                f"{name} differs between rank {link.ranks[0]} and {', '.join(map(str, odd))}, and all ranks must begin "
+                f"{name} differs between rank {rank_group.ranks[0]} and {', '.join(map(str, odd))}, and all ranks "
+                f"must begin "
                 f"alike; call torch.manual_seed with one seed on all ranks before the model is made, or load a "
                 f"checkpoint on all"
             )
@@ -262,7 +266,8 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
             gradient, share = local(parameter.grad), 1.0
             if expert.isdigit():
                 owners = {
-                    slot // weights.expert_map.cap for slot in weights.expert_map.logical_to_physical[int(expert)]
+                    slot // weights.expert_map.slots_per_rank
+                    for slot in weights.expert_map.logical_to_physical[int(expert)]
                 }
                 if min(owners) != weights.ep_rank:
                     continue  # a copy

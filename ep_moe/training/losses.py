@@ -188,9 +188,9 @@ def _over_data(counts: Tensor, context: EPContext) -> tuple[Tensor, int]:
     """int64 counts summed over the ranks of a pipeline stage that have tokens of their own, and how many those are."""
     # etp, ep and expert_data are the axes of a stage: each of its ranks is counted once
     for kind in ("etp", "ep", "expert_data"):
-        link = context.links[kind]
-        if link.size > 1:
-            with link.ledger.step("load-balancing loss", counted=False):
-                dist.all_reduce(counts, group=link.group)
+        rank_group = context.rank_groups[kind]
+        if rank_group.size > 1:
+            with rank_group.flight_recorder.step("load-balancing loss", counted=False):
+                dist.all_reduce(counts, group=rank_group.group)
     layout = context.layout
     return counts // layout.split, layout.stage // layout.split  # tp ranks with the same tokens counted them alike

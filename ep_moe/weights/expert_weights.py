@@ -28,7 +28,7 @@ from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.cutting import cut, join
 from ep_moe.weights.initial import initial_expert
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.parts import part_names, parts_of, split_parts
 from ep_moe.weights.slots import ExpertSlots
 
@@ -41,7 +41,7 @@ def expert_shapes(config: MoEConfig, scheme: Scheme = PLAIN) -> dict[str, tuple[
 
 
 class ExpertWeights(ExpertSlots):
-    """The weights of this rank's slots: one [L, ...] per tensor that `preparation` stores.
+    """The weights of this rank's slots: one [L, ...] per tensor that `weight_layout` stores.
 
     scheme: how the numbers are stored; preparation: in what layout, by the kernel that reads them (default canonical)
     trainable: whether the kernel has a backward. Plain canonical weights are then parameters by logical expert, such as
@@ -64,7 +64,7 @@ class ExpertWeights(ExpertSlots):
     def dense(self, name: str) -> Tensor:
         """w13 or w2 of all slots [L, rows, columns] in the canonical layout: the stored tensor where it is plain and
         canonical, dequantised to `dtype` otherwise."""
-        if self.scheme.plain and type(self.preparation) is Preparation:
+        if self.scheme.plain and type(self.weight_layout) is WeightLayout:
             return self.tensors[name]
         slots = [self.slot(slot) for slot in range(self.num_slots)]
         whole = {part: torch.stack([tensors[part] for tensors in slots]) for part in self.names} if slots else {}
@@ -83,7 +83,7 @@ class ExpertWeights(ExpertSlots):
 
     def slot(self, slot: int) -> dict[str, Tensor]:
         """One slot's canonical tensors."""
-        return self.preparation.restore({name: tensor.detach()[slot] for name, tensor in self.tensors.items()})
+        return self.weight_layout.restore({name: tensor.detach()[slot] for name, tensor in self.tensors.items()})
 
     @property
     def adds_output_bias(self) -> bool:
@@ -137,14 +137,14 @@ class ExpertWeights(ExpertSlots):
     @torch.no_grad()
     def write(self, slots: list[int], pieces: Mapping[str, Tensor]) -> None:
         """Write an expert's canonical tensors (some or all of them), cut to this etp rank, into `slots`."""
-        specs = self.preparation.canonical
+        specs = self.weight_layout.canonical
         canonical = {
             name: piece.to(self.device, self.dtype if self.scheme.plain else specs[name].dtype)
             for name, piece in pieces.items()
         }
-        if canonical.keys() != self.preparation.canonical.keys():
+        if canonical.keys() != self.weight_layout.canonical.keys():
             canonical = self.slot(slots[0]) | canonical  # a kernel's tensor may be made of several of ours
-        for name, tensor in self.preparation.prepare(canonical).items():
+        for name, tensor in self.weight_layout.prepare(canonical).items():
             for slot in slots:
                 self.tensors[name][slot].copy_(tensor)
 
@@ -186,7 +186,9 @@ class ExpertWeights(ExpertSlots):
             return piece
         wire = piece.contiguous().view(torch.uint8) if piece.dtype.itemsize == 1 else piece.contiguous()
         pieces = [torch.empty_like(wire) for _ in range(self.etp.size)]
-        with self.etp.ledger.step("gather an expert over etp", counted=False):  # ranks differ in how many they hold
+        with self.etp.flight_recorder.step(
+            "gather an expert over etp", counted=False
+        ):  # ranks differ in how many they hold
             dist.all_gather(pieces, wire, group=self.etp.group)
         return join(self.config, name, [part.view(piece.dtype) for part in pieces])
 
@@ -204,7 +206,7 @@ class ExpertWeights(ExpertSlots):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.etp.size > 1 and self.held and (self._slots or not self.named):
-            self.etp.ledger.meet(f"{prefix}state_dict", self.etp.ranks, "state_dict() of a layer with etp > 1")
+            self.etp.flight_recorder.meet(f"{prefix}state_dict", self.etp.ranks, "state_dict() of a layer with etp > 1")
         for expert, slots in self.held.items():
             if self.named and (self.etp.size == 1 or not self._slots):
                 module = self._modules[str(expert)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
@@ -31,7 +31,7 @@ class GradientSum:
     each_backward: called first in every backward, on all ranks of the stage alike
     """
 
-    def __init__(self, weights: ExpertSlots, ep: Link, etp: Link, replicas: Link) -> None:
+    def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
         self._weights = weights
         self.ep, self.etp, self.replicas = ep, etp, replicas
         self.divisor = 1
@@ -66,14 +66,14 @@ class GradientSum:
             gradients = {name: gradient / divisor for name, gradient in gradients.items()}
         if self.etp.size > 1 and "w2_bias" in gradients:  # etp rank 0 alone used it, all hold it
             gradients["w2_bias"] = gradients["w2_bias"].clone()
-            with self.etp.ledger.step("backward by the sum over etp", counted=False):
+            with self.etp.flight_recorder.step("backward by the sum over etp", counted=False):
                 dist.all_reduce(gradients["w2_bias"], group=self.etp.group)
         if not gradients or not self._weights.num_slots:
             return gradients
         redundant = self._weights.expert_map.replicated
         shared = {name: self._copies(gradient, redundant) for name, gradient in gradients.items()} if redundant else {}
         if self.replicas.size > 1 and not self.sharded:
-            with self.replicas.ledger.step("backward by the sum over EP groups", counted=False):
+            with self.replicas.flight_recorder.step("backward by the sum over EP groups", counted=False):
                 for name in gradients:
                     gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)
                     dist.all_reduce(gradients[name], group=self.replicas.group)
@@ -89,7 +89,7 @@ class GradientSum:
             for slot in self._weights.held.get(expert, ()):
                 total[place] += gradient[slot]
         if self.ep.size > 1:
-            with self.ep.ledger.step("backward by the sum over copies"):
+            with self.ep.flight_recorder.step("backward by the sum over copies"):
                 dist.all_reduce(total, group=self.ep.group)
         return total
 

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights import optimizer_guard
 from ep_moe.weights.gradients import GradientSum
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
 
 Result = TypeVar("Result")
@@ -35,19 +35,19 @@ class ExpertSlots(nn.Module):
         expert_map: ExpertMap,
         *,
         ep_rank: int = 0,
-        ep: Link | None = None,
-        etp: Link | None = None,
-        replicas: Link | None = None,
+        ep: RankGroup | None = None,
+        etp: RankGroup | None = None,
+        replicas: RankGroup | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         scheme: Scheme = PLAIN,
-        preparation: Callable[[MoEConfig, Scheme, torch.dtype, int], Preparation] = Preparation,
+        weight_layout: Callable[[MoEConfig, Scheme, torch.dtype, int], WeightLayout] = WeightLayout,
         trainable: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
         self.ep_rank = ep_rank
-        self.etp = etp or Link.alone()
+        self.etp = etp or RankGroup.alone()
         self.scheme = scheme
         if config.intermediate_size % self.etp.size:
             raise ConfigError(
@@ -61,15 +61,15 @@ class ExpertSlots(nn.Module):
         self.num_slots = expert_map.num_slots(ep_rank)
         self.updates = 0  # calls that may have written weights, alike on all ranks
         self._dtype = dtype or torch.get_default_dtype()
-        self.preparation = preparation(config, scheme, self._dtype, self.etp.size)
-        self.names = tuple(self.preparation.canonical)
-        self.gradient_sum = GradientSum(self, ep or Link.alone(), self.etp, replicas or Link.alone())
-        self.named = trainable and scheme.plain and type(self.preparation) is Preparation
+        self.weight_layout = weight_layout(config, scheme, self._dtype, self.etp.size)
+        self.names = tuple(self.weight_layout.canonical)
+        self.gradient_sum = GradientSum(self, ep or RankGroup.alone(), self.etp, replicas or RankGroup.alone())
+        self.named = trainable and scheme.plain and type(self.weight_layout) is WeightLayout
         self._slots: dict[str, Tensor] = {}
         self._joined: dict[str, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
         self._copied = -1
-        for name, spec in self.preparation.specs().items():
+        for name, spec in self.weight_layout.specs().items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
             if self.named:
                 self._slots[name] = data
@@ -163,7 +163,7 @@ class ExpertSlots(nn.Module):
     def _stacked(self) -> dict[str, Tensor]:
         """Copies of the parameters, differentiable: where they lie elsewhere than in the slots."""
         found, gated = {}, self.config.activation.gated
-        for name, spec in self.preparation.canonical.items():
+        for name, spec in self.weight_layout.canonical.items():
             slots = []
             for expert in self.local_experts:
                 if expert == EMPTY:

@@ -25,10 +25,10 @@ CONFIG = MoEConfig(
 ROW = 4 * (16 * 16 * 2 + 16 * 2) + 8  # bytes of one expert's row
 
 
-def random_map(ranks: int, cap: int, seed: int, experts: int = 10) -> ExpertMap:
+def random_map(ranks: int, slots_per_rank: int, seed: int, experts: int = 10) -> ExpertMap:
     """Experts once, then replicas in the slots that are left, none twice on a rank."""
     draw = random.Random(seed)
-    slots = [rank for rank in range(ranks) for _ in range(cap)]
+    slots = [rank for rank in range(ranks) for _ in range(slots_per_rank)]
     while True:
         draw.shuffle(slots)
         held: list[list[int]] = [[] for _ in range(ranks)]
@@ -68,7 +68,7 @@ def assert_slots(layer: MoELayer, make: Callable[..., Any] = integer_expert, see
         etp=held.etp,
         dtype=held.dtype,
         scheme=held.scheme,
-        preparation=type(held.preparation),
+        weight_layout=type(held.weight_layout),
     ).to(held.device)
     for expert in set(held.local_experts) - {-1}:
         fresh.update_expert(expert, make(layer.config, expert, seed))

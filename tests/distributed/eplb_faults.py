@@ -14,7 +14,7 @@ DEADLINE_S = 2.0
 
 def new_map(layer, seed=1):
     placed = layer.placement.expert_map
-    return random_map(placed.num_ranks, placed.cap, seed)
+    return random_map(placed.num_ranks, placed.slots_per_rank, seed)
 
 
 def busy_map(layer):

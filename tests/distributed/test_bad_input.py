@@ -380,7 +380,7 @@ def test_given_groups(world_size):
     pairs, strides, two = group_of([0, 1], [2, 3]), group_of([0, 2], [1, 3]), group_of([0, 3], [1, 2])
     with with_groups(tp=pairs, ep=strides, etp=pairs) as context:
         for kind, group in (("tp", pairs), ("ep", strides), ("etp", pairs)):
-            assert context.links[kind].group is group
+            assert context.rank_groups[kind].group is group
         check_call(fill(MoELayer(CONFIG, context)), context)
     assert dist.get_process_group_ranks(pairs)  # destroy leaves the caller's groups alone
 

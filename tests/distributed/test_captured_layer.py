@@ -48,7 +48,7 @@ on_gpus = pytest.mark.skipif(
 
 def built(context: EPContext, pair: str = "bf16", config: MoEConfig = WIDE) -> MoELayer:
     asked = PAIRS[pair]
-    if (missing := registry.why_not("experts", asked["experts"])) is not None:
+    if (missing := registry.unsupported_reason("experts", asked["experts"])) is not None:
         pytest.skip(missing)  # on all ranks alike
     ranks = context.layout.ep
     placed = ExpertMap.redundant(10, ranks, 2 if ranks > 1 else 0)  # equally many slots on all ranks
@@ -108,21 +108,24 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(pair, world_size):
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
         layer = built(context, pair)
-        with context.at_most(40):
+        with context.token_limit(40):
             layer.capture_routed([1, 4, 32])
             for step in range(12):
                 # captured on some ranks and not on others, in an order that is not that of the captures
                 tokens = (4, 5, 32, 1, 0, 33)[(step + rank) % 6]
                 check(layer, tokens, 10 * step + rank, replays=tokens != 33)
             placed = layer.placement.expert_map
-            turned = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
+            turned = (
+                placed.physical_to_logical[placed.slots_per_rank :]
+                + placed.physical_to_logical[: placed.slots_per_rank]
+            )
             other = ExpertMap(physical_to_logical=turned, num_experts=10, num_ranks=world_size)
             layer.placement.update(other)
             layer.expert_weights.expert_map = other
             written(layer)
             check(layer, 32, 77 + rank, replays=True)
         check(layer, 32, rank, replays=False)
-        assert len(set(everywhere(context.ledger.number))) == 1
+        assert len(set(everywhere(context.flight_recorder.number))) == 1
 
 
 @on_gpus
@@ -213,7 +216,7 @@ def test_load_tuning_and_bad_input(world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
         layer = built(context)
         layer.capture_routed([16])
-        layer.capture([16])  # with picks of the layer's own
+        layer.capture([16])  # with routes of the layer's own
         assert not any(layer.stats().expert_load), "a capture is no load"
         routing = routes(layer, 16, rank)
         layer.forward_routed(rows(layer, 16, rank), routing)

@@ -20,7 +20,7 @@ from ep_moe.runtime.profiling import StageTimes
 from ep_moe.testing import distributed, rank_device
 from tests import mega_emulation
 from tests.distributed.cases import everywhere, same_error
-from tests.graph_emulation import GRAPHS, Again, stand_in
+from tests.graph_emulation import GRAPHS, RecordableCall, stand_in
 from tests.helpers import fill, integer_routing, integer_rows, oracle
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
@@ -35,10 +35,10 @@ def built(context: EPContext, config: MoEConfig = PLAIN, **asked: object) -> MoE
 def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool) -> None:
     """A call with numbers that add up exactly, and whether it was a replay here."""
     x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, PLAIN, seed)
-    before = Again.replays
+    before = RecordableCall.replays
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
-    assert (Again.replays - before == 1) is replays, (tokens, seed)
+    assert (RecordableCall.replays - before == 1) is replays, (tokens, seed)
     torch.testing.assert_close(y, oracle(PLAIN, x, routing), rtol=1e-5, atol=1e-3)
 
 
@@ -50,20 +50,22 @@ def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=CPU, max_tokens=9) as context:
         layer = built(context, expert_map=ExpertMap.redundant(6, world_size, 2))
         layer.capture_routed([4])
-        with context.at_most(5):
+        with context.token_limit(5):
             layer.capture_routed([5])
         for step in range(2 * world_size):
             tokens = (4, 3, 9, 0)[(rank + step) % 4]
             check(layer, tokens, 10 * step + rank, replays=tokens <= 4)
-            assert len(set(everywhere(context.ledger._step))) == 1, (
+            assert len(set(everywhere(context.flight_recorder._step))) == 1, (
                 "a rank that replays is neither behind nor elsewhere"
             )
-        with context.at_most(5):
+        with context.token_limit(5):
             check(layer, 5, rank, replays=True)
             check(layer, 2, rank, replays=True)
         check(layer, 5, rank, replays=False)
         placed = layer.placement.expert_map
-        turned = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
+        turned = (
+            placed.physical_to_logical[placed.slots_per_rank :] + placed.physical_to_logical[: placed.slots_per_rank]
+        )
         moved = ExpertMap(physical_to_logical=turned, num_experts=6, num_ranks=world_size)
         layer.placement.update(moved)
         layer.expert_weights.expert_map = moved
@@ -81,16 +83,16 @@ def test_calls_in_parts(world_size):
         layer = built(context, pipeline=2)
         for step in range(4):
             layer.capture_routed([9, 4])
-            lanes = layer.dispatcher.lanes.made
-            assert len(lanes) > 1
+            buffer_pool = layer.dispatcher.buffer_pool.made
+            assert len(buffer_pool) > 1
             tokens = (9, 0, 6, 3)[(rank + step) % 4]
             check(layer, tokens, 10 * step + rank, replays=True)
             if step % 2 == rank:
                 layer.captured.drop()
             check(layer, tokens, 11 * step + rank, replays=step % 2 != rank)
-            assert len(set(everywhere(context.ledger._step))) == 1
-            assert not any(lane.busy for lane in lanes)
-        with context.at_most(2):
+            assert len(set(everywhere(context.flight_recorder._step))) == 1
+            assert not any(buffer_slot.busy for buffer_slot in buffer_pool)
+        with context.token_limit(2):
             layer.capture_routed([2])
             check(layer, 2, rank, replays=True)
 
@@ -126,12 +128,12 @@ def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
             else:
                 y = layer.forward_routed(x, routing)
                 assert y[(routing.ids >= 3).any(1)].isnan().all()
-                assert Again.replays == 1
+                assert RecordableCall.replays == 1
             barrier(rank_device())
             time.sleep(1.5)  # a heartbeat carries it
             with pytest.raises(InputError, match=sentence):
                 layer.forward_routed(integer_rows(9, 16, rank), integer_routing(9, PLAIN, rank))
-        assert Again.replays == (1 - rank), "raised before anything set out"
+        assert RecordableCall.replays == (1 - rank), "raised before anything set out"
 
 
 @distributed(2)
@@ -141,7 +143,7 @@ def test_a_replay_marks_how_far_the_device_is(world_size):
         layer = built(context)
         layer.capture_routed([4])
         marked = []
-        context.ledger.mark = lambda device: marked.append((device, Again.replays))
+        context.flight_recorder.mark = lambda device: marked.append((device, RecordableCall.replays))
         check(layer, 4, 0, replays=True)
         assert marked == [(CPU, 1)], "behind the replay"
 
@@ -157,10 +159,10 @@ def test_captures_that_cannot_be(world_size):
         waits = MoELayer(PLAIN, context, all2all="torch_a2a")
 
         def recording_fails(self, call):
-            before = context.ledger._step
+            before = context.flight_recorder._step
             call()  # the peers' stand-in needs it
-            context.ledger._step = before  # as if it had failed at once
-            context.dispatcher("nvlink_p2p", layer.geometry).lanes.made[0].busy = True  # as after dispatch
+            context.flight_recorder._step = before  # as if it had failed at once
+            context.dispatcher("nvlink_p2p", layer.dispatch_shape).buffer_pool.made[0].busy = True  # as after dispatch
             raise RuntimeError("operation not permitted when stream is capturing")
 
         def on_one_rank(value, other):
@@ -183,7 +185,7 @@ def test_captures_that_cannot_be(world_size):
             ConfigError, lambda: layer.capture_routed([4])
         )
         context.stage_times = None
-        busy = context.dispatcher("nvlink_p2p", layer.geometry).lanes
+        busy = context.dispatcher("nvlink_p2p", layer.dispatch_shape).buffer_pool
         layer.capture_routed([4])
         busy.made[0].busy = True
         assert "a call of all2all=nvlink_p2p is under way" in same_error(ConfigError, lambda: layer.capture([4]))
@@ -191,26 +193,26 @@ def test_captures_that_cannot_be(world_size):
         captured_calls.capturing = lambda device: True
         assert "a capture is under way on this stream" in same_error(ConfigError, lambda: layer.capture([4]))
         captured_calls.capturing = lambda device: False
-        transport, lanes = layer.dispatcher, layer.dispatcher.lanes
-        transport.lanes = None
+        transport, buffer_pool = layer.dispatcher, layer.dispatcher.buffer_pool
+        transport.buffer_pool = None
         found = same_error(ConfigError, lambda: layer.capture([4]))
         assert "all2all=nvlink_p2p puts its calls in order on a stream that a replay passes by" in found
-        transport.lanes = lanes
+        transport.buffer_pool = buffer_pool
         layer.capture([2])
         assert len(context.recorders) == 1, "one for all captures on a stream"
-        record = Again.record
-        Again.record = on_one_rank(recording_fails, record)
+        record = RecordableCall.record
+        RecordableCall.record = on_one_rank(recording_fails, record)
         found = same_error(ConfigError, lambda: layer.capture_routed([3]))
         assert not context.recorders or not rank, "its memory may be lost"
         assert "rank 1: the call could not be captured, RuntimeError: operation not permitted" in found
-        Again.record = record
-        assert len(set(everywhere(context.ledger.number))) == 1
+        RecordableCall.record = record
+        assert len(set(everywhere(context.flight_recorder.number))) == 1
         check(layer, 4, rank, replays=True)
         check(layer, 5, rank, replays=False)
-        lanes = NVLinkP2PDispatcher.capabilities
-        NVLinkP2PDispatcher.capabilities = dataclasses.replace(lanes, cuda_graph=False)
+        buffer_pool = NVLinkP2PDispatcher.capabilities
+        NVLinkP2PDispatcher.capabilities = dataclasses.replace(buffer_pool, cuda_graph=False)
         assert "all2all=nvlink_p2p cannot be captured" in same_error(ConfigError, lambda: layer.capture([4]))
-        NVLinkP2PDispatcher.capabilities = lanes
+        NVLinkP2PDispatcher.capabilities = buffer_pool
         ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=False)
         assert "experts=reference cannot be captured" in same_error(ConfigError, lambda: layer.capture([4]))
         captured_calls.Recorder = GRAPHS

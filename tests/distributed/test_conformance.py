@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from ep_moe import EPContext, ParallelConfig, registry
 from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
-from ep_moe.all2all.base import Dispatcher, Geometry
+from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
-from ep_moe.parallel.rank_group import Link, barrier
+from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.quant.fp8_rows import round_blocks
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_endings import a_peer_that_never_comes
-from ep_moe.testing.transport_rows import MAX_TOKENS, expected, geometry, identity, moved, routes, rows, same
+from ep_moe.testing.transport_rows import MAX_TOKENS, dispatch_shape, expected, identity, moved, routes, rows, same
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 from tests.deepep_emulation import Buffer
 from tests.flashinfer_nvlink_emulation import communication
@@ -28,11 +28,11 @@ from tests.peer_memory_emulation import make_memory
 from tests.pplx_emulation import make_all2all
 
 
-def nvlink(shape: Geometry, link: Link) -> Dispatcher:
+def nvlink(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
     """The real one on GPUs."""
     if rank_device().type == "cpu":
         flashinfer_nvlink.communication = communication
-    return FlashInferNVLinkDispatcher(shape, link)
+    return FlashInferNVLinkDispatcher(shape, rank_group)
 
 
 @distributed(4)
@@ -51,14 +51,14 @@ def test_flashinfer_nvlink(world_size):
         check_dispatcher(nvlink, top_ks=(1, 3), dtypes=(torch.bfloat16,))
 
 
-def deepep_asking(shape: Geometry, link: Link, kind=deepep.DeepEPDispatcher) -> Dispatcher:
+def deepep_asking(shape: DispatchShape, rank_group: RankGroup, kind=deepep.DeepEPDispatcher) -> Dispatcher:
     if rank_device().type == "cpu":
         deepep.make_buffer = Buffer
-    return kind(shape, link)
+    return kind(shape, rank_group)
 
 
-def deepep_static(shape: Geometry, link: Link) -> Dispatcher:
-    return deepep_asking(shape, link, deepep.DeepEPStaticDispatcher)
+def deepep_static(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
+    return deepep_asking(shape, rank_group, deepep.DeepEPStaticDispatcher)
 
 
 @distributed(2, 4)
@@ -69,10 +69,10 @@ def test_deepep(make, world_size):
     check_dispatcher(make, top_ks=(3,))
 
 
-def pplx_alone(shape: Geometry, link: Link) -> Dispatcher:
+def pplx_alone(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
     if rank_device().type == "cpu":
         pplx.make_all2all = make_all2all
-    return pplx.PplxDispatcher(shape, link)
+    return pplx.PplxDispatcher(shape, rank_group)
 
 
 @distributed(2, 4)
@@ -82,10 +82,10 @@ def test_pplx(world_size):
     check_dispatcher(pplx_alone, top_ks=(3,), dtypes=(torch.bfloat16,))
 
 
-def p2p(shape: Geometry, link: Link, kind=nvlink_p2p.NVLinkP2PDispatcher) -> Dispatcher:
+def p2p(shape: DispatchShape, rank_group: RankGroup, kind=nvlink_p2p.NVLinkP2PDispatcher) -> Dispatcher:
     if rank_device().type == "cpu":
         nvlink_p2p.make_memory = make_memory
-    return kind(shape, link)
+    return kind(shape, rank_group)
 
 
 class ManyTokens(nvlink_p2p.NVLinkP2PDispatcher):
@@ -100,12 +100,12 @@ class CopyEngines(nvlink_p2p.NVLinkP2PDispatcher):
     few_bytes = copied_bytes = 0
 
 
-def p2p_many(shape: Geometry, link: Link) -> Dispatcher:
-    return p2p(shape, link, ManyTokens)
+def p2p_many(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
+    return p2p(shape, rank_group, ManyTokens)
 
 
-def p2p_copies(shape: Geometry, link: Link) -> Dispatcher:
-    return p2p(shape, link, CopyEngines)
+def p2p_copies(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
+    return p2p(shape, rank_group, CopyEngines)
 
 
 @distributed(1, 2, 4)
@@ -135,17 +135,17 @@ def test_groups_beside_each_other(kind, make, world_size):
     everyone, pairs = ParallelConfig(dp=4), ParallelConfig(dp=4, ep=2)
     with ExitStack() as stack:
         contexts = [stack.enter_context(EPContext.from_groups(sizes, device=device)) for sizes in (everyone, pairs)]
-        made = [make(geometry(c.layout.ep, 3, torch.bfloat16), c.links["ep"]) for c in contexts]
+        made = [make(dispatch_shape(c.layout.ep, 3, torch.bfloat16), c.rank_groups["ep"]) for c in contexts]
         for turn in range(3):
             under_way = []
             for number, dispatcher in enumerate(made):
                 seed = 100 * turn + 10 * number + rank
-                x, routing = rows(seed, 5 + rank, torch.bfloat16), routes(seed, 5 + rank, dispatcher.link.size, 3)
+                x, routing = rows(seed, 5 + rank, torch.bfloat16), routes(seed, 5 + rank, dispatcher.rank_group.size, 3)
                 received = dispatcher.dispatch(x.to(device), moved(routing, device))
                 under_way.append((dispatcher, received, expected(x, routing)))
             for dispatcher, received, wanted in reversed(under_way) if turn % 2 else under_way:
                 y = dispatcher.combine(identity(received, torch.bfloat16), received.handle)
-                same(y, wanted, f"turn {turn}, {dispatcher.link.size} ranks")
+                same(y, wanted, f"turn {turn}, {dispatcher.rank_group.size} ranks")
         barrier(device)
         for dispatcher in made:
             dispatcher.destroy()
@@ -156,7 +156,7 @@ def test_groups_beside_each_other(kind, make, world_size):
 
 class OffByOne(TorchAll2AllDispatcher):
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
-        ids = torch.where(routing.ids >= 0, (routing.ids + 1) % self.geometry.num_physical, -1)
+        ids = torch.where(routing.ids >= 0, (routing.ids + 1) % self.dispatch_shape.num_physical, -1)
         return super()._dispatch(x, x_scale, PhysicalRouting(PhysicalIds(ids), routing.weights), problem, max_tokens)
 
 
@@ -174,7 +174,7 @@ class ForeignIds(Unweighted):
 
     def _changed(self, received: Received) -> Received:
         ids = received.local_ids.clone()
-        ids[ids < 0] = self.geometry.cap
+        ids[ids < 0] = self.dispatch_shape.slots_per_rank
         return dataclasses.replace(received, local_ids=LocalIds(ids))
 
 
@@ -221,7 +221,7 @@ class Unscaled(TorchAll2AllDispatcher):
 
     def _told(self, received):
         if received.x_scale is None:
-            return dataclasses.replace(received, x=received.x.to(self.geometry.dtype))
+            return dataclasses.replace(received, x=received.x.to(self.dispatch_shape.dtype))
         return super()._told(received)
 
 
@@ -231,7 +231,7 @@ class CoarseScales(TorchAll2AllDispatcher):
     capabilities = dataclasses.replace(TorchAll2AllDispatcher.capabilities, rounds=frozenset({"fp8_block"}))
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
-        if x.dtype != self.geometry.row_dtype:
+        if x.dtype != self.dispatch_shape.row_dtype:
             x, x_scale = round_blocks(x)
             x_scale = x_scale.bfloat16().float()
         return super()._dispatch(x, x_scale, routing, problem, max_tokens)
@@ -247,8 +247,8 @@ class Copied(TorchAll2AllDispatcher):
 class Silent(FlashInferNVLinkDispatcher):
     """Gives its peers zeros where it refuses a call."""
 
-    def _poison(self, lane, device, max_tokens):
-        super()._poison(SimpleNamespace(library=Zeros(lane.library)), device, max_tokens)
+    def _poison(self, buffer_slot, device, max_tokens):
+        super()._poison(SimpleNamespace(library=Zeros(buffer_slot.library)), device, max_tokens)
 
 
 class Zeros:
@@ -278,7 +278,7 @@ class AnyId(TorchAll2AllDispatcher):
     """Takes an id of no expert for an empty one."""
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
-        known = (routing.ids >= 0) & (routing.ids < self.geometry.num_physical)
+        known = (routing.ids >= 0) & (routing.ids < self.dispatch_shape.num_physical)
         ids = PhysicalIds(routing.ids.where(known, -1))
         return super()._dispatch(x, x_scale, PhysicalRouting(ids, routing.weights), problem, max_tokens)
 
@@ -290,15 +290,15 @@ class NoGradients(TorchAll2AllDispatcher):
 
 class RaisesOnOneRank(TorchAll2AllDispatcher):
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
-        if self.link.rank == 1 and len(x) == 5:
+        if self.rank_group.rank == 1 and len(x) == 5:
             raise ValueError("boom")
         return super()._dispatch(x, x_scale, routing, problem, max_tokens)
 
 
 class NotMadeOnOneRank(TorchAll2AllDispatcher):
-    def __init__(self, shape, link):
-        super().__init__(shape, link)
-        if link.rank == 1:
+    def __init__(self, shape, rank_group):
+        super().__init__(shape, rank_group)
+        if rank_group.rank == 1:
             raise ValueError("no memory")
 
 
@@ -306,7 +306,7 @@ class DestroyedOnce(TorchAll2AllDispatcher):
     gone = False
 
     def destroy(self):
-        if self.gone and self.link.rank == 1:
+        if self.gone and self.rank_group.rank == 1:
             raise ValueError("it is gone")
         self.gone = True
 
@@ -361,14 +361,14 @@ class Alone(LocalDispatcher):
     """Right by itself, and waits for nobody."""
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
-        ids = PhysicalIds(routing.ids.clamp(max=self.geometry.cap - 1))
+        ids = PhysicalIds(routing.ids.clamp(max=self.dispatch_shape.slots_per_rank - 1))
         return super()._dispatch(x, x_scale, PhysicalRouting(ids, routing.weights), problem, max_tokens)
 
 
 @distributed(2, set_device=True)
 def test_a_transport_that_waits_for_nobody_is_seen(world_size):
     with pytest.raises(AssertionError, match=r"a peer that never comes .* rank 0: rank 1 was not named in ''"):
-        a_peer_that_never_comes(Alone, geometry(world_size, 2, torch.float32), rank_device())
+        a_peer_that_never_comes(Alone, dispatch_shape(world_size, 2, torch.float32), rank_device())
 
 
 # --- fixed buffers --------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def test_fewer_tokens_at_most(world_size):
     if device.type == "cuda" and (why := FlashInferNVLinkDispatcher.available()):
         pytest.skip(why)
     with EPContext.from_groups(device=device, deadline_s=20) as context:
-        dispatcher = nvlink(geometry(world_size, 2, torch.bfloat16), context.links["ep"])
+        dispatcher = nvlink(dispatch_shape(world_size, 2, torch.bfloat16), context.rank_groups["ep"])
         x, routing = rows(rank, 3 + rank, torch.bfloat16), routes(rank, 3 + rank, world_size, 2)
         received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=5)
         assert len(received.x) == 5 * world_size

@@ -234,7 +234,7 @@ def test_a_context_whose_store_is_gone_is_given_back_quietly(world_size):
     def healthy(*_):
         raise dist.DistNetworkError("failed to recv, got 0 bytes")
 
-    context.agreement.healthy = healthy
+    context.consensus.healthy = healthy
     context.destroy()
     assert len(dist.distributed_c10d._world.pg_map) < groups
 
@@ -243,10 +243,10 @@ def test_a_context_whose_store_is_gone_is_given_back_quietly(world_size):
 def test_groups_that_do_not_connect_are_a_sentence(world_size):
     """As of a deadline too short for them; its watch ends, and nothing warns of a context that never was."""
 
-    def links(*_):
+    def rank_groups(*_):
         raise RuntimeError("Gloo connectFullMesh failed with pair.h:311 Connect timeout")
 
-    before, context_module.Links = context_module.Links, links
+    before, context_module.Links = context_module.Links, rank_groups
     try:
         with pytest.raises(PeerTimeout, match=r"connect \(step 0\): Gloo connectFullMesh failed.*Raise deadline_s"):
             EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=1)

@@ -39,12 +39,12 @@ def test_calls_and_moves(all2all, world_size):
             fill(layer)
         assert_same(layer.forward_routed(x, routing), expected, "made there")
         with ExpertBalancer([layer], context, on_request()) as balancer:
-            balancer.move_to([random_map(2, placed.cap, 3)])
+            balancer.move_to([random_map(2, placed.slots_per_rank, 3)])
             while balancer.stats().rebalances == 0:
                 assert_same(layer.forward_routed(x, routing), expected, "while experts move")
                 balancer.step()
         assert layer.placement.expert_map != placed
-        recorder = LoadRecorder([layer], context.links["lockstep"], steps=1)
+        recorder = LoadRecorder([layer], context.rank_groups["lockstep"], steps=1)
         assert_same(layer.forward_routed(x, routing), expected, "after they moved")
         recorder.step()
         assert recorder.finish().counts.sum() == sum(layer.stats().rank_load) > 0

@@ -76,7 +76,7 @@ def test_a_default_context_and_another_with_fixed_buffers(world_size):
                 same(layer(x), wanted)
             empty = x[:0] if dist.get_rank() else x
             assert layer(empty).shape == empty.shape
-            with second.at_most(512):
+            with second.token_limit(512):
                 for _ in range(4):
                     same(layer(x), wanted)
             same(filled(first)(x), wanted)
@@ -189,7 +189,7 @@ def test_memory_that_is_not_there_on_one_rank(world_size):
     texts = everywhere(str(again.value))
     assert texts[0] == texts[1]
     assert texts[0].startswith("rank 1 ran out of memory on cuda:1 in a call of ")
-    context.ledger.close()
+    context.flight_recorder.close()
 
 
 @distributed(2)

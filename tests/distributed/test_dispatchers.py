@@ -14,7 +14,7 @@ from ep_moe import EPContext
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_rows import CAP, HIDDEN, expected, geometry, identity, moved, routes, rows
+from ep_moe.testing.transport_rows import CAP, HIDDEN, dispatch_shape, expected, identity, moved, routes, rows
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Received, Routing
 from tests.distributed.cases import no_payload, same_error
 from tests.helpers import assert_same
@@ -60,14 +60,14 @@ def for_each_transport(check: Callable[[Dispatcher, torch.device], None]) -> Non
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=30) as context, poisoned():
         for name in TRANSPORTS:
-            check(context.dispatcher(name, geometry(context.layout.world, TOP_K, F32)), device)
+            check(context.dispatcher(name, dispatch_shape(context.layout.world, TOP_K, F32)), device)
 
 
 @pytest.mark.parametrize("name", ["local", *TRANSPORTS])
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_one_rank(name, tokens):
     context = EPContext.local(torch.device("cpu"))
-    dispatcher = context.dispatcher(name, geometry(1, TOP_K, F32))
+    dispatcher = context.dispatcher(name, dispatch_shape(1, TOP_K, F32))
     x, routing = rows(0, tokens, F32), routes(0, tokens, 1, TOP_K)
     y, received = once(dispatcher, x, routing)
     assert_same(y, expected(x, routing))
@@ -86,7 +86,7 @@ def test_identity_experts_give_x_times_the_weights(world_size):
 
 
 def gives_x_times_the_weights(dispatcher: Dispatcher, device: torch.device) -> None:
-    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    rank, ranks = dispatcher.rank_group.rank, dispatcher.rank_group.size
     for counts in ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2)):
         x, routing = rows(rank, counts[rank], F32), routes(rank, counts[rank], ranks, TOP_K)
         y, received = once(dispatcher, x.to(device), moved(routing, device))
@@ -101,7 +101,7 @@ def test_where_rows_go(world_size):
 
 
 def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -> None:
-    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    rank, ranks = dispatcher.rank_group.rank, dispatcher.rank_group.size
     home, x = (ranks - 1) * CAP, rows(rank, 4, F32)
     for local, what in (
         ([0, 1, 2, -1], "three experts of one rank: the row travels once"),
@@ -130,7 +130,7 @@ def test_bad_calls_are_refused_on_all_ranks(world_size):
 
 
 def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
-    rank, ranks = dispatcher.link.rank, dispatcher.link.size
+    rank, ranks = dispatcher.rank_group.rank, dispatcher.rank_group.size
     x, good = rows(rank, 3, F32).to(device), moved(routes(rank, 3, ranks, TOP_K), device)
     ids, weights = good.ids, good.weights
     for call, sentence in (

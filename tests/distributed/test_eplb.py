@@ -45,11 +45,11 @@ from tests.helpers import assert_same, integer_expert, moved
 def test_random_plans_one_after_the_other(budget, commit, world_size):
     with context_of() as context:
         layers = make_layers(context, 2)
-        cap = layers[0].placement.expert_map.cap
+        slots_per_rank = layers[0].placement.expert_map.slots_per_rank
         with ExpertBalancer(layers, context, on_request(bytes_per_step=budget, bytes_per_commit=commit)) as balancer:
             counted, held = 0, balancer.stats().staging_bytes
             for turn in range(4):
-                maps = [random_map(world_size, cap, 10 * turn + index) for index in range(2)]
+                maps = [random_map(world_size, slots_per_rank, 10 * turn + index) for index in range(2)]
                 addresses = [layer.expert_weights.place for layer in layers]
                 for layer, new in zip(layers, maps, strict=True):
                     counted += len(pieces(layer.placement.expert_map, new, max(1, commit // ROW)))
@@ -73,7 +73,7 @@ def test_a_layer_is_put_in_force_in_pieces(world_size):
         layers = make_layers(context, 2, redundant=0)
         old = layers[0].placement.expert_map
         table = [list(old.local(rank)) for rank in range(world_size)]
-        for slot in range(old.cap):
+        for slot in range(old.slots_per_rank):
             ranks = [rank for rank in range(world_size) if table[rank][slot] >= 0]
             turned = [table[rank][slot] for rank in ranks[1:] + ranks[:1]]
             for rank, expert in zip(ranks, turned, strict=True):
@@ -89,8 +89,8 @@ def test_a_layer_is_put_in_force_in_pieces(world_size):
                 now = layers[0].placement.expert_map.to_json()
                 seen += [now] if now != seen[-1] else []
             all_alike(seen)
-            assert len(seen) == 1 + old.cap, "a slot of all ranks at a time"
-            assert balancer.stats().commits == 2 * old.cap
+            assert len(seen) == 1 + old.slots_per_rank, "a slot of all ranks at a time"
+            assert balancer.stats().commits == 2 * old.slots_per_rank
             for layer in layers:
                 assert layer.placement.expert_map == new
                 assert_slots(layer)
@@ -139,7 +139,7 @@ def test_every_layout(name, world_size):
         def planner(load, current):
             seen.append(load.tolist())
             seed = int(load[0] @ range(10)) + 100 * len(seen)  # another plan on ranks that have counted another load
-            return [random_map(ep, placed.cap, seed + index) for index, placed in enumerate(current)]
+            return [random_map(ep, placed.slots_per_rank, seed + index) for index, placed in enumerate(current)]
 
         config = EPLBConfig(interval=6, window=4, sync_every=2, bytes_per_step=ROW)
         with ExpertBalancer(layers, context, config, planner=planner) as balancer:
@@ -162,7 +162,7 @@ def test_every_layout(name, world_size):
             mine = (seen, [layer.placement.expert_map.to_json() for layer in layers])
             found = everywhere(mine)
             assert all(found[rank] == mine for rank in block), "all ranks that run together plan alike"
-            # two layers, 4 steps of 5 tokens with 3 picks, a fifth of them none: as many as the block passes
+            # two layers, 4 steps of 5 tokens with 3 routes, a fifth of them none: as many as the block passes
             passed = len({batch_of(context.layout, rank) for rank in block})
             (first, *_) = seen
             assert 0.5 < sum(first[0]) / (4 * 5 * 3 * passed) < 1
@@ -264,10 +264,10 @@ def test_every_scheme(scheme, world_size):
     alone = make_layers(EPContext.local(device), redundant=0, make=make, **options)[0]
     with context_of() as context:
         (layer,) = make_layers(context, redundant=2 * world_size - 10 % world_size, make=make, **options)
-        cap = layer.placement.expert_map.cap
+        slots_per_rank = layer.placement.expert_map.slots_per_rank
         with ExpertBalancer([layer], context, on_request(bytes_per_step=60_000)) as balancer:
             for turn in range(2):
-                balancer.move_to([random_map(world_size, cap, turn + 3)])
+                balancer.move_to([random_map(world_size, slots_per_rank, turn + 3)])
                 while balancer.state is State.PLANNING:
                     balancer.step()
                 same_rows(layer, alone, f"{scheme} meanwhile")

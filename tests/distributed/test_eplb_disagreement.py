@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ep_moe import ConfigError, ExpertBalancer, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
-from ep_moe.eplb.migration.consensus import Facts, Pact, State, Trouble
+from ep_moe.eplb.migration.consensus import RankStatus, State, StatusExchange, Trouble
 from ep_moe.testing import distributed
 from tests.distributed.cases import check_call
 from tests.distributed.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map
@@ -104,23 +104,23 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
         balancer.move_to([after])
         # then all have told that they are ready, and will hear it at the next step
         step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
-        rank, hear = dist.get_rank(), Pact.hear
+        rank, hear = dist.get_rank(), StatusExchange.hear
 
-        def deaf(pact):
-            found = hear(pact)
+        def deaf(exchange):
+            found = hear(exchange)
             if (rank == LOST) == (first == "the others"):
                 time.sleep(1)
             if rank == LOST:
                 raise PeerTimeout("planted: connection lost")
             return found
 
-        with mock.patch.object(Pact, "hear", deaf):
+        with mock.patch.object(StatusExchange, "hear", deaf):
             if first == "the others" and rank != LOST:
                 balancer.step()
                 assert balancer.state is State.IDLE
-                balancer._pact.tell(Facts(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
+                balancer._status_exchange.tell(RankStatus(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
                 with pytest.raises(PeerTimeout, match="lost its peers in eplb agree"):
-                    hear(balancer._pact)  # nobody answers who has lost the others
+                    hear(balancer._status_exchange)  # nobody answers who has lost the others
             else:
                 with pytest.raises((PeerTimeout, RebalanceError), match="the balancer is off"):
                     balancer.step()
@@ -160,7 +160,7 @@ def test_a_context_that_is_through_ends_the_balancer_too(world_size):
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request(deadline_s=DEADLINE_S))
         balancer.move_to([new_map(layers[0])])
-        context.ledger.refuse("planted: this context is at its end")
+        context.flight_recorder.refuse("planted: this context is at its end")
         with pytest.raises(balancer_module.InputError, match="planted: this context is at its end"):
             balancer.settle()
         is_off(balancer, layers, balancer_module.InputError)

@@ -34,7 +34,7 @@ def test_the_first_rebalance_makes_nothing(world_size):
         layers = [*make_layers(context, **names), *make_layers(context, config=large, **names)]
         held = layers[1].expert_weights
         held.register_buffer("w13_extra_scale", torch.ones(held.num_slots, 6, device=context.device))
-        maps = [random_map(world_size, layers[0].placement.expert_map.cap, seed) for seed in (1, 2)]
+        maps = [random_map(world_size, layers[0].placement.expert_map.slots_per_rank, seed) for seed in (1, 2)]
         config = EPLBConfig(interval=4, window=4, sync_every=2, bytes_per_step=4 << 20)
         torch.cuda.synchronize(context.device)
         torch.cuda.empty_cache()
@@ -96,12 +96,12 @@ def test_replays_while_experts_move(scheme, experts, budget, world_size):
             layer.requires_grad_(False)
             for expert in range(10):
                 layer.update_expert(expert, **tensors[expert])
-        with context.at_most(TOKENS):
+        with context.token_limit(TOKENS):
             captured = [Captured(layer, tensors, scheme) for layer in layers]
-        cap = layers[0].placement.expert_map.cap
+        slots_per_rank = layers[0].placement.expert_map.slots_per_rank
         with ExpertBalancer(layers, context, on_request(bytes_per_step=BUDGETS[budget], sync_every=2)) as balancer:
             for turn in range(4):
-                maps = [random_map(world_size, cap, 10 * turn + index) for index in range(2)]
+                maps = [random_map(world_size, slots_per_rank, 10 * turn + index) for index in range(2)]
 
                 def check(number, turn=turn):
                     for index, graph in enumerate(captured):
@@ -133,7 +133,9 @@ def test_a_step_does_not_wait_for_the_device(world_size):
         x = torch.randn(64, 16, device=device)
 
         def planner(load, current):
-            return [random_map(world_size, placed.cap, int(load.sum()) + i) for i, placed in enumerate(current)]
+            return [
+                random_map(world_size, placed.slots_per_rank, int(load.sum()) + i) for i, placed in enumerate(current)
+            ]
 
         config = EPLBConfig(interval=20, window=10, sync_every=2, bytes_per_step=4096)
         with ExpertBalancer(layers, context, config, planner=planner) as balancer:
@@ -160,7 +162,7 @@ def test_a_rank_that_does_not_step_is_given_up(world_size):
         layers = make_layers(context, 1, config=config, make=_random, all2all="allgather", experts="reference")
         before = layers[0].placement.expert_map
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 20, deadline_s=4.0))
-        balancer.move_to([random_map(2, before.cap, 3)])
+        balancer.move_to([random_map(2, before.slots_per_rank, 3)])
         for _ in range(200):
             if everywhere(balancer.state) == [State.MOVING, State.MOVING]:
                 break

@@ -22,7 +22,7 @@ def test_the_first_rebalance_makes_no_memory(world_size):
     """Neither for experts nor for counts: forwards would wait. What was made with the balancer is what is used."""
     with context_of() as context:
         layers = [*make_layers(context), *make_layers(context, config=dataclasses.replace(CONFIG, hidden_size=32))]
-        maps = [random_map(world_size, layers[0].placement.expert_map.cap, seed) for seed in (3, 4)]
+        maps = [random_map(world_size, layers[0].placement.expert_map.slots_per_rank, seed) for seed in (3, 4)]
         config = EPLBConfig(interval=4, window=2, sync_every=1, bytes_per_step=ROW)
         with ExpertBalancer(layers, context, config, planner=lambda load, current: maps) as balancer:
             before = _addresses(balancer)
@@ -54,12 +54,12 @@ def test_a_plan_that_needs_more_than_is_kept(world_size):
     """Experts that change places in a larger cycle: room is made for them, and given back."""
     with context_of() as context, mock.patch.object(staging, "_CYCLE", 1):
         layers = make_layers(context, 2)
-        cap = layers[0].placement.expert_map.cap
+        slots_per_rank = layers[0].placement.expert_map.slots_per_rank
         with ExpertBalancer(layers, context, on_request(bytes_per_step=ROW, bytes_per_commit=1)) as balancer:
             held, most = balancer.stats().staging_bytes, 0
             assert held == 2 * ROW, "of an expert, and of a step"
             for turn in range(2):
-                maps = [random_map(world_size, cap, 10 * turn + index) for index in range(2)]
+                maps = [random_map(world_size, slots_per_rank, 10 * turn + index) for index in range(2)]
                 balancer.move_to(maps)
                 while balancer.state is not State.IDLE:
                     balancer.step()

@@ -62,7 +62,7 @@ def test_a_close_that_rolls_back_gives_back_its_groups(world_size):
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request())
         balancer.move_to([ExpertMap.linear(10, 2)])
-        assert "needs a map with cap=8, got 5" in same_error(RebalanceError, balancer.close)
+        assert "needs a map with slots_per_rank=8, got 5" in same_error(RebalanceError, balancer.close)
         assert "is closed" in same_error(InputError, balancer.step)
         with ExpertBalancer(layers, context, on_request()) as balancer:
             balancer.move_to([random_map(2, 8, 1)])

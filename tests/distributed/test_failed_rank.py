@@ -27,7 +27,7 @@ from ep_moe.errors import EPMoEError, RankFailed
 from ep_moe.parallel import failed
 from ep_moe.parallel import flight_recorder as ledger_module
 from ep_moe.parallel.failed import is_out_of_memory
-from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
 from tests.distributed.cases import check_call, everywhere, same_error
@@ -102,7 +102,7 @@ def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
     assert every[0].startswith(sentence)
     if not odd:
         assert text == every[0]
-    context.ledger.close()
+    context.flight_recorder.close()
 
 
 @distributed(2, deadline_s=40)
@@ -140,7 +140,7 @@ def test_memory_that_is_not_there_is_named_on_all_ranks(planted, world_size):
     assert "total capacity" not in text
     for remedy in ("max_tokens", "chunk_rows", "EPContext.plan()"):
         assert remedy in text
-    context.ledger.close()
+    context.flight_recorder.close()
 
 
 @distributed(2, deadline_s=40)
@@ -153,7 +153,7 @@ def test_a_rank_that_goes_on_does_not_meet_another_call(world_size):
     found = [said(lambda: layer(torch.ones(4, 16, device=context.device)))[0] for _ in range(3)]
     assert found[1:] == ["RankFailed"] * 2
     assert found[0] == ("ValueError" if dist.get_rank() == ODD else "RankFailed")
-    context.ledger.close()
+    context.flight_recorder.close()
 
 
 @distributed(2, deadline_s=40)
@@ -170,7 +170,7 @@ def test_an_error_of_ours_from_a_users_module_is_that_ranks_alone(where, world_s
     found = [said(lambda: layer(x)) for _ in range(3)]
     assert [kind for kind, _ in found] == ["InputError" if odd else "RankFailed", "RankFailed", "RankFailed"]
     assert everywhere(found[1:]) == [found[1:]] * world_size
-    context.ledger.close()
+    context.flight_recorder.close()
 
 
 @distributed(2, deadline_s=40)
@@ -288,7 +288,7 @@ def test_what_comes_from_memory_is_memory():
 
 def pair(**more):
     store = HashStore()
-    return [Ledger(store, [0, 1], rank, deadline_s=0.4, **more) for rank in range(2)]
+    return [FlightRecorder(store, [0, 1], rank, deadline_s=0.4, **more) for rank in range(2)]
 
 
 def test_peers_that_wait_on_a_device_are_freed():

@@ -21,7 +21,7 @@ def ready(kind, layout=None) -> None:
     device = rank_device()
     if device.type == "cpu":
         on_the_cpu(kind)
-    elif why := kind.available() or super(flashinfer_mega.FlashInferMega, kind).platform_problem(layout, device):
+    elif why := kind.available() or super(flashinfer_mega.FlashInferMega, kind).unsupported_platform(layout, device):
         pytest.skip(why)
 
 
@@ -50,7 +50,7 @@ def test_a_kernel_that_routes_inside(world_size):
 
 class OffByOne(FlashInferMegaBf16):
     def compute(self, x, routed):
-        ids = torch.where(routed.ids >= 0, (routed.ids + 1) % self.geometry.num_physical, -1)
+        ids = torch.where(routed.ids >= 0, (routed.ids + 1) % self.dispatch_shape.num_physical, -1)
         return super().compute(x, PhysicalRouting(PhysicalIds(ids), routed.weights))
 
 
@@ -151,11 +151,11 @@ def test_the_suite_sees_it(wrong, sentence, world_size):
 
 class KeptToItself(FlashInferMegaBf16):
     def refuse(self, problem):
-        self.link.ledger.refuse, tell = (lambda text: None), self.link.ledger.refuse
+        self.rank_group.flight_recorder.refuse, tell = (lambda text: None), self.rank_group.flight_recorder.refuse
         try:
             super().refuse(problem)
         finally:
-            self.link.ledger.refuse = tell
+            self.rank_group.flight_recorder.refuse = tell
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")

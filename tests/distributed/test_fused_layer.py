@@ -96,7 +96,7 @@ def test_every_layout(sizes, world_size):
             tokens = counts[batch_of(context.layout, rank) % 4]
             found = error_of(layer, context, tokens, turn)
             assert found <= 1, f"{sizes}, T={counts}: {found}"
-        with context.at_most(4):
+        with context.token_limit(4):
             assert error_of(layer, context, 4, 5) <= 1, "at most 4"
         assert error_of(layer, context, MOST, 6) <= 1, "after"
 
@@ -139,7 +139,7 @@ def test_what_a_user_asks_of_the_layer(world_size):
         with pytest.raises(ConfigError, match="experts=flashinfer_mega_bf16 has its all2all inside"):
             _ = layer.dispatcher
         planned = layer.plan()
-        assert planned["transport"] == FlashInferMegaBf16.buffer_bytes(layer.geometry) > 0
+        assert planned["transport"] == FlashInferMegaBf16.buffer_bytes(layer.dispatch_shape) > 0
         assert planned["experts"] == sum(p.numel() * p.itemsize for p in layer.expert_weights.parameters())
         twin, other = build(context, seed=1), build(context, FP8)
         narrow = build(context, config=dataclasses.replace(CONFIG, intermediate_size=128))
@@ -151,9 +151,9 @@ def test_what_a_user_asks_of_the_layer(world_size):
         assert layer.tune([8]) == []
         context.tune([8])
         assert layer.plan() == planned
-        step = context.ledger.number
+        step = context.flight_recorder.number
         error_of(layer, context, 4)
-        assert context.ledger.number == step + 1, "a fused call is one step"
+        assert context.flight_recorder.number == step + 1, "a fused call is one step"
         layer.placement.reset_load()
         error_of(layer, context, 6, seed=3)
         routes = sum((integer_routing(6, CONFIG, 30 + rank).ids >= 0).sum() for rank in range(2))
@@ -214,7 +214,7 @@ def test_a_rank_that_refuses_a_call(fault, world_size):
     spoil, sentence = FAULTS[fault]
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=MOST, deadline_s=8) as context:
         layer = build(context)
-        with context.at_most(7):
+        with context.token_limit(7):
             if dist.get_rank():
                 with pytest.raises(InputError, match=f"rank 1: .*{sentence}"):
                     layer(spoil(torch.zeros(2, 256, device=context.device).bfloat16()))
@@ -223,7 +223,7 @@ def test_a_rank_that_refuses_a_call(fault, world_size):
         barrier(context.device)
         time.sleep(2)  # a heartbeat carries it
         with pytest.raises(InputError, match=sentence):
-            context.ledger.check()
+            context.flight_recorder.check()
 
 
 @distributed(2, expect_dead={1})
@@ -261,7 +261,7 @@ def test_contexts_beside_each_other(world_size):
         EPContext.from_groups(ParallelConfig(dp=4), device=device, max_tokens=MOST) as wide,
         EPContext.from_groups(ParallelConfig(dp=4, ep=2), device=device, max_tokens=MOST) as pairs,
         EPContext.from_groups(
-            ParallelConfig(dp=4), {"ep": wide.links["ep"].group}, device=device, max_tokens=MOST
+            ParallelConfig(dp=4), {"ep": wide.rank_groups["ep"].group}, device=device, max_tokens=MOST
         ) as same,
     ):
         made = [(context, build(context, seed=seed), seed) for seed, context in enumerate((wide, pairs, same))]
@@ -281,11 +281,11 @@ def test_replays_while_experts_move(world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
         layers = [build(context, config=WIDE) for _ in range(2)]
         tensors = [checkpoint(WIDE, expert, device=device) for expert in range(10)]
-        with context.at_most(TOKENS):
+        with context.token_limit(TOKENS):
             captured = [Captured(layer, tensors, "none") for layer in layers]
-        cap = layers[0].placement.expert_map.cap
+        slots_per_rank = layers[0].placement.expert_map.slots_per_rank
         with ExpertBalancer(layers, context, on_request(bytes_per_step=2_000_000, sync_every=2)) as balancer:
-            balancer.move_to([random_map(world_size, cap, 30 + index) for index in range(2)])
+            balancer.move_to([random_map(world_size, slots_per_rank, 30 + index) for index in range(2)])
             for step in range(400):
                 for index, graph in enumerate(captured):
                     found = graph.replay(TOKENS - rank, 10 * step + index + 7 * rank)
@@ -293,7 +293,9 @@ def test_replays_while_experts_move(world_size):
                 if balancer.state.name == "IDLE":
                     break
                 balancer.step()
-        assert [layer.placement.expert_map for layer in layers] == [random_map(world_size, cap, 30 + i) for i in (0, 1)]
+        assert [layer.placement.expert_map for layer in layers] == [
+            random_map(world_size, slots_per_rank, 30 + i) for i in (0, 1)
+        ]
         assert error_of(layers[0], context, 9) <= 1, "an eager call after replays"
 
 
@@ -301,7 +303,7 @@ def test_replays_while_experts_move(world_size):
 
 
 def fused_ids_off_by_one(layer: MoELayer) -> None:
-    compute, last = layer.experts.compute, layer.geometry.num_physical
+    compute, last = layer.experts.compute, layer.dispatch_shape.num_physical
     layer.experts.compute = lambda x, routing: compute(
         x, PhysicalRouting(PhysicalIds(torch.where(routing.ids < 0, -1, (routing.ids + 1) % last)), routing.weights)
     )

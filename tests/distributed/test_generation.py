@@ -55,8 +55,8 @@ def test_ranks_that_end_at_different_lengths(world_size):
                 how = {"max_new_tokens": 3 + 4 * context.layout.dp_rank} | GREEDY | way
                 assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how)), f"{sizes} {name}"
                 assert torch.equal(model.generate(ids, **how, synced_gpus=True), plain.generate(ids, **how))
-            numbers = everywhere(context.ledger.number)
-            assert len({numbers[rank] for rank in context.links["lockstep"].ranks}) == 1, "ranks out of step"
+            numbers = everywhere(context.flight_recorder.number)
+            assert len({numbers[rank] for rank in context.rank_groups["lockstep"].ranks}) == 1, "ranks out of step"
 
 
 @distributed(2)
@@ -162,7 +162,7 @@ def test_a_timeout_names_a_rank_that_ended_earlier(world_size):
             time.sleep(0.1)
     if dist.get_rank():
         default_store().set("found out", "")
-    context.ledger.close()
+    context.flight_recorder.close()
 
 
 @distributed(2, 4)

@@ -207,9 +207,9 @@ def test_two_calls_before_their_backwards(world_size):
 def test_a_sum_of_gradients_leaves_what_it_is_given(world_size):
     """The gradient that comes in is the caller's, and may be used by another branch; it is summed with the peers'."""
     with EPContext.from_groups(ParallelConfig(tp=2), device=rank_device()) as context:
-        rank = context.links["tp"].rank
+        rank = context.rank_groups["tp"].rank
         x = torch.ones(3, 4, device=context.device, requires_grad=True)
         given = torch.full((3, 4), 1.0 + rank, device=context.device)
-        (sum_gradients(x, context.links["tp"]) + x).backward(given)
+        (sum_gradients(x, context.rank_groups["tp"]) + x).backward(given)
         assert_same(given, torch.full_like(given, 1.0 + rank), "what was given")
         assert_same(x.grad, torch.full_like(given, 3.0 + 1.0 + rank), "both branches")

@@ -16,7 +16,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.placement.deferred import LateRouting, Placing, given_ids, placed, to_place
+from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, placed, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
@@ -34,8 +34,10 @@ class Late:
         self.looks, self._forward = 0, placement.forward
         placement.forward = self.forward
 
-    def forward(self, routing: Routing, mask: object = None) -> LateRouting:
-        return LateRouting(routing.ids, routing.weights, SimpleNamespace(place=partial(self._place, routing.weights)))
+    def forward(self, routing: Routing, mask: object = None) -> DeferredRouting:
+        return DeferredRouting(
+            routing.ids, routing.weights, SimpleNamespace(place=partial(self._place, routing.weights))
+        )
 
     def _place(self, weights: torch.Tensor, ids: LogicalIds) -> torch.Tensor:
         self.looks += 1
@@ -47,7 +49,7 @@ def seen_by(kind: type[Dispatcher]) -> list[bool]:
     seen, before = [], kind._dispatch
 
     def dispatch(self, x, x_scale, routing, problem, max_tokens):
-        seen.append(isinstance(routing, LateRouting) and "ids" not in routing.__dict__)
+        seen.append(isinstance(routing, DeferredRouting) and "ids" not in routing.__dict__)
         return before(self, x, x_scale, routing, problem, max_tokens)
 
     kind._dispatch = dispatch
@@ -141,7 +143,7 @@ def test_what_is_there_of_a_late_routing():
         given = placement(routing)
         assert given_ids(given) is routing.ids, "a check of shapes places nothing"
         looks = late.looks
-        assert type(look(given)) is (PhysicalRouting if look is placed else LateRouting)
+        assert type(look(given)) is (PhysicalRouting if look is placed else DeferredRouting)
         assert torch.equal(look(given).ids, expected)
         assert look(given).ids is given.ids
         assert late.looks == looks + 1
@@ -151,7 +153,7 @@ def test_what_is_there_of_a_late_routing():
     assert placed(there) is there
     assert given_ids(there) is expected
     own = Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
-    ids, tables, placing = to_place(LateRouting(routing.ids, routing.weights, own.tables))
+    ids, tables, placing = to_place(DeferredRouting(routing.ids, routing.weights, own.tables))
     assert ids is routing.ids
     assert placing == Placing(2, 3266489917, 6)
     assert tables[0] is own.logical_to_physical

@@ -52,7 +52,7 @@ def on_the_cpu(kind, to_peers: bool = False, few_bytes: int = 0) -> None:
     NVLinkP2PDispatcher.few_bytes = few_bytes
     kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
     kind.available = classmethod(lambda cls: None)
-    kind.platform_problem = classmethod(lambda cls, layout: None)
+    kind.unsupported_platform = classmethod(lambda cls, layout: None)
 
 
 def write_to_peers(experts: ReferenceExperts, received: Received, out: PeerRows) -> None:
@@ -84,24 +84,26 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
             layer = fill(MoELayer(CONFIG, context, expert_map=make(6, context.layout.ep), all2all=kind.name))
             for tokens in (9, 0, 5):
                 check_call(layer, context, tokens=tokens, what=f"{sizes}, T={tokens}")
-            with context.at_most(4):
+            with context.token_limit(4):
                 check_call(layer, context, tokens=4, what=f"{sizes}, at most 4")
             check_call(layer, context, tokens=9, what=f"{sizes}, after")
             twin = MoELayer(CONFIG, context, expert_map=layer.placement.expert_map, all2all=kind.name)
-            assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer.geometry) > 0
+            assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer.dispatch_shape) > 0
             assert context.plan()["transport"] == layer.plan()["transport"], "equal layers share their buffers"
             del twin, layer
         parts = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=2))
-        assert parts.geometry.max_tokens == 2
-        each = kind.buffer_bytes(parts.geometry)
-        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts.geometry)
+        assert parts.dispatch_shape.max_tokens == 2
+        each = kind.buffer_bytes(parts.dispatch_shape)
+        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts.dispatch_shape)
         for tokens in (9, 0, 5, 1):
             check_call(parts, context, tokens=tokens, what=f"{sizes}, T={tokens}, in parts")
-        with context.at_most(2):
+        with context.token_limit(2):
             check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
-        lanes = context._pool[kind.name, parts.geometry].lanes
-        planned = kind.calls_in_parts(parts.geometry)
-        assert len(lanes.made) == min(planned, -(-context.layout.wire_tokens(9) // 2)), "workspaces as planned"
+        buffer_pool = context._pool[kind.name, parts.dispatch_shape].buffer_pool
+        planned = kind.calls_in_parts(parts.dispatch_shape)
+        assert len(buffer_pool.made) == min(planned, -(-context.layout.max_dispatch_tokens(9) // 2)), (
+            "workspaces as planned"
+        )
         shared = dataclasses.replace(CONFIG, shared_intermediate_size=16)
         for pipeline in (None, 2):
             layer = fill(MoELayer(shared, context, all2all=kind.name, pipeline=pipeline))
@@ -125,7 +127,7 @@ def test_one_rank_is_its_own_peer(way, world_size):
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p"))
         for tokens in (9, 0, 3):
             check_call(layer, context, tokens=tokens, what=f"T={tokens}")
-        with context.at_most(4):
+        with context.token_limit(4):
             check_call(layer, context, tokens=4, what="at most 4")
 
 
@@ -163,7 +165,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
         sentence = f"rank 1: x has {most + 1} tokens on their way, more than max_tokens={most}"
         if fault == "dtype":
             x, sentence = x.to((torch.float32, torch.float64)[rank]), "rank 1: x must be float32 as the layer is"
-        with context.at_most(most), torch.no_grad():
+        with context.token_limit(most), torch.no_grad():
             if rank:
                 with pytest.raises(InputError, match=sentence):
                     layer.forward_routed(x, routing)
@@ -175,7 +177,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
         barrier(context.device)
         time.sleep(2)  # a heartbeat carries it
         with pytest.raises(InputError, match=sentence):
-            context.ledger.check()
+            context.flight_recorder.check()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
@@ -204,7 +206,7 @@ def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_
         barrier(context.device)
         time.sleep(2)  # a heartbeat carries it
         with pytest.raises(InputError, match=sentence):
-            context.ledger.check()
+            context.flight_recorder.check()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
@@ -244,13 +246,13 @@ def test_pipelines_that_cannot_be(world_size):
 def test_ranks_that_disagree_about_a_step_are_told(world_size):
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
         asked = 4 + dist.get_rank()
-        with pytest.raises(ConfigError, match="max_tokens: 4 on rank 0, 5 on rank 1"), context.at_most(asked):
+        with pytest.raises(ConfigError, match="max_tokens: 4 on rank 0, 5 on rank 1"), context.token_limit(asked):
             pass
-        with pytest.raises(ConfigError, match=r"rank 1: at_most: max_tokens must be an integer in \[1, 9\]"):
-            context.at_most((4, 10)[dist.get_rank()]).__enter__()
-        with context.at_most(4):
-            assert context.step_tokens == 4
-        assert context.step_tokens == 9
+        with pytest.raises(ConfigError, match=r"rank 1: token_limit: max_tokens must be an integer in \[1, 9\]"):
+            context.token_limit((4, 10)[dist.get_rank()]).__enter__()
+        with context.token_limit(4):
+            assert context.current_limit == 4
+        assert context.current_limit == 9
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------
@@ -330,12 +332,14 @@ def test_captured_with_other_routes_tokens_and_placements(scheme, experts, optio
         tensors = [random_expert(WIDE, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
         for expert in range(10):
             layer.update_expert(expert, **tensors[expert])
-        with context.at_most(TOKENS):
+        with context.token_limit(TOKENS):
             captured = Captured(layer, tensors, scheme)
         for seed, tokens in enumerate((TOKENS, 0, 1, 17)):
             found = captured.replay(tokens if rank % 2 else TOKENS - tokens, 10 * seed + rank)
             assert found <= 1, (seed, found)
-        rotated = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
+        rotated = (
+            placed.physical_to_logical[placed.slots_per_rank :] + placed.physical_to_logical[: placed.slots_per_rank]
+        )
         moved = ExpertMap(physical_to_logical=rotated, num_experts=10, num_ranks=world_size)
         layer.placement.update(moved)
         layer.expert_weights.expert_map = moved

@@ -17,7 +17,7 @@ from tests.distributed.eplb_cases import context_of, make_layers
 def test_a_trace_is_recorded(world_size):
     with context_of() as context:
         layers = make_layers(context, 2)
-        recorder = LoadRecorder(layers, context.links["lockstep"], steps=3)
+        recorder = LoadRecorder(layers, context.rank_groups["lockstep"], steps=3)
         for number in range(4):
             for layer in layers:
                 ids = torch.tensor([[number, 9, -1]] * (1 + dist.get_rank()), device=context.device)
@@ -45,7 +45,7 @@ def test_ranks_that_recorded_unlike_are_told_so_alike(world_size):
             ((2, 0), "rank 1: LoadRecorder has recorded no step"),
         ):
             with torch.inference_mode():
-                recorder = LoadRecorder(layers, context.links["lockstep"], steps=3)
+                recorder = LoadRecorder(layers, context.rank_groups["lockstep"], steps=3)
             for _ in range(steps[dist.get_rank()]):
                 recorder.step()
             assert words in same_error(InputError, recorder.finish)
@@ -56,7 +56,7 @@ def test_layers_of_unlike_numbers_of_experts_are_refused(world_size):
     with context_of() as context:
         layers = make_layers(context)
         layers.append(MoELayer(dataclasses.replace(layers[0].config, num_experts=4), context))
-        text = same_error(ConfigError, lambda: LoadRecorder(layers, context.links["lockstep"], steps=1))
+        text = same_error(ConfigError, lambda: LoadRecorder(layers, context.rank_groups["lockstep"], steps=1))
         assert (
             text == "LoadRecorder.layers must be alike in E, got {'moe0': 10, 'moe1': 4}; make a recorder for each kind"
         )

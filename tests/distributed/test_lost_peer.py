@@ -25,9 +25,9 @@ from ep_moe import (
     PeerTimeout,
 )
 from ep_moe.parallel import flight_recorder as ledger_module
-from ep_moe.parallel.consensus import Agreement
+from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.device_mark import DeviceMark
-from ep_moe.parallel.flight_recorder import _FEWER_CALLS, Ledger, Step, _compare
+from ep_moe.parallel.flight_recorder import _FEWER_CALLS, FlightRecorder, Step, _compare
 from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.testing import distributed, rank_device
 from tests.distributed.cases import check_call
@@ -109,7 +109,7 @@ def test_the_last_step_of_a_rank_that_dies_is_named(world_size):
     if dist.get_rank() == LOST:
         compute = layer.experts.compute
         layer.experts.compute = lambda *args: (die(), compute(*args))
-    last = context.ledger.newest.number + 2  # dispatch and its wait are left, experts run
+    last = context.flight_recorder.newest.number + 2  # dispatch and its wait are left, experts run
     with pytest.raises(PeerTimeout) as caught:
         layer(x)
     text = str(caught.value)
@@ -210,14 +210,14 @@ def test_what_a_heartbeat_does_not_know_is_said():
 # --- agreement, without ranks ----------------------------------------------------------------------------------
 
 
-def agree(*turns: Callable[[Agreement], None] | None, deadline_s: float = 5.0) -> list[EPMoEError | None]:
+def agree(*turns: Callable[[StoreConsensus], None] | None, deadline_s: float = 5.0) -> list[EPMoEError | None]:
     """Run one call of an Agreement per rank in threads (None: that rank does not come); what each raised."""
     store = HashStore()
     outcome: list[EPMoEError | None] = [None] * len(turns)
 
     def run(rank: int) -> None:
         try:
-            turns[rank](Agreement(store, range(len(turns)), rank, deadline_s))
+            turns[rank](StoreConsensus(store, range(len(turns)), rank, deadline_s))
         except EPMoEError as error:
             outcome[rank] = error
 
@@ -280,14 +280,14 @@ def test_agreement_on_a_problem_that_is_not_ours():
 
 
 def test_agreement_of_one_rank_needs_no_store():
-    alone = Agreement(None, [0], 0, 1.0)
+    alone = StoreConsensus(None, [0], 0, 1.0)
     alone.same("layer", {})
     with pytest.raises(BackendUnavailable, match="no such thing"):
         alone.healthy("layer", BackendUnavailable("no such thing"))
 
 
 def test_agreements_come_in_order():
-    def three(a: Agreement) -> None:
+    def three(a: StoreConsensus) -> None:
         for turn in range(3):
             a.same("layer", {"turn": turn})
 
@@ -343,45 +343,45 @@ def test_comparison_names_every_rank():
 
 
 def test_a_ledger_turns_communication_failures_only():
-    ledger = Ledger()
-    ledger.where = "moe0"
+    flight_recorder = FlightRecorder()
+    flight_recorder.where = "moe0"
     sentence = r"^rank 0 lost its peers in dispatch of moe0 \(step 1\): gloo: closed\.$"
-    with pytest.raises(PeerTimeout, match=sentence), ledger.step("dispatch", keep=False):
+    with pytest.raises(PeerTimeout, match=sentence), flight_recorder.step("dispatch", keep=False):
         raise RuntimeError("gloo: closed\nmore")
-    with pytest.raises(RuntimeError, match="shapes"), ledger.step("dispatch"):
+    with pytest.raises(RuntimeError, match="shapes"), flight_recorder.step("dispatch"):
         raise RuntimeError("shapes")
-    with pytest.raises(ConfigError), ledger.step("dispatch"):
+    with pytest.raises(ConfigError), flight_recorder.step("dispatch"):
         raise ConfigError("ours")
-    assert ledger.number == 3
-    with ledger.step("gather", counted=False):
-        assert str(ledger._step) == "in gather of moe0 (step 3)"
+    assert flight_recorder.number == 3
+    with flight_recorder.step("gather", counted=False):
+        assert str(flight_recorder._step) == "in gather of moe0 (step 3)"
 
 
 @pytest.mark.parametrize("left", [RuntimeError("NCCL communicator was aborted"), InputError("noise"), None])
 def test_what_the_watch_found_is_what_an_aborted_step_raises(left):
     """What a collective raises or leaves behind after the abort is no news of its own."""
-    ledger = Ledger()
+    flight_recorder = FlightRecorder()
 
     def step():
-        with ledger.step("dispatch"):
-            ledger._failure = PeerTimeout("what the watch found")
+        with flight_recorder.step("dispatch"):
+            flight_recorder._failure = PeerTimeout("what the watch found")
             if left is not None:
                 raise left
 
     with pytest.raises(PeerTimeout, match=r"^what the watch found$"):
         step()
     with pytest.raises(PeerTimeout, match=r"^what the watch found$"):
-        ledger.step("combine")
+        flight_recorder.step("combine")
 
 
 def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
     """A balancer may lose a rank that was only late, and the layers go on."""
     store = HashStore()
-    ledgers = [Ledger(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(3)]
+    ledgers = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(3)]
 
     def diagnosed(by, numbers):
-        for ledger, number in zip(ledgers, numbers, strict=True):
-            ledger.leave_at(Step(number, "moe0", "combine", "", True))
+        for flight_recorder, number in zip(ledgers, numbers, strict=True):
+            flight_recorder.leave_at(Step(number, "moe0", "combine", "", True))
         return [str(ledgers[rank]._diagnose("no answer")) for rank in by]
 
     try:
@@ -393,13 +393,13 @@ def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
             assert "Rank 2 is alive but behind: finished combine of moe0 (step 11)." in text
             assert behind not in text
     finally:
-        for ledger in ledgers:
-            ledger.close()
+        for flight_recorder in ledgers:
+            flight_recorder.close()
 
 
 def test_the_first_verdict_is_everyones():
     store = HashStore()
-    ledgers = [Ledger(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(2)]
+    ledgers = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(2)]
     try:
         assert "Rank 2 shows no sign of life." in str(ledgers[0]._diagnose("no answer"))
         ledgers[0].close()  # as one whose process ended with that sentence
@@ -411,15 +411,15 @@ def test_the_first_verdict_is_everyones():
 def test_an_overdue_step_is_aborted_and_named():
     """The watch thread frees a rank that waits on a device: here an event in the place of the device."""
     freed = threading.Event()
-    ledger = Ledger(HashStore(), [0, 1], 0, deadline_s=0.2, abort=freed.set)
+    flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.2, abort=freed.set)
     try:
         sentence = r"in combine \(step 1\): no progress for 0.2 s\. Rank 1 shows no sign"
-        with pytest.raises(PeerTimeout, match=sentence), ledger.step("combine"):
+        with pytest.raises(PeerTimeout, match=sentence), flight_recorder.step("combine"):
             assert freed.wait(5)
-        with pytest.raises(PeerTimeout, match="no progress"), ledger.step("dispatch"):
+        with pytest.raises(PeerTimeout, match="no progress"), flight_recorder.step("dispatch"):
             pass
     finally:
-        ledger.close()
+        flight_recorder.close()
 
 
 class Reached:
@@ -436,47 +436,47 @@ def device_watch(monkeypatch, deadline_s):
     ended = threading.Event()
     monkeypatch.setattr(ledger_module, "DeviceMark", Reached)
     monkeypatch.setattr(ledger_module.os, "_exit", lambda code: ended.set())
-    ledger = Ledger(HashStore(), [0, 1], 0, deadline_s=deadline_s, abort=lambda: None)
-    time.sleep(ledger._period)  # from one mark to the next
-    with ledger.step("combine"):
+    flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=deadline_s, abort=lambda: None)
+    time.sleep(flight_recorder._period)  # from one mark to the next
+    with flight_recorder.step("combine"):
         pass
-    ledger.mark(torch.device("cpu"))
-    return ledger, ended
+    flight_recorder.mark(torch.device("cpu"))
+    return flight_recorder, ended
 
 
 def test_a_device_that_waits_is_seen_after_the_host_went_on(monkeypatch, capfd):
-    ledger, ended = device_watch(monkeypatch, 0.4)
+    flight_recorder, ended = device_watch(monkeypatch, 0.4)
     try:
-        until(lambda: ledger._failure is not None)
+        until(lambda: flight_recorder._failure is not None)
         sentence = r"finished combine \(step 1\): no progress for 0.4 s\. Rank 1 shows no sign"
-        with pytest.raises(PeerTimeout, match=sentence), ledger.step("dispatch"):
+        with pytest.raises(PeerTimeout, match=sentence), flight_recorder.step("dispatch"):
             pass
         assert ended.wait(5)
     finally:
-        ledger.close()
+        flight_recorder.close()
     told = capfd.readouterr().err
     assert "PeerTimeout: rank 0 lost its peers finished combine" in told
     assert "The device still waits: ending." in told
 
 
 def test_a_device_that_comes_to_its_mark_is_not_ended(monkeypatch):
-    ledger, ended = device_watch(monkeypatch, 0.3)
+    flight_recorder, ended = device_watch(monkeypatch, 0.3)
     try:
-        ledger._mark.reached = True
+        flight_recorder._mark.reached = True
         assert not ended.wait(1)
-        ledger.check()
+        flight_recorder.check()
     finally:
-        ledger.close()
+        flight_recorder.close()
 
 
 def test_marks_are_far_apart(monkeypatch):
-    ledger, _ = device_watch(monkeypatch, 40.0)
+    flight_recorder, _ = device_watch(monkeypatch, 40.0)
     try:
-        ledger._mark.reached = True
-        ledger.mark(torch.device("cpu"))
-        assert ledger._mark.reached, "a second mark was set at once"
+        flight_recorder._mark.reached = True
+        flight_recorder.mark(torch.device("cpu"))
+        assert flight_recorder._mark.reached, "a second mark was set at once"
     finally:
-        ledger.close()
+        flight_recorder.close()
 
 
 def test_a_mark_counts():

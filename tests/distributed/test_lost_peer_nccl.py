@@ -30,4 +30,4 @@ def test_a_hanging_peer_is_named(all2all, world_size):
         with pytest.raises(PeerTimeout, match=rf"(?s)dispatch of moe0.*Rank {last} is alive but behind"):
             layer(x)
         assert time.monotonic() - start < 2.5 * DEADLINE_S
-    context.ledger.close()
+    context.flight_recorder.close()

@@ -68,16 +68,16 @@ def check_mesh(mesh, sizes: str, **options) -> None:
         assert [layout.pp, layout.dp, layout.tp, layout.ep, layout.etp] == [int(digit) for digit in sizes], mesh
         assert sorted(layout.ranks) == sorted(mesh.mesh.flatten().tolist())
         for kind in {"tp", "ep", "etp"} & set(mesh.mesh_dim_names):
-            link, ranks = context.links[kind], along(mesh, kind)
-            assert link.ranks == ranks, kind
-            if link.size > 1 and mesh.mesh.tolist() == mesh.mesh.sort().values.tolist():
-                assert link.group is mesh.get_group(kind), kind
+            rank_group, ranks = context.rank_groups[kind], along(mesh, kind)
+            assert rank_group.ranks == ranks, kind
+            if rank_group.size > 1 and mesh.mesh.tolist() == mesh.mesh.sort().values.tolist():
+                assert rank_group.group is mesh.get_group(kind), kind
         if "pp" in mesh.mesh_dim_names:  # no layer reaches into another stage
-            assert {*along(mesh, "pp")} & {*context.links["lockstep"].ranks} == {dist.get_rank()}
+            assert {*along(mesh, "pp")} & {*context.rank_groups["lockstep"].ranks} == {dist.get_rank()}
         for kind in ("tp", "ep", "etp", "lockstep"):
-            link = context.links[kind]
-            assert link.size == 1 or tuple(dist.get_process_group_ranks(link.group)) == link.ranks
-            assert link.ranks[link.rank] == dist.get_rank()
+            rank_group = context.rank_groups[kind]
+            assert rank_group.size == 1 or tuple(dist.get_process_group_ranks(rank_group.group)) == rank_group.ranks
+            assert rank_group.ranks[rank_group.rank] == dist.get_rank()
         check(fill(MoELayer(CONFIG, context)), mesh, replicated=replicated)
 
 
@@ -235,7 +235,7 @@ def test_meshes_of_a_layout(world_size):
         for context in (plain, turned):
             for view, axis in (("attention", "tp"), ("experts", "ep"), ("experts", "etp")):
                 mesh = device_mesh(context.layout, view, device.type)
-                assert along(mesh, axis) == context.links[axis].ranks
+                assert along(mesh, axis) == context.rank_groups[axis].ranks
         assert list(device_mesh(plain.layout, "attention", device.type).get_coordinate()) == [0, rank // 2, rank % 2]
         assert list(device_mesh(turned.layout, "attention", device.type).get_coordinate()) == [0, rank % 2, rank // 2]
         with pytest.raises(ConfigError, match="view must be one of attention, experts, got 'rows'"):

@@ -56,13 +56,15 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(bound, pair, world
             repeated = check(layer, shifted(x) if aside else x, routing)
             assert repeated == (not aside or tokens == 0), step
         placed = layers[0].placement.expert_map
-        turned = placed.physical_to_logical[placed.cap :] + placed.physical_to_logical[: placed.cap]
+        turned = (
+            placed.physical_to_logical[placed.slots_per_rank :] + placed.physical_to_logical[: placed.slots_per_rank]
+        )
         other = ExpertMap(physical_to_logical=turned, num_experts=10, num_ranks=world_size)
         layers[0].placement.update(other)
         layers[0].expert_weights.expert_map = other
         written(layers[0])
         assert check(layers[0], rows(layers[0], 32, rank), routes(layers[0], 32, rank))
-        assert len(set(everywhere(context.ledger.number))) == 1
+        assert len(set(everywhere(context.flight_recorder.number))) == 1
 
 
 @on_gpus
@@ -77,7 +79,7 @@ def test_shared_experts(world_size):
         for parameter in layer.shared_experts.parameters():
             parameter.copy_(torch.randn(parameter.shape).div(16))
         for bound, few in ((40, True), (800, False)):
-            with context.at_most(bound):
+            with context.token_limit(bound):
                 for step in range(8):
                     x, routing = rows(layer, (bound, 1, 7)[(step + rank) % 3], step), None
                     routing = None if step % 3 == 0 else routes(layer, len(x), step)

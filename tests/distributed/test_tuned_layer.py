@@ -44,14 +44,14 @@ class Sizeless(AllGatherDispatcher):
     name = "sizeless"
 
     @classmethod
-    def buffer_bytes(cls, geometry):
+    def buffer_bytes(cls, dispatch_shape):
         raise ValueError("no idea")
 
 
 class Unmade(AllGatherDispatcher):
     name = "unmade"
 
-    def __init__(self, geometry, link):
+    def __init__(self, dispatch_shape, rank_group):
         raise OSError("no licence left")
 
 
@@ -76,7 +76,7 @@ def recorded(layer: MoELayer) -> Iterator[list[str]]:
     dispatched, computed = Dispatcher._begin_dispatch, Experts.__call__
 
     def dispatch(self, *arguments):
-        if self.link is layer.context.links["ep"]:
+        if self.rank_group is layer.context.rank_groups["ep"]:
             seen.append(self.name)
         return dispatched(self, *arguments)
 
@@ -117,19 +117,19 @@ def test_each_bound_by_its_own_pair(sizes, world_size):
         untuned = fill(MoELayer(CONFIG, context, dtype=torch.float32))
         assert (layer.choice.all2all, layer.choice.experts) == ("allgather", "twin")
         for most in (1, 2, 3, 4, 5, 6, 7, 9):
-            sent = context.layout.wire_tokens(most)
+            sent = context.layout.max_dispatch_tokens(most)
             expected = buckets[0] if sent <= 2 else buckets[1] if sent <= 4 else buckets[2]
-            with context.at_most(most), recorded(layer) as seen:
+            with context.token_limit(most), recorded(layer) as seen:
                 check_call(layer, context, tokens=most, what=f"at most {most}")
             assert seen == [expected.all2all, expected.experts], most
-            with context.at_most(most):
+            with context.token_limit(most):
                 check_call(untuned, context, tokens=most, what=f"untuned, at most {most}")
         with recorded(layer) as seen:
             check_call(layer, context, tokens=3)
         assert seen == ["allgather", "twin"], "the context's bound is in force, not the number of tokens"
         assert [kernel.name for kernel in layer.kernels] == ["twin", "reference"]
         assert all(kernel.weights is layer.expert_weights for kernel in layer.kernels)
-        with context.at_most(2), recorded(layer) as seen, pytest.raises(InputError, match=r"rank \d: x must be"):
+        with context.token_limit(2), recorded(layer) as seen, pytest.raises(InputError, match=r"rank \d: x must be"):
             layer(torch.zeros(1, 3, device=context.device))
         # with etp they hear of it before any row travels
         assert seen == ["allgather"] * (context.layout.etp == 1), "all ranks refuse by the transport in force"
@@ -154,30 +154,32 @@ def test_fixed_buffers_and_parts(world_size):
         rooms, sent = {1: 4, 2: 2, 3: 4, 4: 4, 5: 2, 8: 2, 9: 5}, {1: 1, 2: 1, 3: 1, 4: 1, 5: 3, 8: 4, 9: 2}
         for most, room in rooms.items():
             expected = next(one for one in buckets if one.tokens >= most)
-            with context.at_most(most), recorded(layer) as seen:
-                assert layer.geometry.max_tokens == room
+            with context.token_limit(most), recorded(layer) as seen:
+                assert layer.dispatch_shape.max_tokens == room
                 check_call(layer, context, tokens=most, what=f"at most {most}")
             assert [name for name in seen if name != "reference"] == [expected.all2all] * sent[most], most
         flash, ours = FlashInferNVLinkDispatcher, NVLinkP2PDispatcher
-        geometry = {size: dataclasses.replace(layer.geometry, max_tokens=size) for size in (2, 4, 5)}
+        dispatch_shape = {size: dataclasses.replace(layer.dispatch_shape, max_tokens=size) for size in (2, 4, 5)}
         expected = {
-            ("flashinfer_nvlink", geometry[2]): flash.buffer_bytes(geometry[2]) * flash.calls_in_parts(geometry[2]),
-            ("nvlink_p2p", geometry[4]): ours.buffer_bytes(geometry[4]),
-            ("nvlink_p2p", geometry[5]): ours.buffer_bytes(geometry[5]) * ours.calls_in_parts(geometry[5]),
+            ("flashinfer_nvlink", dispatch_shape[2]): flash.buffer_bytes(dispatch_shape[2])
+            * flash.calls_in_parts(dispatch_shape[2]),
+            ("nvlink_p2p", dispatch_shape[4]): ours.buffer_bytes(dispatch_shape[4]),
+            ("nvlink_p2p", dispatch_shape[5]): ours.buffer_bytes(dispatch_shape[5])
+            * ours.calls_in_parts(dispatch_shape[5]),
         }
         assert layer.transport_bytes() == expected
         assert planned == layer.plan()
         assert planned["transport"] == context.plan()["transport"] == sum(expected.values())
         assert context._pool.keys() == expected.keys(), "what was made is what was planned"
         twin = MoELayer(CONFIG, context, all2all="nvlink_p2p", pipeline=5, dtype=torch.float32)
-        assert twin.plan()["transport"] == expected["nvlink_p2p", geometry[5]]
+        assert twin.plan()["transport"] == expected["nvlink_p2p", dispatch_shape[5]]
         assert context.plan()["transport"] == sum(expected.values()), "shared with an untuned layer"
     with EPContext.from_groups(ParallelConfig(dp=4), device=rank_device(), max_tokens=3) as context:
         layer = fill(MoELayer(CONFIG, context, tuned=tuned(context, *buckets), dtype=torch.float32))
         with recorded(layer) as seen:
             check_call(layer, context, tokens=3)
         assert seen == ["nvlink_p2p", "reference"]
-        assert layer.geometry.max_tokens == 3, "no larger than the context's calls"
+        assert layer.dispatch_shape.max_tokens == 3, "no larger than the context's calls"
 
 
 @distributed(4)
@@ -239,7 +241,7 @@ def test_tuning_alike_on_all_ranks(world_size):
         assert "2 tokens, allgather with reference: 40.0 us" in said
         layer = fill(MoELayer(CONFIG, context, tuned=found, dtype=torch.float32))
         for most, name in ((2, "allgather"), (5, "torch_a2a")):
-            with context.at_most(most), recorded(layer) as seen:
+            with context.token_limit(most), recorded(layer) as seen:
                 check_call(layer, context, tokens=most)
             assert seen == [name, "reference"]
 
@@ -279,7 +281,7 @@ def test_rows_under_one_scale_whichever_it_is(world_size):
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=3) as context:
         found = tuning.tune(context, CONFIG, asked.tokens, wire=asked.rows(), **of_layer)
         layer = MoELayer(CONFIG, context, tuned=found, wire=rows, **of_layer)
-        assert layer.geometry.wire == rows
+        assert layer.dispatch_shape.wire == rows
         with pytest.raises(ConfigError, match=r"layer Wire\.dispatch is 'plain' here and 'fp8_tensor' in the file"):
             MoELayer(CONFIG, context, tuned=found, **of_layer)
 
@@ -323,7 +325,7 @@ def test_parts_are_candidates_where_they_can_overlap(world_size):
         static = {(one.tokens, one.pipeline) for one in found.measured if one.all2all == "flashinfer_nvlink"}
         assert static == {(5, None), (7, None), (7, 4), (7, 2)}
         assert {one.pipeline for one in found.measured if one.all2all == "torch_a2a"} == {None}
-        sizes = {geometry.max_tokens for name, geometry in context._pool if name == "flashinfer_nvlink"}
+        sizes = {dispatch_shape.max_tokens for name, dispatch_shape in context._pool if name == "flashinfer_nvlink"}
         assert sizes == {7, 4, 2}
     with (
         mock.patch.object(tuning, "CUT_FROM", 6),
@@ -361,7 +363,7 @@ def test_a_capture_keeps_its_transport(world_size):
         x = torch.randn(8, 256, generator=torch.Generator().manual_seed(rank)).bfloat16().to(context.device)
         routing, graph = moved(integer_routing(8, WIDE, rank), context.device), torch.cuda.CUDAGraph()
         with torch.no_grad():
-            with context.at_most(8):
+            with context.token_limit(8):
                 layer.forward_routed(x, routing)
                 torch.cuda.synchronize(context.device)
                 stream = torch.cuda.Stream(context.device)

@@ -139,7 +139,9 @@ def test_hierarchical_plans_too_and_groups_stay_on_a_node(sizes, spare, data):
     check_legal(planned, [slots] * ranks)
     for group in range(groups):
         mine = range(group * experts // groups, (group + 1) * experts // groups)
-        found = {slot // planned.cap // (ranks // nodes) for e in mine for slot in planned.logical_to_physical[e]}
+        found = {
+            slot // planned.slots_per_rank // (ranks // nodes) for e in mine for slot in planned.logical_to_physical[e]
+        }
         assert len(found) == 1, f"group {group} is on nodes {found}"
     theirs = published(load, slots * ranks, ranks, groups, nodes)
     if all(len(set(held)) == len(held) for held in theirs):
@@ -337,7 +339,7 @@ def test_more_slots_than_the_map_uses():
     load = [8.0, 1.0, 1.0, 2.0]
     (planned,) = plan([load], [ExpertMap.linear(4, 2)], slots=[3, 3])
     assert fullest(load, planned) == 6
-    assert planned.cap == 3
+    assert planned.slots_per_rank == 3
 
 
 # --- equal inputs, equal plans --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ep_moe.eplb.planner import packing
 from ep_moe.eplb.planner.candidates import Problem, occupied
-from ep_moe.eplb.planner.exhaustive_search import rescue
+from ep_moe.eplb.planner.exhaustive_search import exhaustive_search
 from ep_moe.eplb.planner.local_search import refine
 from ep_moe.eplb.planner.packing import ABSENT
 from ep_moe.eplb.planner.relabel import keep_ranks, keep_slots
@@ -79,7 +79,7 @@ def test_the_local_search_never_makes_the_fullest_rank_fuller(seed):
 def test_the_wider_search_is_never_worse_either(seed):
     load, table = packed_at_random(seed)
     room = (table != ABSENT).sum(2)
-    found = rescue(load, room, table, np.zeros(len(load)))
+    found = exhaustive_search(load, room, table, np.zeros(len(load)))
     assert (fullest(load, found) <= fullest(load, table) * (1 + 1e-9)).all()
     assert not packing.has_twice(found).any()
     assert (packing.count_copies(found, load.shape[1]) > 0).all()

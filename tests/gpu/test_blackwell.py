@@ -42,7 +42,7 @@ def offered() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "scheme"), offered())
 def test_the_contract(name, scheme):
-    if reason := registry.why_not("experts", name):
+    if reason := registry.unsupported_reason("experts", name):
         pytest.skip(reason)
     assert check_experts(registry.load("experts", name), device=GPU, schemes=[scheme], hidden=SIZE, inner=SIZE)
 
@@ -58,7 +58,7 @@ ROUTING = {
 @pytest.mark.parametrize("scheme", ["none", "fp8_block", "nvfp4"])
 def test_routing_inside(scheme, routing):
     """A whole layer, against the layer's own router and float64."""
-    if reason := registry.why_not("fused", "flashinfer_trtllm_monolithic"):
+    if reason := registry.unsupported_reason("fused", "flashinfer_trtllm_monolithic"):
         pytest.skip(reason)
     config = MoEConfig(hidden_size=SIZE, intermediate_size=SIZE, num_experts=16, top_k=4, routing=routing)
     with EPContext.local(GPU) as context:

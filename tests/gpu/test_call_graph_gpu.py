@@ -16,21 +16,21 @@ import triton.language as tl
 
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution.cuda_graph import CallGraph
-from ep_moe.runtime.pdl import await_previous, early, let_next_start
+from ep_moe.runtime.pdl import early, pdl_trigger, pdl_wait
 
 SIZE, DEVICE = 1024, torch.device("cuda")
 
 
 @triton.jit(do_not_specialize=["count"])
-def _begin(x, count, held, SIZE: tl.constexpr, EARLY: tl.constexpr):  # noqa: N803
-    let_next_start(EARLY)
+def _begin(x, count, held, SIZE: tl.constexpr, PDL: tl.constexpr):  # noqa: N803
+    pdl_trigger(PDL)
     at = tl.arange(0, SIZE)
     tl.store(held + at, tl.load(x + at, mask=at < count, other=-1))
 
 
 @triton.jit(do_not_specialize=["count"])
-def _end(out, count, held, SIZE: tl.constexpr, EARLY: tl.constexpr):  # noqa: N803
-    await_previous(EARLY)
+def _end(out, count, held, SIZE: tl.constexpr, PDL: tl.constexpr):  # noqa: N803
+    pdl_wait(PDL)
     at = tl.arange(0, SIZE)
     tl.store(out + at, tl.load(held + at), mask=at < count)
 
@@ -42,7 +42,7 @@ def held():
 
 def chain(x, out, held, count=SIZE):
     how = early(DEVICE)
-    _begin[(1,)](x, count, held, SIZE=SIZE, EARLY=how["EARLY"])
+    _begin[(1,)](x, count, held, SIZE=SIZE, PDL=how["PDL"])
     held.mul_(3)
     _end[(1,)](out, count, held, SIZE=SIZE, **how)
 

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import globaltimer
 from ep_moe.all2all.nvlink_p2p.signals import last_to_count
 from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime.devices import starts_early
-from ep_moe.runtime.pdl import let_next_start
+from ep_moe.runtime.pdl import pdl_trigger
 
 EXPERTS, TOP_K, CALLS, PROGRAMS = 48, 8, 150, 32
 
@@ -29,15 +29,15 @@ def pause(us):
 
 
 @triton.jit
-def send(drawn, ids, rows, written, told, calls, us, PAIRS: tl.constexpr, EARLY: tl.constexpr):  # noqa: N803
+def send(drawn, ids, rows, written, ids_ready, calls, us, PAIRS: tl.constexpr, PDL: tl.constexpr):  # noqa: N803
     """As the transport: ids and what tells of them, and much later the call's number as all rows."""
-    let_next_start(EARLY)
+    pdl_trigger(PDL)
     program, number = tl.program_id(0), tl.load(calls) + 1
     pause(us)
     pair = program * PAIRS + tl.arange(0, PAIRS)
     tl.store(ids + pair, tl.load(drawn + number * (PAIRS * tl.num_programs(0)) + pair))
     if last_to_count(written, tl.num_programs(0)):
-        tl.atomic_xchg(told, number, sem="release", scope="sys")
+        tl.atomic_xchg(ids_ready, number, sem="release", scope="sys")
     pause(4 * us)
     tl.store(rows + pair, number)
 
@@ -49,14 +49,20 @@ def test_the_lists_are_right_and_rows_are_here_behind_them(pairs, us):
         pytest.skip("kernels do not start early here")
     on = {"dtype": torch.int32, "device": "cuda"}
     drawn = torch.randint(-EXPERTS, EXPERTS, (CALLS + 1, pairs), generator=torch.Generator("cuda").manual_seed(5), **on)
-    ids, rows, written, told = (torch.zeros(size, **on) for size in (pairs, pairs, 1, 1))
+    ids, rows, written, ids_ready = (torch.zeros(size, **on) for size in (pairs, pairs, 1, 1))
     calls, found = torch.zeros(2, **on), torch.zeros(3, CALLS + 1, pairs, **on)
     ends, space = torch.zeros(CALLS + 1, EXPERTS, **on), torch.zeros(route_sort.group_workspace(pairs, EXPERTS), **on)
     for number in range(1, CALLS + 1):
         source, slots, seen = found[:, number]
-        send[(PROGRAMS,)](drawn, ids, rows, written, told, calls, us, PAIRS=pairs // PROGRAMS, EARLY=True)
+        send[(PROGRAMS,)](drawn, ids, rows, written, ids_ready, calls, us, PAIRS=pairs // PROGRAMS, PDL=True)
         route_sort.group_pairs(
-            ids.view(-1, TOP_K), EXPERTS, source, slots.view(-1, TOP_K), ends[number], space, told=(told, calls)
+            ids.view(-1, TOP_K),
+            EXPERTS,
+            source,
+            slots.view(-1, TOP_K),
+            ends[number],
+            space,
+            ids_ready=(ids_ready, calls),
         )
         seen.copy_(rows)
         calls[:1] += 1

@@ -13,8 +13,8 @@ from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, regist
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.flight_recorder import Ledger
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
@@ -22,7 +22,11 @@ from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 
-REASON = "torch sees no GPU" if not torch.cuda.is_available() else registry.why_not("experts", "flashinfer_cutlass")
+REASON = (
+    "torch sees no GPU"
+    if not torch.cuda.is_available()
+    else registry.unsupported_reason("experts", "flashinfer_cutlass")
+)
 if not REASON and torch.cuda.get_device_capability() != (9, 0):
     REASON = "needs a GPU of compute capability 9.0"
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(600)]
@@ -56,7 +60,7 @@ def build(
         device=GPU,
         dtype=dtype,
         scheme=SCHEMES[scheme],
-        preparation=FlashInferCutlassExperts.preparation,
+        weight_layout=FlashInferCutlassExperts.weight_layout,
         trainable=False,
     )
     tensors = []
@@ -242,10 +246,10 @@ def test_captured_and_replayed_with_other_rows(scheme):
 @pytest.mark.parametrize("scheme", ["none", "fp8_static", "fp8_block"])
 def test_other_layouts_come_through_the_adapter(scheme):
     experts, tensors = build(*SMALL, scheme)
-    slots, cap, hidden = SMALL[1], 40, 256
+    slots, slots_per_rank, hidden = SMALL[1], 40, 256
     counts = torch.tensor([40, 0, 7, 1, 33], dtype=torch.int32, device=GPU)
-    x = torch.randn(slots, cap, hidden, device=GPU).to(BF16)
-    valid = torch.arange(cap, device=GPU) < counts.unsqueeze(1)
+    x = torch.randn(slots, slots_per_rank, hidden, device=GPU).to(BF16)
+    valid = torch.arange(slots_per_rank, device=GPU) < counts.unsqueeze(1)
     x[~valid] = torch.nan
     batched = Received(
         x=x, layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None, expert_counts=counts
@@ -273,10 +277,10 @@ def test_pieces_of_etp_sum_to_the_whole(scheme):
     tensors = [random_expert(config, SCHEMES[scheme], expert, BF16, GPU) for expert in range(16)]
     received, total = rows(config, 16, 300), 0
     for rank in range(2):
-        link = Link(None, (0, 1), rank, Ledger())
+        rank_group = RankGroup(None, (0, 1), rank, FlightRecorder())
         weights = ExpertWeights(
-            config, ExpertMap.linear(16, 1), etp=link, device=GPU, dtype=BF16, scheme=SCHEMES[scheme],
-            preparation=FlashInferCutlassExperts.preparation, trainable=False,
+            config, ExpertMap.linear(16, 1), etp=rank_group, device=GPU, dtype=BF16, scheme=SCHEMES[scheme],
+            weight_layout=FlashInferCutlassExperts.weight_layout, trainable=False,
         )  # fmt: skip
         for expert, expert_tensors in enumerate(tensors):
             weights.update_expert(expert, expert_tensors)

@@ -17,7 +17,9 @@ from ep_moe.types import Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.gpu.test_flashinfer_cutlass_gpu import DEEPSEEK, QWEN3, SMALL, rows
 
-REASON = "torch sees no GPU" if not torch.cuda.is_available() else registry.why_not("experts", "fp8_block_triton")
+REASON = (
+    "torch sees no GPU" if not torch.cuda.is_available() else registry.unsupported_reason("experts", "fp8_block_triton")
+)
 if not REASON and torch.cuda.get_device_capability() != (9, 0):
     REASON = "needs a GPU of compute capability 9.0"
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(600)]
@@ -35,7 +37,7 @@ def build(config: MoEConfig, slots: int, dtype: torch.dtype = BF16, **options) -
         device=GPU,
         dtype=dtype,
         scheme=SCHEME,
-        preparation=kind.preparation,
+        weight_layout=kind.weight_layout,
         trainable=False,
     )
     tensors = [random_expert(config, SCHEME, expert, dtype, GPU) for expert in range(slots)]
@@ -79,11 +81,11 @@ def test_half_precision():
 @pytest.mark.parametrize("weighting", list(Weighting), ids=lambda w: w.value)
 def test_grouped_layouts(weighting, chunk_rows):
     experts, tensors = build(*SMALL, chunk_rows=chunk_rows)
-    slots, cap, hidden = SMALL[1], 40, 256
+    slots, slots_per_rank, hidden = SMALL[1], 40, 256
     counts = torch.tensor([40, 0, 7, 1, 33], dtype=torch.int32, device=GPU)
-    x = torch.randn(slots, cap, hidden, device=GPU).to(BF16)
-    valid = torch.arange(cap, device=GPU) < counts.unsqueeze(1)
-    weights = torch.rand(slots, cap, device=GPU) if weighting is Weighting.EXPERTS else None
+    x = torch.randn(slots, slots_per_rank, hidden, device=GPU).to(BF16)
+    valid = torch.arange(slots_per_rank, device=GPU) < counts.unsqueeze(1)
+    weights = torch.rand(slots, slots_per_rank, device=GPU) if weighting is Weighting.EXPERTS else None
     ids = torch.where(valid, torch.arange(slots, device=GPU).unsqueeze(1), -1).view(-1, 1)
     expected, limit = expected_and_limit(
         SMALL[0], SCHEME, tensors, x.view(-1, hidden), ids, None if weights is None else weights.view(-1, 1), BF16

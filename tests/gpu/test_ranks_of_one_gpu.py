@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.parallel.local_launch import run_local_ranks
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.testing import rank_device
 
 DEADLINE_S = 100.0  # within pytest's own
@@ -27,15 +27,15 @@ GPU = torch.device("cuda", 0)
 class SharedMemory:
     """A `PeerMemory`."""
 
-    def __init__(self, link: Link, device: torch.device, size: int) -> None:
+    def __init__(self, rank_group: RankGroup, device: torch.device, size: int) -> None:
         self.local = torch.zeros(size, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
-        handles = [None] * link.size
-        dist.all_gather_object(handles, reduce_tensor(self.local), group=link.group)
-        opened = [self.local if rank == link.rank else make(*given) for rank, (make, given) in enumerate(handles)]
+        handles = [None] * rank_group.size
+        dist.all_gather_object(handles, reduce_tensor(self.local), group=rank_group.group)
+        opened = [self.local if rank == rank_group.rank else make(*given) for rank, (make, given) in enumerate(handles)]
         self.peers = opened
         self.addresses = torch.tensor([peer.data_ptr() for peer in opened], device=device)
-        dist.barrier(link.group)
+        dist.barrier(rank_group.group)
 
 
 def rank(body: str, given: dict) -> None:
@@ -43,7 +43,7 @@ def rank(body: str, given: dict) -> None:
     folder, name = body.split(":")
     test = getattr(importlib.import_module(folder), name)
     dispatcher.make_memory = SharedMemory
-    dispatcher.NVLinkP2PDispatcher.platform_problem = classmethod(lambda cls, layout: None)
+    dispatcher.NVLinkP2PDispatcher.unsupported_platform = classmethod(lambda cls, layout: None)
     for module in list(sys.modules.values()):
         if getattr(module, "rank_device", None) is rank_device and module.__name__ != __name__:
             module.rank_device = lambda: GPU

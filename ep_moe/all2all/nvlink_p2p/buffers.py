@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Geometry
-from ep_moe.runtime.launch_cache import Forms
+from ep_moe.all2all.base import DispatchShape
+from ep_moe.runtime.launch_cache import LaunchCache
 from ep_moe.runtime.workspace import Shapes, carve
-from ep_moe.types import PeerCells, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
+from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
 
 SENT, ANSWERED, CHOSEN = 0, 1, 2  # rows of flags
 PIECE = 512  # words of a row that one program by cells has
@@ -22,25 +22,25 @@ def pieces(row_bytes: int) -> int:
     return -(-row_bytes // (4 * PIECE))
 
 
-def answer_dtype(geometry: Geometry) -> torch.dtype:
+def answer_dtype(dispatch_shape: DispatchShape) -> torch.dtype:
     """Of an answer as it travels."""
-    return torch.float8_e4m3fn if geometry.wire.combine == "fp8" else geometry.dtype
+    return torch.float8_e4m3fn if dispatch_shape.wire.combine == "fp8" else dispatch_shape.dtype
 
 
-def answer_bytes(geometry: Geometry) -> int:
-    return geometry.hidden_size * answer_dtype(geometry).itemsize
+def answer_bytes(dispatch_shape: DispatchShape) -> int:
+    return dispatch_shape.hidden_size * answer_dtype(dispatch_shape).itemsize
 
 
-def place_shapes(geometry: Geometry, few: int) -> Shapes:
+def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
-    row_cells, answer_cells [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
+    row_packets, answer_packets [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
     flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer told of last
     """
-    g = geometry
+    g = dispatch_shape
     assert g.max_tokens is not None
     places, few = g.num_ranks * g.max_tokens, min(few, g.max_tokens)
     row = 2 * g.top_k + (g.row_bytes + g.scale_bytes) // 4
@@ -53,8 +53,8 @@ def place_shapes(geometry: Geometry, few: int) -> Shapes:
         "answers": ((places, g.hidden_size), g.dtype),
         "arrived": ((places, g.hidden_size), answer_dtype(g)),
         "rounded": ((0 if answer_dtype(g) == g.dtype else places, g.hidden_size), answer_dtype(g)),
-        "row_cells": ((g.num_ranks, few, _even(row)), torch.int64),
-        "answer_cells": ((g.num_ranks, few, _even(answer)), torch.int64),
+        "row_packets": ((g.num_ranks, few, _even(row)), torch.int64),
+        "answer_packets": ((g.num_ranks, few, _even(answer)), torch.int64),
         "flags": ((3, g.num_ranks), torch.int32),
     }
 
@@ -72,30 +72,32 @@ class Workspace:
         which peers lay out by another bound
     forms: of this memory's launches
     calls: int32 [5], the number of the call under way; blocks of its dispatch that have written; the number of the last
-        call, and what `WireIds.calls` has behind it; blocks that have written ids. Dispatch makes the first out of the
-        third, and combine the third out of the first, so that no kernel changes what its later blocks have yet to read
-    """
+        call, and what `WireIds.sequence` has behind it; blocks that have written ids. Dispatch makes the first out of
+        the third, and combine the third out of the first, so that no kernel changes what its later blocks have yet to
+        read"""
 
-    def __init__(self, geometry: Geometry, rank: int, shapes: Shapes, memory: Any) -> None:
-        self.geometry, self.rank, self.memory = geometry, rank, memory
+    def __init__(self, dispatch_shape: DispatchShape, rank: int, shapes: Shapes, memory: Any) -> None:
+        self.dispatch_shape, self.rank, self.memory = dispatch_shape, rank, memory
         self.places = carve(memory.local, shapes)
         self.peers = [carve(peer, shapes) for peer in memory.peers]
         start = memory.local.data_ptr()
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
-        self.sent = torch.empty(geometry.max_tokens or 0, geometry.top_k, dtype=torch.int32, device=memory.local.device)
-        self.calls = torch.zeros(5, dtype=torch.int32, device=memory.local.device)
+        self.sent = torch.empty(
+            dispatch_shape.max_tokens or 0, dispatch_shape.top_k, dtype=torch.int32, device=memory.local.device
+        )
+        self.sequence = torch.zeros(5, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
         self._received: dict[tuple[int, bool, bool], dict[str, Any]] = {}
-        self.forms = Forms()
+        self.forms = LaunchCache()
 
     def peer_out(self, bound: int, *, cells: bool = False) -> PeerRows:
         """Where the peers await this rank's answers. cells: by which they go on GPUs"""
         if (bound, cells) not in self._peer_out:
             part = slice(self.rank * bound, (self.rank + 1) * bound)
             blocks = tuple(peer["arrived"][part] for peer in self.peers)
-            start = self.offsets["arrived"] + part.start * answer_bytes(self.geometry)
+            start = self.offsets["arrived"] + part.start * answer_bytes(self.dispatch_shape)
             made = PeerRows(blocks, self.memory.addresses, start, self.rank)
-            self._peer_out[bound, cells] = self._by_cells(made) if cells and self.calls.is_cuda else made
+            self._peer_out[bound, cells] = self._by_packets(made) if cells and self.sequence.is_cuda else made
         return self._peer_out[bound, cells]
 
     def received(self, bound: int, *, cells: bool = False, alone: bool = False) -> dict[str, Any]:
@@ -106,8 +108,8 @@ class Workspace:
         return self._received[bound, cells, alone]
 
     def _rows_received(self, bound: int, cells: bool, alone: bool) -> dict[str, Any]:
-        g, rows = self.geometry, slice(0, self.geometry.num_ranks * bound)
-        told = self._told() if alone and not cells else ()  # beside other work nothing starts early
+        g, rows = self.dispatch_shape, slice(0, self.dispatch_shape.num_ranks * bound)
+        ids_ready = self._told() if alone and not cells else ()  # beside other work nothing starts early
         at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights", "answers")}
         return {
             "x": at["rows"],
@@ -116,25 +118,27 @@ class Workspace:
             "input_scale": g.wire.input_scale,
             "layout": RowLayout.RANK_MAJOR,
             "weighting": Weighting.EXPERTS,
-            "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.cap, *told),
+            "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.slots_per_rank, *ids_ready),
             "weights": at["weights"],
             "out": at["answers"],
             "peer_out": self.peer_out(bound, cells=cells),
         }
 
     def _told(self) -> tuple[Tensor, ...]:
-        """`WireIds.told` and `calls`, of what runs on GPUs."""
-        return (self.places["flags"][CHOSEN], self.calls[2:4]) if self.calls.is_cuda else ()
+        """`WireIds.ids_ready` and `sequence`, of what runs on GPUs."""
+        return (self.places["flags"][CHOSEN], self.sequence[2:4]) if self.sequence.is_cuda else ()
 
-    def _by_cells(self, rows: PeerRows) -> PeerRows:
-        places = tuple(peer["answer_cells"][self.rank, : rows.bound] for peer in self.peers)
-        start = self.offsets["answer_cells"] + self.rank * self.places["answer_cells"][0].nbytes
-        return replace(rows, offset=start, cells=PeerCells(places, self.calls, answer_bytes(self.geometry) // 4))
+    def _by_packets(self, rows: PeerRows) -> PeerRows:
+        places = tuple(peer["answer_packets"][self.rank, : rows.bound] for peer in self.peers)
+        start = self.offsets["answer_packets"] + self.rank * self.places["answer_packets"][0].nbytes
+        return replace(
+            rows, offset=start, cells=PeerPackets(places, self.sequence, answer_bytes(self.dispatch_shape) // 4)
+        )
 
     def sums(self, tokens: int) -> Tensor:
         """Room for sums of answers, [T, H], undefined."""
-        g = self.geometry
-        return torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=self.calls.device)
+        g = self.dispatch_shape
+        return torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=self.sequence.device)
 
     def destroy(self) -> None:
         self._peer_out.clear()

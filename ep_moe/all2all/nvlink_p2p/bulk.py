@@ -18,8 +18,8 @@ from ep_moe.quant.fp8_rows_triton import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime import devices
 from ep_moe.runtime.grids import cdiv, next_power_of_2
-from ep_moe.runtime.launch_cache import First, aligned
-from ep_moe.runtime.pdl import await_previous, early, let_next_start
+from ep_moe.runtime.launch_cache import LaunchSpec, aligned
+from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.waiting_triton import Waiting
 from ep_moe.types import PhysicalRouting
 
@@ -40,8 +40,8 @@ def send(
 
 def _first_send(
     workspace: Workspace, bound: int, blocks: int, given: tuple[Any, ...], placing: Placing, alone: bool
-) -> First:
-    g, at = workspace.geometry, workspace.offsets
+) -> LaunchSpec:
+    g, at = workspace.dispatch_shape, workspace.offsets
     x, x_scale, *rest = given
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     elements, scale_words = g.hidden_size if rounds else g.row_bytes // 4, g.scale_bytes // 4
@@ -52,7 +52,7 @@ def _first_send(
         g.wire.input_scale,
         workspace.memory.addresses,
         workspace.places["flags"],
-        workspace.calls,
+        workspace.sequence,
         workspace.sent,
         at["rows"],
         at["scales"],
@@ -61,7 +61,7 @@ def _first_send(
         at["flags"],
         bound,
         g.num_physical,
-        g.cap,
+        g.slots_per_rank,
     )
     choosers = max(1, min(cdiv(bound, _TILE), blocks // 8))
     constants = {
@@ -79,94 +79,97 @@ def _first_send(
         "SCALE_BLOCK": next_power_of_2(max(scale_words, 1)),
         "ROUNDS": rounds,
         "SMALLEST": SMALLEST,
-        "EARLY": alone and devices.starts_early(x.device),
+        "PDL": alone and devices.starts_early(x.device),
         "num_warps": 8 if g.row_bytes > 4096 else 4,
     }
     # a row takes longer where it is rounded, and more of them at once hide that
     programs = choosers + min(bound, 4 * blocks if rounds else blocks)
-    return First(_send, (programs,), changing, fixed, constants)
+    return LaunchSpec(_send, (programs,), changing, fixed, constants)
 
 
 @Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
-    peers, flags, calls, sent, rows_at, scales_at, ids_at, weights_at, flags_at, bound, num_physical, cap,
+    peers, flags, sequence, sent, rows_at, scales_at, ids_at, weights_at, flags_at, bound, num_physical, slots_per_rank,
     MOST: tl.constexpr, CHOOSERS: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. replicas to
     counting, seed, experts: as `to_place` gives them.
 
     The first CHOOSERS programs send ids and weights, and tell of them; the others place ids too, and send rows."""
-    let_next_start(EARLY)
+    pdl_trigger(PDL)
     program, blocks = tl.program_id(0), tl.num_programs(0)
     if program < CHOOSERS:
         _send_ids(
-            ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, calls, sent,
+            ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, sequence,
+            sent,
             ids_at, weights_at, flags_at, bound, num_physical, CHOOSERS, MOST, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
         )  # fmt: skip
     else:
         _send_rows(
             x, x_scale, ids, replicas, counts, tokens, seed, experts, input_scale, peers, rows_at, scales_at, bound,
-            num_physical, cap, program - CHOOSERS, blocks - CHOOSERS, MOST, RANK, RANKS, TOP_K, WIDTH, ELEMENTS, BLOCK,
+            num_physical, slots_per_rank, program - CHOOSERS, blocks - CHOOSERS, MOST, RANK, RANKS, TOP_K, WIDTH,
+            ELEMENTS, BLOCK,
             SCALES, SCALE_BLOCK, ROUNDS, SMALLEST,
         )  # fmt: skip
-    _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
+    _meet(peers, flags, sequence, flags_at + 4 * RANK, blocks, RANKS, LANES)
 
 
 @triton.jit
 def _send_ids(
-    ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, calls, sent, ids_at,
+    ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, sequence, sent,
+    ids_at,
     weights_at, flags_at, bound, num_physical, programs,
     MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """To all peers; the last program to come here tells them."""
-    pick = tl.arange(0, WIDTH)[None]
+    route = tl.arange(0, WIDTH)[None]
     for first in range(tl.program_id(0) * TILE, bound, programs * TILE):
         token = (first + tl.arange(0, TILE)).to(tl.int64)[:, None]
         place = RANK * tl.cast(bound, tl.int64) + token
-        inside, present = (pick < TOP_K) & (token < bound), token < tokens
-        id = tl.load(ids + token * TOP_K + pick, mask=inside & present, other=-1)  # noqa: A001
-        weight = tl.load(weights + token * TOP_K + pick, mask=inside & present, other=0.0)
+        inside, present = (route < TOP_K) & (token < bound), token < tokens
+        id = tl.load(ids + token * TOP_K + route, mask=inside & present, other=-1)  # noqa: A001
+        weight = tl.load(weights + token * TOP_K + route, mask=inside & present, other=0.0)
         if MOST:
             logical, counted = id, tl.load(counting) != 0
             id, known = place_ids(logical, token, replicas, counts, experts, seed, MOST)  # noqa: A001
             id = tl.where(known, id, -1)  # noqa: A001
         valid = (id >= 0) & (id < num_physical)
-        tl.store(sent + token * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
+        tl.store(sent + token * TOP_K + route, tl.where(valid, id, -1).to(tl.int32), mask=inside)
         for turn in tl.static_range(RANKS):
             base = tl.multiple_of(tl.load(peers + (RANK + turn) % RANKS), 16)
             their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
             their_weights = (base + weights_at).to(tl.pointer_type(tl.float32))
-            tl.store(their_ids + place * TOP_K + pick, tl.where(valid, id, -1).to(tl.int32), mask=inside)
-            tl.store(their_weights + place * TOP_K + pick, tl.where(valid, weight, 0.0), mask=inside)
+            tl.store(their_ids + place * TOP_K + route, tl.where(valid, id, -1).to(tl.int32), mask=inside)
+            tl.store(their_weights + place * TOP_K + route, tl.where(valid, weight, 0.0), mask=inside)
         if MOST:
             count_ids(logical, id, known & counted, expert_load, slot_load)
-    if last_to_count(calls + 4, programs):
-        tell(peers, flags_at + 4 * (2 * RANKS + RANK), tl.load(calls + 2) + 1, RANKS, LANES)
+    if last_to_count(sequence + 4, programs):
+        tell(peers, flags_at + 4 * (2 * RANKS + RANK), tl.load(sequence + 2) + 1, RANKS, LANES)
 
 
 @triton.jit
 def _send_rows(
     x, x_scale, ids, replicas, counts, tokens, seed, experts, input_scale, peers, rows_at, scales_at, bound,
-    num_physical, cap, program, programs,
+    num_physical, slots_per_rank, program, programs,
     MOST: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """To the peers that have an expert of theirs."""
-    pick, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
+    route, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
     for token in range(program, tokens, programs):
         at = tl.cast(token, tl.int64)
-        id = tl.load(ids + at * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+        id = tl.load(ids + at * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
         if MOST:
             id, known = place_ids(id, at, replicas, counts, experts, seed, MOST)  # noqa: A001
             id = tl.where(known, id, -1)  # noqa: A001
-        owner = tl.where((id >= 0) & (id < num_physical), (id // cap).to(tl.int32), RANKS)
+        owner = tl.where((id >= 0) & (id < num_physical), (id // slots_per_rank).to(tl.int32), RANKS)
         row = tl.load(x + at * ELEMENTS + element, mask=element < ELEMENTS, other=0)
         if ROUNDS == "fp8_tensor":
             row = e4m3_by(row.to(tl.float32), input_scale)
@@ -194,14 +197,14 @@ def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRout
     workspace.forms.launch(form, changing, partial(_first_announce, workspace, bound, changing))
 
 
-def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) -> First:
-    g, at = workspace.geometry, workspace.offsets
+def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) -> LaunchSpec:
+    g, at = workspace.dispatch_shape, workspace.offsets
     x_scale, *rest = given
     changing = (None if x_scale is None else x_scale.view(torch.int32), *rest)
     fixed = (
         workspace.memory.addresses,
         workspace.places["flags"],
-        workspace.calls,
+        workspace.sequence,
         workspace.sent,
         at["scales"],
         at["ids"],
@@ -220,20 +223,20 @@ def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) ->
         "SCALE_BLOCK": next_power_of_2(max(g.scale_bytes // 4, 1)),
         "TILE": _TILE,
     }
-    return First(_announce, (min(cdiv(bound, _TILE), _TILES),), changing, fixed, constants)
+    return LaunchSpec(_announce, (min(cdiv(bound, _TILE), _TILES),), changing, fixed, constants)
 
 
 @Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _announce(
-    x_scale, ids, weights, tokens, peers, flags, calls, sent, scales_at, ids_at, weights_at, flags_at,
+    x_scale, ids, weights, tokens, peers, flags, sequence, sent, scales_at, ids_at, weights_at, flags_at,
     bound, num_physical,
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.num_programs(0)
     _send_ids(
-        ids, weights, None, None, None, None, None, tokens, None, None, peers, calls, sent, ids_at, weights_at,
+        ids, weights, None, None, None, None, None, tokens, None, None, peers, sequence, sent, ids_at, weights_at,
         flags_at, bound, num_physical, blocks, 0, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
     )  # fmt: skip
     if SCALES:
@@ -247,40 +250,40 @@ def _announce(
                 base = tl.multiple_of(tl.load(peers + peer), 16)
                 their_scales = (base + scales_at).to(tl.pointer_type(tl.int32))
                 tl.store(their_scales + place * SCALES + step, scale, mask=given)
-    _meet(peers, flags, calls, flags_at + 4 * RANK, blocks, RANKS, LANES)
+    _meet(peers, flags, sequence, flags_at + 4 * RANK, blocks, RANKS, LANES)
 
 
 @triton.jit
-def _meet(peers, flags, calls, place, blocks, RANKS: tl.constexpr, LANES: tl.constexpr):
+def _meet(peers, flags, sequence, place, blocks, RANKS: tl.constexpr, LANES: tl.constexpr):
     """The last block to come here tells the peers that all have written, and waits for theirs."""
-    if last_to_count(calls + 1, blocks):
-        number = tl.load(calls + 2) + 1
-        tl.store(calls, number)
+    if last_to_count(sequence + 1, blocks):
+        number = tl.load(sequence + 2) + 1
+        tl.store(sequence, number)
         tell(peers, place, number, RANKS, LANES)
         wait(flags, number, RANKS, LANES)
 
 
 def tell_given(workspace: Workspace) -> None:
-    def first() -> First:
-        ranks = workspace.geometry.num_ranks
+    def first() -> LaunchSpec:
+        ranks = workspace.dispatch_shape.num_ranks
         place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
         constants = {"RANKS": ranks, "LANES": next_power_of_2(ranks), "num_warps": 1}
-        return First(_tell_given, (1,), (), (workspace.memory.addresses, workspace.calls, place), constants)
+        return LaunchSpec(_tell_given, (1,), (), (workspace.memory.addresses, workspace.sequence, place), constants)
 
     workspace.forms.launch("tell given", (), first)
 
 
 @triton.jit
-def _tell_given(peers, calls, place, RANKS: tl.constexpr, LANES: tl.constexpr):
-    tell(peers, place, tl.load(calls), RANKS, LANES)
+def _tell_given(peers, sequence, place, RANKS: tl.constexpr, LANES: tl.constexpr):
+    tell(peers, place, tl.load(sequence), RANKS, LANES)
 
 
 def give(workspace: Workspace, bound: int) -> None:
     workspace.forms.launch(("give", bound), (), partial(_first_give, workspace, bound))
 
 
-def _first_give(workspace: Workspace, bound: int) -> First:
-    g, places = workspace.geometry, workspace.places
+def _first_give(workspace: Workspace, bound: int) -> LaunchSpec:
+    g, places = workspace.dispatch_shape, workspace.places
     rounds = answer_dtype(g) != g.dtype
     numbers = g.hidden_size if rounds else answer_bytes(g) // 4
     fixed = (
@@ -289,7 +292,7 @@ def _first_give(workspace: Workspace, bound: int) -> First:
         workspace.memory.addresses,
         workspace.offsets["arrived"],
         bound,
-        g.cap,
+        g.slots_per_rank,
     )
     constants = {
         "RANK": workspace.rank,
@@ -301,25 +304,25 @@ def _first_give(workspace: Workspace, bound: int) -> First:
         "ROUNDS": rounds,
         "num_warps": 8 if answer_bytes(g) > 4096 else 4,
     }
-    return First(_give, (g.num_ranks * bound,), (), fixed, constants)
+    return LaunchSpec(_give, (g.num_ranks * bound,), (), fixed, constants)
 
 
 @triton.jit
 def _give(
-    answers, ids, peers, arrived_at, bound, cap,
+    answers, ids, peers, arrived_at, bound, slots_per_rank,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr,
     BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """A program has one answer, in words as they travel, or in numbers that become bytes; ranks take turns, so that all
     links are busy all the time."""
     peer, token = (tl.program_id(0) + RANK) % RANKS, tl.program_id(0) // RANKS
-    pick, at = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    route, at = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     place = peer * tl.cast(bound, tl.int64) + token
-    id = tl.load(ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+    id = tl.load(ids + place * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
     answer = tl.load(answers + place * NUMBERS + at, mask=at < NUMBERS)  # beside the ids, not after them
     if ROUNDS:
         answer = to_e4m3(answer.to(tl.float32))
-    wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
+    wanted = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0
     theirs = tl.multiple_of((tl.load(peers + peer) + arrived_at).to(tl.pointer_type(answer.dtype)), 16)
     row = RANK * tl.cast(bound, tl.int64) + token
     tl.store(theirs + row * NUMBERS + at, answer, mask=(at < NUMBERS) & wanted)
@@ -330,17 +333,17 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> Non
     workspace.forms.launch(("receive", bound, tell), (out, len(out)), launch)
 
 
-def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) -> First:
-    g, arrived = workspace.geometry, workspace.places["arrived"]
+def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) -> LaunchSpec:
+    g, arrived = workspace.dispatch_shape, workspace.places["arrived"]
     fixed = (
         arrived if answer_dtype(g) == g.dtype else arrived.view(torch.uint8),
         workspace.sent,
         workspace.memory.addresses,
         workspace.places["flags"][1],
-        workspace.calls,
+        workspace.sequence,
         workspace.offsets["flags"] + 4 * g.num_ranks,
         bound,
-        g.cap,
+        g.slots_per_rank,
     )
     constants = {
         "TELL": tell,
@@ -352,30 +355,30 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) ->
         "HIDDEN": g.hidden_size,
         "BLOCK": next_power_of_2(g.hidden_size),
         "num_warps": 8 if g.hidden_size > 2048 else 4,
-        **early(out.device),
+        **pdl_launch(out.device),
     }
-    return First(_receive, (min(bound, _BLOCKS),), (out, len(out)), fixed, constants)
+    return LaunchSpec(_receive, (min(bound, _BLOCKS),), (out, len(out)), fixed, constants)
 
 
 @Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _receive(
-    out, tokens, arrived, sent, peers, flags, calls, flags_at, bound, cap,
+    out, tokens, arrived, sent, peers, flags, sequence, flags_at, bound, slots_per_rank,
     TELL: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    await_previous(EARLY)
-    number = tl.load(calls)
+    pdl_wait(PDL)
+    number = tl.load(sequence)
     if tl.program_id(0) == 0:
-        tl.store(calls + 2, number)
+        tl.store(sequence + 2, number)
         if TELL:
             tell(peers, flags_at + 4 * RANK, number, RANKS, LANES)
     wait(flags, number, RANKS, LANES)
-    pick, column = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    route, column = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
-        id = tl.load(sent + at * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
-        owner = tl.where(id >= 0, id // cap, RANKS)
+        id = tl.load(sent + at * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
+        owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(RANKS):
             wanted = tl.max((owner == peer).to(tl.int32), axis=0) > 0

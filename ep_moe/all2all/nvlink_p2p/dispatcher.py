@@ -23,14 +23,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, Geometry
-from ep_moe.all2all.buffer_slots import Again, Lane, Lanes
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
+from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace, pieces, place_shapes
 from ep_moe.all2all.nvlink_p2p.reference import give_copies, receive, send, send_copies, tell_given
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.runtime.workspace import carved_bytes
@@ -43,7 +43,7 @@ BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside other
 class _Handle:
     """tokens, bound: of the call."""
 
-    lane: Lane
+    buffer_slot: BufferSlot
     tokens: int
     bound: int
 
@@ -73,10 +73,10 @@ class NVLinkP2PDispatcher(Dispatcher):
     few_programs: ClassVar[int] = 512  # of a kernel by cells, of 4 warps, all of which must run at once
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
-    def __init__(self, geometry: Geometry, link: Link) -> None:
-        super().__init__(geometry, link)
-        self._most_by_cells = self._few(geometry)
-        self.lanes = Lanes(self.name, self._connect)
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        super().__init__(dispatch_shape, rank_group)
+        self._most_by_packets = self._few(dispatch_shape)
+        self.buffer_pool = BufferPool(self.name, self._connect)
         self._side: SideStream = SideStream()
 
     @classmethod
@@ -86,60 +86,60 @@ class NVLinkP2PDispatcher(Dispatcher):
         return None
 
     @classmethod
-    def platform_problem(cls, layout: RankLayout) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout) -> str | None:
         return one_host_problem(cls.name, layout)
 
     @classmethod
-    def buffer_bytes(cls, geometry: Geometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
         """All that is allocated for one call in flight, flags included."""
-        return carved_bytes(place_shapes(geometry, cls._few(geometry)))
+        return carved_bytes(place_shapes(dispatch_shape, cls._few(dispatch_shape)))
 
     @classmethod
-    def calls_in_parts(cls, geometry: Geometry) -> int:
+    def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
         """Answers that came by copies keep theirs until they are summed."""
-        return 3 if cls._copies(geometry) else 2
+        return 3 if cls._copies(dispatch_shape) else 2
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        lane = self.lanes.take(x.device)
+        buffer_slot = self.buffer_pool.take(x.device)
         if problem is not None:
-            self._poison(lane, x.device, max_tokens)
+            self._poison(buffer_slot, x.device, max_tokens)
             self.refuse(problem)
         assert max_tokens is not None
-        lane.busy = True
-        how = {"cells": self._by_cells(max_tokens), "alone": not self._side.active}
+        buffer_slot.busy = True
+        how = {"cells": self._by_packets(max_tokens), "alone": not self._side.active}
         if self._by_copies(max_tokens):
-            send_copies(lane.library, x, x_scale, routing, max_tokens)
+            send_copies(buffer_slot.library, x, x_scale, routing, max_tokens)
         else:
-            send(lane.library, x, x_scale, routing, max_tokens, self._blocks, **how)
-        there = lane.library.received(max_tokens, **how)
-        return Pending.of(Received(handle=_Handle(lane, len(x), max_tokens), **there))
+            send(buffer_slot.library, x, x_scale, routing, max_tokens, self._blocks, **how)
+        there = buffer_slot.library.received(max_tokens, **how)
+        return Pending.of(Received(handle=_Handle(buffer_slot, len(x), max_tokens), **there))
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        answers = handle.lane.library.places["answers"]
+        answers = handle.buffer_slot.library.places["answers"]
         if y.data_ptr() != answers.data_ptr():
             answers[: len(y)].copy_(y)
         if not self._by_copies(handle.bound):
             found = self._receive(handle, out, tell=True, giving=True)
             return Pending.of(found)
-        give_copies(handle.lane.library, handle.bound)
-        tell_given(handle.lane.library)
+        give_copies(handle.buffer_slot.library, handle.bound)
+        tell_given(handle.buffer_slot.library)
         return Pending(partial(self._receive, handle, out, tell=False))
 
     def _combine_written(self, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         if not self._by_copies(handle.bound):
             found = self._receive(handle, out, tell=True)
             return Pending.of(found)
-        tell_given(handle.lane.library)
+        tell_given(handle.buffer_slot.library)
         return Pending(partial(self._receive, handle, out, tell=False))
 
-    def again(self, bound: int) -> Again | None:
-        g, lanes = self.geometry, self.lanes.made
+    def again(self, bound: int) -> RecordableCall | None:
+        g, buffer_pool = self.dispatch_shape, self.buffer_pool.made
         rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
-        if not lanes or not rounded_here or g.max_tokens is None or bound > g.max_tokens:
+        if not buffer_pool or not rounded_here or g.max_tokens is None or bound > g.max_tokens:
             return None
-        workspace, cells = lanes[0].library, self._by_cells(bound)
+        workspace, cells = buffer_pool[0].library, self._by_packets(bound)
 
         def there(x: Tensor, routing: PhysicalRouting) -> None:
             send(workspace, x, None, routing, bound, BLOCKS, cells=cells, alone=True)
@@ -149,65 +149,65 @@ class NVLinkP2PDispatcher(Dispatcher):
             receive(workspace, len(out), bound, tell=True, giving=giving, cells=cells, out=out)
 
         received = Received(handle=None, **workspace.received(bound, cells=cells, alone=True))
-        return Again(lanes[0], received, there, back, few=cells)
+        return RecordableCall(buffer_pool[0], received, there, back, few=cells)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
-        lane, bound = handle.lane, handle.bound
-        cells = self._by_cells(bound)
-        found = receive(lane.library, handle.tokens, bound, tell=tell, giving=giving, cells=cells, out=out)
-        lane.release(found.device)
+        buffer_slot, bound = handle.buffer_slot, handle.bound
+        cells = self._by_packets(bound)
+        found = receive(buffer_slot.library, handle.tokens, bound, tell=tell, giving=giving, cells=cells, out=out)
+        buffer_slot.release(found.device)
         return found
 
-    def _poison(self, lane: Lane, device: torch.device, max_tokens: int | None) -> None:
+    def _poison(self, buffer_slot: BufferSlot, device: torch.device, max_tokens: int | None) -> None:
         """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
         if capturing(device):
             return
         assert max_tokens is not None
-        ids = torch.empty(0, self.geometry.top_k, dtype=torch.int64, device=device)
+        ids = torch.empty(0, self.dispatch_shape.top_k, dtype=torch.int64, device=device)
         nowhere = PhysicalRouting(PhysicalIds(ids), ids.float())
-        cells = self._by_cells(max_tokens)
-        send(lane.library, *self.geometry.no_rows(device), nowhere, max_tokens, BLOCKS, cells=cells)
-        lane.library.places["answers"].fill_(torch.nan)
-        receive(lane.library, 0, max_tokens, tell=True, giving=True, cells=cells)
+        cells = self._by_packets(max_tokens)
+        send(buffer_slot.library, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, cells=cells)
+        buffer_slot.library.places["answers"].fill_(torch.nan)
+        receive(buffer_slot.library, 0, max_tokens, tell=True, giving=True, cells=cells)
 
     def _by_copies(self, bound: int) -> bool:
         """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""
-        return self._side.active and self._copies(self.geometry) and not self._by_cells(bound)
+        return self._side.active and self._copies(self.dispatch_shape) and not self._by_packets(bound)
 
-    def _by_cells(self, bound: int) -> bool:
+    def _by_packets(self, bound: int) -> bool:
         """A call, from end to end: a rank that refuses knows no more of it."""
-        return bound <= self._most_by_cells
+        return bound <= self._most_by_packets
 
     @property
     def _blocks(self) -> int:
         return BLOCKS_BESIDE if self._side.active else BLOCKS
 
     @classmethod
-    def _few(cls, geometry: Geometry) -> int:
+    def _few(cls, dispatch_shape: DispatchShape) -> int:
         """Tokens of a rank that go by cells: twice the bytes, so that with many the links are what takes time."""
-        row = geometry.hidden_size * geometry.dtype.itemsize
-        return min(cls.few_bytes // row, cls.few_programs // (geometry.num_ranks * pieces(row)))
+        row = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize
+        return min(cls.few_bytes // row, cls.few_programs // (dispatch_shape.num_ranks * pieces(row)))
 
     @classmethod
-    def _copies(cls, geometry: Geometry) -> bool:
-        assert geometry.max_tokens is not None
-        many = geometry.max_tokens > cls._few(geometry)
-        return many and geometry.max_tokens * geometry.row_bytes >= cls.copied_bytes
+    def _copies(cls, dispatch_shape: DispatchShape) -> bool:
+        assert dispatch_shape.max_tokens is not None
+        many = dispatch_shape.max_tokens > cls._few(dispatch_shape)
+        return many and dispatch_shape.max_tokens * dispatch_shape.row_bytes >= cls.copied_bytes
 
     def destroy(self) -> None:
-        self.lanes.destroy()
+        self.buffer_pool.destroy()
 
     def _connect(self, device: torch.device) -> Workspace:
-        shapes = place_shapes(self.geometry, self._few(self.geometry))
+        shapes = place_shapes(self.dispatch_shape, self._few(self.dispatch_shape))
         try:
-            memory = make_memory(self.link, device, carved_bytes(shapes))
+            memory = make_memory(self.rank_group, device, carved_bytes(shapes))
         except (ImportError, OSError, RuntimeError) as error:
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
-        return Workspace(self.geometry, self.link.rank, shapes, memory)
+        return Workspace(self.dispatch_shape, self.rank_group.rank, shapes, memory)
 
 
-def make_memory(link: Link, device: torch.device, size: int) -> Any:
+def make_memory(rank_group: RankGroup, device: torch.device, size: int) -> Any:
     """A `PeerMemory`. Collective."""
     from ep_moe.all2all.nvlink_p2p.peer_memory import PeerMemory
 
-    return PeerMemory(link, device, size)
+    return PeerMemory(rank_group, device, size)

@@ -1,7 +1,7 @@
 """Few tokens by cells: the Triton forms of `nvlink_p2p.reference.send` and `receive` without fences, flags or counters.
 
-A cell is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the cells of a row
-until all have this call's number, so that nothing has to be told after it. Twice the bytes, and two journeys less.
+A packet is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the cells of a
+row until all have this call's number, so that nothing has to be told after it. Twice the bytes, and two journeys less.
 
 Each program has one token, one peer and a piece of the row: it sends that token's piece there, and takes that of the
 peer's token of the same number. A rank's own tokens travel alike. All programs of a kernel must run at once, since they
@@ -23,15 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace, answer_bytes, answer_dtype
-from ep_moe.all2all.nvlink_p2p.packets import any_of, late_cells, put_cells, still_missing
+from ep_moe.all2all.nvlink_p2p.packets import any_of, late_packets, put_packets, still_missing
 from ep_moe.placement.deferred import Placing, to_place
 from ep_moe.placement.placement_triton import count_ids, place_ids
 from ep_moe.quant.fp8_rows_triton import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under, of_e4m3, to_e4m3
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime import devices
 from ep_moe.runtime.grids import cdiv, next_power_of_2
-from ep_moe.runtime.launch_cache import First, aligned
-from ep_moe.runtime.pdl import await_previous, early, let_next_start
+from ep_moe.runtime.launch_cache import LaunchSpec, aligned
+from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.waiting_triton import Waiting
 from ep_moe.types import PhysicalRouting
 
@@ -51,8 +51,8 @@ def send(
 
 def _first_send(
     workspace: Workspace, bound: int, given: tuple[Any, ...], placing: Placing, alone: bool, put: bool, take: bool
-) -> First:
-    g, places = workspace.geometry, workspace.places
+) -> LaunchSpec:
+    g, places = workspace.dispatch_shape, workspace.places
     words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
     x, x_scale, *rest = given
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
@@ -66,17 +66,17 @@ def _first_send(
         placing.experts,
         g.wire.input_scale,
         workspace.memory.addresses,
-        workspace.calls,
+        workspace.sequence,
         workspace.sent,
-        places["row_cells"],
+        places["row_packets"],
         places["rows"].view(torch.int32),
         places["scales"].view(torch.int32),
         places["ids"],
         places["weights"],
-        workspace.offsets["row_cells"],
+        workspace.offsets["row_packets"],
         bound,
         g.num_physical,
-        g.cap,
+        g.slots_per_rank,
     )
     constants = {
         "MOST": placing.most,
@@ -90,13 +90,13 @@ def _first_send(
         "SCALE_BLOCK": block // 32 if rounds == "fp8_block" else next_power_of_2(max(scale_words, 1)),
         "ROUNDS": rounds,
         "SMALLEST": SMALLEST,
-        "FEW": places["row_cells"].shape[1],
-        "CELLS": places["row_cells"].shape[2],
+        "FEW": places["row_packets"].shape[1],
+        "CELLS": places["row_packets"].shape[2],
         "PUT": put,
         "TAKE": take,
-        "EARLY": leads and devices.starts_early(x.device),
+        "PDL": leads and devices.starts_early(x.device),
     }
-    return First(_send, grid, changing, fixed, constants)
+    return LaunchSpec(_send, grid, changing, fixed, constants)
 
 
 def _block(words: int) -> int:
@@ -108,19 +108,19 @@ def _block(words: int) -> int:
 @triton.jit(do_not_specialize=["tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
-    peers, calls, sent, cells, rows, scales, got_ids, got_weights, cells_at, bound, num_physical, cap,
+    peers, sequence, sent, cells, rows, scales, got_ids, got_weights, packets_at, bound, num_physical, slots_per_rank,
     MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
-    SMALLEST: tl.constexpr, FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
-    EARLY: tl.constexpr,
+    SMALLEST: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A token's cells: K ids, K weights, the words of its row, and those of its scales. replicas to counting, seed,
     experts: as `to_place` gives them; each program places its token's ids, and one of those that send them to their own
     rank counts them."""
-    let_next_start(EARLY)
+    pdl_trigger(PDL)
     token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    number = tl.load(calls + 2) + 1
-    pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(sequence + 2) + 1
+    route, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
     if ROUNDS == "fp8_block":  # a piece's scales; else the first piece has all
         step = piece * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
         scaled = step < SCALES
@@ -128,10 +128,10 @@ def _send(
         step = tl.arange(0, SCALE_BLOCK)
         scaled = (step < SCALES) & (piece == 0)
     if PUT:
-        tl.store(calls, number)
-        given = (pick < TOP_K) & (token < tokens)
-        id = tl.load(ids + token * TOP_K + pick, mask=given, other=-1)  # noqa: A001
-        weight = tl.load(weights + token * TOP_K + pick, mask=given, other=0.0)
+        tl.store(sequence, number)
+        given = (route < TOP_K) & (token < tokens)
+        id = tl.load(ids + token * TOP_K + route, mask=given, other=-1)  # noqa: A001
+        weight = tl.load(weights + token * TOP_K + route, mask=given, other=0.0)
         # read beside the ids, not after them
         row, scale = _row(
             x, x_scale, input_scale, token, tokens, word, step, scaled, WORDS, WHOLE, SCALES, ROUNDS, SMALLEST
@@ -142,22 +142,24 @@ def _send(
             id = tl.where(known, id, -1)  # noqa: A001
         valid = (id >= 0) & (id < num_physical)
         id = tl.where(valid, id, -1).to(tl.int32)  # noqa: A001
-        first = (pick < TOP_K) & (piece == 0)
-        tl.store(sent + token * TOP_K + pick, id, mask=first & (peer == RANK))
-        theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)
-        put_cells(theirs + pick, id, number, first)
-        put_cells(theirs + TOP_K + pick, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, first)
-        wanted = tl.max((valid & (id // cap == peer)).to(tl.int32), axis=0) > 0
-        put_cells(theirs + 2 * TOP_K + word, row, number, (word < WORDS) & wanted)
+        first = (route < TOP_K) & (piece == 0)
+        tl.store(sent + token * TOP_K + route, id, mask=first & (peer == RANK))
+        theirs = _cells(peers, peer, packets_at, RANK * FEW + token, PACKETS)
+        put_packets(theirs + route, id, number, first)
+        put_packets(theirs + TOP_K + route, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, first)
+        wanted = tl.max((valid & (id // slots_per_rank == peer)).to(tl.int32), axis=0) > 0
+        put_packets(theirs + 2 * TOP_K + word, row, number, (word < WORDS) & wanted)
         if SCALES:
-            put_cells(theirs + 2 * TOP_K + WORDS + step, scale, number, scaled & wanted)
+            put_packets(theirs + 2 * TOP_K + WORDS + step, scale, number, scaled & wanted)
         if MOST:
             count_ids(logical, id, known & counted & (peer == RANK) & (piece == 0), expert_load, slot_load)
     if TAKE:
-        mine = cells + (peer * FEW + token) * CELLS
+        mine = cells + (peer * FEW + token) * PACKETS
         place = peer * tl.cast(bound, tl.int64) + token
         to = (got_ids, got_weights, rows, scales)
-        _take(mine, to, place, number, cap, pick, word, step, scaled, RANK, TOP_K, WIDTH, WORDS, BLOCK, SCALES)
+        _take(
+            mine, to, place, number, slots_per_rank, route, word, step, scaled, RANK, TOP_K, WIDTH, WORDS, BLOCK, SCALES
+        )
 
 
 @triton.jit
@@ -206,34 +208,36 @@ def _words(byte):
 
 @triton.jit
 def _take(
-    cells, to, place, number, cap, pick, word, step, scaled,
+    cells, to, place, number, slots_per_rank, route, word, step, scaled,
     RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
     """Wait for a piece of a token, which comes where one of its experts is here. to: ids, weights, rows and scales"""
     got_ids, got_weights, rows, scales = to
     row_at = cells + 2 * TOP_K
-    id_cell, weight_cell = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
-    row_cell, scale_cell = tl.zeros([BLOCK], tl.int64), step.to(tl.int64)
+    id_packet, weight_packet = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
+    row_packet, scale_packet = tl.zeros([BLOCK], tl.int64), step.to(tl.int64)
     here = place < 0
     missing = 1
     while missing > 0:
-        id_cell = tl.load(cells + pick, mask=pick < TOP_K, other=-1, volatile=True)
-        weight_cell = tl.load(cells + TOP_K + pick, mask=pick < TOP_K, other=0, volatile=True)
-        row_cell = tl.load(row_at + word, mask=word < WORDS, other=0, volatile=True)
-        id = id_cell.to(tl.int32)  # noqa: A001
-        here = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
-        few = any_of(late_cells(id_cell, number, pick < TOP_K) | late_cells(weight_cell, number, pick < TOP_K))
+        id_packet = tl.load(cells + route, mask=route < TOP_K, other=-1, volatile=True)
+        weight_packet = tl.load(cells + TOP_K + route, mask=route < TOP_K, other=0, volatile=True)
+        row_packet = tl.load(row_at + word, mask=word < WORDS, other=0, volatile=True)
+        id = id_packet.to(tl.int32)  # noqa: A001
+        here = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0
+        few = any_of(
+            late_packets(id_packet, number, route < TOP_K) | late_packets(weight_packet, number, route < TOP_K)
+        )
         if SCALES:
-            scale_cell = tl.load(row_at + WORDS + step, mask=scaled, other=0, volatile=True)
-            few |= here & any_of(late_cells(scale_cell, number, scaled))
-        missing = still_missing(late_cells(row_cell, number, word < WORDS) & here, few)
-    tl.store(got_ids + place * TOP_K + pick, id_cell.to(tl.int32), mask=pick < TOP_K)
-    weight = weight_cell.to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(got_weights + place * TOP_K + pick, weight, mask=pick < TOP_K)
-    tl.store(rows + place * WORDS + word, row_cell.to(tl.int32), mask=(word < WORDS) & here)
+            scale_packet = tl.load(row_at + WORDS + step, mask=scaled, other=0, volatile=True)
+            few |= here & any_of(late_packets(scale_packet, number, scaled))
+        missing = still_missing(late_packets(row_packet, number, word < WORDS) & here, few)
+    tl.store(got_ids + place * TOP_K + route, id_packet.to(tl.int32), mask=route < TOP_K)
+    weight = weight_packet.to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(got_weights + place * TOP_K + route, weight, mask=route < TOP_K)
+    tl.store(rows + place * WORDS + word, row_packet.to(tl.int32), mask=(word < WORDS) & here)
     if SCALES:
-        tl.store(scales + place * SCALES + step, scale_cell.to(tl.int32), mask=scaled & here)
+        tl.store(scales + place * SCALES + step, scale_packet.to(tl.int32), mask=scaled & here)
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
@@ -241,8 +245,8 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
     workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, put, take))
 
 
-def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> First:
-    g, places = workspace.geometry, workspace.places
+def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> LaunchSpec:
+    g, places = workspace.dispatch_shape, workspace.places
     words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
     block = _block(words)
     changing = (out if rounds else out.view(torch.int32), len(out))
@@ -251,11 +255,11 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, tak
         places["ids"],
         workspace.sent,
         workspace.memory.addresses,
-        workspace.calls,
-        places["answer_cells"],
-        workspace.offsets["answer_cells"],
+        workspace.sequence,
+        places["answer_packets"],
+        workspace.offsets["answer_packets"],
         bound,
-        g.cap,
+        g.slots_per_rank,
     )
     constants = {
         "RANK": workspace.rank,
@@ -268,64 +272,68 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, tak
         "LANES": next_power_of_2(g.num_ranks),
         "DTYPE": getattr(tl, str(g.dtype).removeprefix("torch.")),
         "ROUNDS": rounds,
-        "FEW": places["answer_cells"].shape[1],
-        "CELLS": places["answer_cells"].shape[2],
+        "FEW": places["answer_packets"].shape[1],
+        "CELLS": places["answer_packets"].shape[2],
         "PUT": put,
         "TAKE": take,
-        **early(out.device),
+        **pdl_launch(out.device),
     }
-    return First(_receive, (bound, g.num_ranks, cdiv(words, block)), changing, fixed, constants)
+    return LaunchSpec(_receive, (bound, g.num_ranks, cdiv(words, block)), changing, fixed, constants)
 
 
 @Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _receive(
-    out, tokens, answers, got_ids, sent, peers, calls, cells, cells_at, bound, cap,
+    out, tokens, answers, got_ids, sent, peers, sequence, cells, packets_at, bound, slots_per_rank,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
-    FEW: tl.constexpr, CELLS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, EARLY: tl.constexpr,
+    FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's cells: the words of its answer, where there is one, and one cell that always comes, by which a rank
+    """A token's cells: the words of its answer, where there is one, and one packet that always comes, by which a rank
     knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
     its own token's."""
-    await_previous(EARLY)
+    pdl_wait(PDL)
     token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    pick, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
-    number = tl.load(calls)
+    route, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(sequence)
     if PUT:
         place = peer * tl.cast(bound, tl.int64) + token
-        id = tl.load(got_ids + place * TOP_K + pick, mask=pick < TOP_K, other=-1)  # noqa: A001
+        id = tl.load(got_ids + place * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
         if ROUNDS:
             answer = _words(to_e4m3(_fours(answers + place * WORDS * 4, word, word < WORDS)))
         else:
             answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
-        theirs = _cells(peers, peer, cells_at, RANK * FEW + token, CELLS)
-        wanted = tl.max(((id >= 0) & (id // cap == RANK)).to(tl.int32), axis=0) > 0
-        put_cells(theirs + word, answer, number, (word < WORDS) & wanted)
-        put_cells(theirs + WORDS, number * 0, number, piece == 0)
+        theirs = _cells(peers, peer, packets_at, RANK * FEW + token, PACKETS)
+        wanted = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0
+        put_packets(theirs + word, answer, number, (word < WORDS) & wanted)
+        put_packets(theirs + WORDS, number * 0, number, piece == 0)
     if TAKE:
-        tl.store(calls + 2, number)
-        lane, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
+        tl.store(sequence + 2, number)
+        buffer_slot, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
         part = piece * BLOCK + within
         inside = (within < BLOCK) & (part < WORDS)
-        id = tl.load(sent + token * TOP_K + pick, mask=(pick < TOP_K) & (token < tokens), other=-1)  # noqa: A001
-        owner = tl.where(id >= 0, id // cap, RANKS)
-        mine = cells + token * CELLS
+        id = tl.load(sent + token * TOP_K + route, mask=(route < TOP_K) & (token < tokens), other=-1)  # noqa: A001
+        owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
+        mine = cells + token * PACKETS
         # all ranks at once, and again one by one, since they are summed in their order
-        every = mine + lane[:, None] * (FEW * CELLS) + part[None, :]
-        asked = tl.max((owner[None, :] == lane[:, None]).to(tl.int32), axis=1) > 0
-        asked = (asked & (lane < RANKS))[:, None] & inside[None, :]
+        every = mine + buffer_slot[:, None] * (FEW * PACKETS) + part[None, :]
+        asked = tl.max((owner[None, :] == buffer_slot[:, None]).to(tl.int32), axis=1) > 0
+        asked = (asked & (buffer_slot < RANKS))[:, None] & inside[None, :]
         missing = 1
         while missing > 0:
-            cell = tl.load(every, mask=asked, other=0, volatile=True)
-            told = tl.load(mine + lane * (FEW * CELLS) + WORDS, mask=lane < RANKS, other=0, volatile=True)
-            missing = still_missing(late_cells(cell, number, asked), any_of(late_cells(told, number, lane < RANKS)))
+            packet = tl.load(every, mask=asked, other=0, volatile=True)
+            told = tl.load(
+                mine + buffer_slot * (FEW * PACKETS) + WORDS, mask=buffer_slot < RANKS, other=0, volatile=True
+            )
+            missing = still_missing(
+                late_packets(packet, number, asked), any_of(late_packets(told, number, buffer_slot < RANKS))
+            )
         byte = tl.arange(0, 4)[None, :]
         low, high, four = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32), tl.zeros([PART, 4], tl.float32)
         for source in tl.static_range(RANKS):
             wanted = (tl.max((owner == source).to(tl.int32), axis=0) > 0) & inside
-            cell = tl.load(mine + source * (FEW * CELLS) + part, mask=wanted, other=0, volatile=True)
-            bits = cell.to(tl.int32)
+            packet = tl.load(mine + source * (FEW * PACKETS) + part, mask=wanted, other=0, volatile=True)
+            bits = packet.to(tl.int32)
             if ROUNDS:
                 four += tl.where(wanted[:, None], of_e4m3(bits[:, None] >> (8 * byte)), 0.0)
             elif tl.float32 == DTYPE:
@@ -345,7 +353,7 @@ def _receive(
 
 
 @triton.jit
-def _cells(peers, peer, cells_at, first, CELLS: tl.constexpr):
+def _cells(peers, peer, packets_at, first, PACKETS: tl.constexpr):
     """Of a peer, from row `first` on: two cells are stored at once, and rows have an even number."""
-    start = tl.load(peers + peer) + cells_at + first * (8 * CELLS)
+    start = tl.load(peers + peer) + packets_at + first * (8 * PACKETS)
     return tl.multiple_of(start.to(tl.pointer_type(tl.int64)), 16)

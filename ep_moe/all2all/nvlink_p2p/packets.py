@@ -10,16 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def put_cells(at, value, number, mask):
+def put_packets(at, value, number, mask):
     """value: 32 bits each"""
-    cell = (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-    tl.store(at, cell, mask=mask, cache_modifier=".wt")  # to the peer, past caches
+    packet = (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    tl.store(at, packet, mask=mask, cache_modifier=".wt")  # to the peer, past caches
 
 
 @triton.jit
-def late_cells(cell, number, mask):
+def late_packets(packet, number, mask):
     """Which are of another call."""
-    return ((cell >> 32).to(tl.int32) != number) & mask
+    return ((packet >> 32).to(tl.int32) != number) & mask
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ep_moe.parallel.rank_group import Link, barrier
+from ep_moe.parallel.rank_group import RankGroup, barrier
 
 
 class PeerMemory:
@@ -14,18 +14,18 @@ class PeerMemory:
     Torch's symmetric memory in its own form (`CUDA`), without NVSHMEM and without multicast. Collective.
     """
 
-    def __init__(self, link: Link, device: torch.device, size: int) -> None:
+    def __init__(self, rank_group: RankGroup, device: torch.device, size: int) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        if link.group is None:  # one rank, its own peer
+        if rank_group.group is None:  # one rank, its own peer
             self.local = torch.zeros(size, dtype=torch.uint8, device=device)
             self.peers = [self.local]
             self.addresses = torch.tensor([self.local.data_ptr()], dtype=torch.int64, device=device)
             return
         self.local = symm_mem.empty(size, dtype=torch.uint8, device=device)
-        handle = symm_mem.rendezvous(self.local, link.group.group_name)
-        self.peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(link.size)]
+        handle = symm_mem.rendezvous(self.local, rank_group.group.group_name)
+        self.peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(rank_group.size)]
         self.addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
         self._handle = handle  # it holds the mapping
         self.local.zero_()
-        barrier(device, link.group)  # nobody writes here before it is zero
+        barrier(device, rank_group.group)  # nobody writes here before it is zero

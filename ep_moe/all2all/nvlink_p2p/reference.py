@@ -18,7 +18,7 @@ from ep_moe.all2all.nvlink_p2p.buffers import ANSWERED, CHOSEN, SENT, Workspace,
 from ep_moe.quant.fp8_rows import round_by, round_fp8
 from ep_moe.types import PhysicalRouting
 
-_CELL_PLACES = ("row_cells", "answer_cells")
+_PACKET_PLACES = ("row_packets", "answer_packets")
 
 
 def send(
@@ -42,7 +42,12 @@ def send(
         return
     x, x_scale = _rounded(workspace, x, x_scale)
     for rank, peer in enumerate(workspace.peers):
-        wanted = ((routing.ids >= 0) & (routing.ids // workspace.geometry.cap == rank)).any(1).nonzero().flatten()
+        wanted = (
+            ((routing.ids >= 0) & (routing.ids // workspace.dispatch_shape.slots_per_rank == rank))
+            .any(1)
+            .nonzero()
+            .flatten()
+        )
         peer["rows"][workspace.rank * bound + wanted] = x[wanted]
     _announce(workspace, x_scale, routing, bound, cells=cells)
 
@@ -61,14 +66,14 @@ def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing
 
 
 def _rounded(workspace: Workspace, x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    g = workspace.geometry
+    g = workspace.dispatch_shape
     return (x, x_scale) if x.dtype == g.row_dtype else round_fp8(x, g.wire)
 
 
 def _announce(
     workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *, cells: bool = False
 ) -> None:
-    g, first, tokens = workspace.geometry, workspace.rank * bound, len(routing.ids)
+    g, first, tokens = workspace.dispatch_shape, workspace.rank * bound, len(routing.ids)
     valid = (routing.ids >= 0) & (routing.ids < g.num_physical)
     ids = routing.ids.new_full((bound, g.top_k), -1, dtype=torch.int32)
     weights = routing.weights.new_zeros(bound, g.top_k)
@@ -78,7 +83,7 @@ def _announce(
         peer["ids"][first : first + bound], peer["weights"][first : first + bound] = ids, weights
         if x_scale is not None:
             peer["scales"][first : first + tokens] = x_scale
-    workspace.calls[0] = workspace.calls[2] + 1
+    workspace.sequence[0] = workspace.sequence[2] + 1
     if not cells:
         _tell(workspace, CHOSEN)
     _tell(workspace, SENT, cells=cells)
@@ -87,11 +92,11 @@ def _announce(
 
 def give(workspace: Workspace, bound: int) -> None:
     """Write the answers that peers want to where they await them."""
-    if workspace.calls.is_cuda:
+    if workspace.sequence.is_cuda:
         _triton().give(workspace, bound)
         return
     ids, answers = workspace.places["ids"], _as_they_travel(workspace, len(workspace.places["answers"]))
-    wanted = ((ids >= 0) & (ids // workspace.geometry.cap == workspace.rank)).any(1)
+    wanted = ((ids >= 0) & (ids // workspace.dispatch_shape.slots_per_rank == workspace.rank)).any(1)
     for rank, block in enumerate(workspace.peer_out(bound).blocks):
         part = slice(rank * bound, (rank + 1) * bound)
         block[wanted[part]] = answers[part][wanted[part]]
@@ -106,13 +111,13 @@ def give_copies(workspace: Workspace, bound: int) -> None:
 
 
 def _as_they_travel(workspace: Workspace, rows: int) -> Tensor:
-    g, answers = workspace.geometry, workspace.places["answers"][:rows]
+    g, answers = workspace.dispatch_shape, workspace.places["answers"][:rows]
     return answers if answer_dtype(g) == g.dtype else round_by(answers, 1.0, workspace.places["rounded"][:rows])
 
 
 def tell_given(workspace: Workspace) -> None:
     """This rank's answers are with the peers."""
-    if workspace.calls.is_cuda:
+    if workspace.sequence.is_cuda:
         _triton().tell_given(workspace)
     else:
         _tell(workspace, ANSWERED)
@@ -130,12 +135,12 @@ def receive(
     """
     out = workspace.sums(tokens) if out is None else out
     assert out.is_contiguous(), "kernels write it as they would a new one"
-    if workspace.calls.is_cuda and cells:
+    if workspace.sequence.is_cuda and cells:
         _cells_triton().receive(workspace, out, bound, put=giving)
         return out
     if giving:
         give(workspace, bound)
-    if workspace.calls.is_cuda:
+    if workspace.sequence.is_cuda:
         _triton().receive(workspace, out, bound, tell=tell)
         return out
     if tell:
@@ -145,27 +150,27 @@ def receive(
 
 
 def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
-    g, tokens = workspace.geometry, len(out)
+    g, tokens = workspace.dispatch_shape, len(out)
     ids, total = workspace.sent[:tokens], out.new_zeros(tokens, g.hidden_size, dtype=torch.float32)
     for rank in range(g.num_ranks):
-        here = ((ids // g.cap == rank) & (ids >= 0)).any(1, keepdim=True)
+        here = ((ids // g.slots_per_rank == rank) & (ids >= 0)).any(1, keepdim=True)
         rows = workspace.places["arrived"][rank * bound : rank * bound + tokens]
         total += rows.float().where(here, 0.0)
-    workspace.calls[2] = workspace.calls[0]
+    workspace.sequence[2] = workspace.sequence[0]
     return out.copy_(total)
 
 
 def _tell(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
-    """cells: by one cell in the place of all: who waits for a flag sees nothing of it."""
+    """cells: by one packet in the place of all: who waits for a flag sees nothing of it."""
     for peer in workspace.peers:
-        place = peer[_CELL_PLACES[phase]][workspace.rank, 0, :1] if cells else peer["flags"][phase, workspace.rank]
-        place.copy_(workspace.calls[0])
+        place = peer[_PACKET_PLACES[phase]][workspace.rank, 0, :1] if cells else peer["flags"][phase, workspace.rank]
+        place.copy_(workspace.sequence[0])
 
 
 def _wait(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
     places = workspace.places
-    told = places[_CELL_PLACES[phase]][:, 0, 0] if cells else places["flags"][phase]
-    while (told != workspace.calls[0]).any():  # nobody is a call ahead, since all wait for all twice a call
+    told = places[_PACKET_PLACES[phase]][:, 0, 0] if cells else places["flags"][phase]
+    while (told != workspace.sequence[0]).any():  # nobody is a call ahead, since all wait for all twice a call
         time.sleep(2e-5)
 
 

@@ -17,7 +17,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import LayerTime, Price, verdict
 from ep_moe.eplb.migration.pieces import pieces
-from ep_moe.eplb.migration.schedule import Itinerary, itinerary
+from ep_moe.eplb.migration.schedule import TransferSchedule, transfer_schedule
 from ep_moe.eplb.migration.staging import Room
 from ep_moe.eplb.planner.packing import Ints
 from ep_moe.eplb.planner.plan import plan
@@ -42,7 +42,7 @@ class Decision:
 
     maps: tuple[ExpertMap, ...]
     price: Price | None = None
-    itineraries: tuple[tuple[Itinerary, ...], ...] = ()
+    itineraries: tuple[tuple[TransferSchedule, ...], ...] = ()
 
     @cached_property
     def digest(self) -> int:
@@ -118,16 +118,16 @@ def laid_out(
     layers: placement, the map that was in force at the same step on all ranks, a slot's bytes
     budget, commit: bytes of a step, and of what is put in force at once
     """
-    decision, parts, pause = call(), list[tuple[Itinerary, ...]](), _Breath()
+    decision, parts, pause = call(), list[tuple[TransferSchedule, ...]](), _GilThrottle()
     rest: dict[str, Any] = {"budget": budget, "ranks_per_node": ranks_per_node, "pause": pause}
     for (placement, old, size), new in zip(layers, decision.maps, strict=True):
         pause()
         placement.check(new)
         pause()
-        way, found = [old, *pieces(old, new, max(1, commit // size), pause=pause)], list[Itinerary]()
+        way, found = [old, *pieces(old, new, max(1, commit // size), pause=pause)], list[TransferSchedule]()
         for one, next_one in pairwise(way):
             pause()
-            found.append(itinerary(one, next_one, rank, row_bytes=size, **rest))
+            found.append(transfer_schedule(one, next_one, rank, row_bytes=size, **rest))
         parts.append(tuple(found))
     decision = replace(decision, itineraries=tuple(parts))
     pause()
@@ -141,7 +141,7 @@ def loads(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[
     return tuple(LayerStats(name, tuple(experts), tuple(held)) for name, experts, held in rows)
 
 
-class _Breath:
+class _GilThrottle:
     """Called often, it lets other threads run where this one has long enough, and at first."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.parallel.rank_group import Link, all_gather_single
+from ep_moe.parallel.rank_group import RankGroup, all_gather_single
 
 
 class State(enum.IntEnum):
@@ -41,7 +41,7 @@ class Trouble(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankStatus:
     """One rank's, all integers.
 
     step: the balancer's turns
@@ -60,18 +60,18 @@ class Facts:
     digest: int
 
     @classmethod
-    def of(cls, row: Sequence[int]) -> Facts:
+    def of(cls, row: Sequence[int]) -> RankStatus:
         step, forward, state, epoch, done, trouble, digest = row
         return cls(step, forward, State(state), epoch, bool(done), Trouble(trouble), digest)
 
 
 class Call(enum.Enum):
-    """WAIT for ranks that are not done; GO on together; BACK to the old maps; OUT: back, and nothing more."""
+    """WAIT for ranks that are not done; COMMIT on together; ROLLBACK to the old maps; ABORT: back, and nothing more."""
 
     WAIT = "wait"
-    GO = "go"
-    BACK = "back"
-    OUT = "out"
+    COMMIT = "go"
+    ROLLBACK = "back"
+    ABORT = "out"
 
 
 @dataclass(frozen=True)
@@ -83,32 +83,32 @@ class Verdict:
     text: str = ""
 
 
-def judge(rows: Sequence[Facts], ranks: Sequence[int]) -> Verdict:
+def reach_verdict(rows: Sequence[RankStatus], ranks: Sequence[int]) -> Verdict:
     """A function of all ranks' facts, in the order of `ranks` (global), and of nothing else."""
     for name in ("step", "forward", "state", "epoch"):
         found = [getattr(row, name) for row in rows]
         if len(set(found)) > 1:
             return Verdict(
-                Call.OUT,
+                Call.ABORT,
                 text=f"the ranks are not in step: {name} is {_listed(found, ranks)}; call ExpertBalancer.step() after "
                 f"every forward, on all ranks alike",
             )
     troubles = [row.trouble for row in rows]
     if Trouble.LOST in troubles:
-        return Verdict(Call.OUT, told=troubles.index(Trouble.LOST))
+        return Verdict(Call.ABORT, told=troubles.index(Trouble.LOST))
     # those in trouble too: what is under way between other ranks comes to its end first
     if not all(row.done for row in rows):
         return Verdict(Call.WAIT)
     if Trouble.HERE in troubles:
-        return Verdict(Call.BACK, told=troubles.index(Trouble.HERE))
+        return Verdict(Call.ROLLBACK, told=troubles.index(Trouble.HERE))
     digests = [row.digest for row in rows]
     if len(set(digests)) > 1:
         return Verdict(
-            Call.BACK,
+            Call.ROLLBACK,
             text=f"the ranks made different plans: their digest is {_listed(digests, ranks)}; a planner must depend on "
             f"its arguments alone",
         )
-    return Verdict(Call.GO)
+    return Verdict(Call.COMMIT)
 
 
 def _listed(values: Sequence[int], ranks: Sequence[int]) -> str:
@@ -117,35 +117,35 @@ def _listed(values: Sequence[int], ranks: Sequence[int]) -> str:
     return f"{int(first)} on rank {ranks[0]}, {int(values[odd])} on rank {ranks[odd]}"
 
 
-class Pact:
+class StatusExchange:
     """Exchanges over a gloo group of their own. Begun at one step and read at a later one, they cost the steps nothing
     but a look. A lost peer leaves as PeerTimeout, which the ledger puts a name to."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, rank_group: RankGroup) -> None:
+        self.rank_group = rank_group
         self._sums: tuple[Tensor, dist.Work | None] | None = None
         self._told: tuple[Tensor, dist.Work | None] | None = None
 
-    def tell(self, facts: Facts) -> None:
+    def tell(self, facts: RankStatus) -> None:
         own = torch.tensor(list(map(int, vars(facts).values())), dtype=torch.int64, device="cpu")
         every, work = own, None
-        if self.link.size > 1:
-            every = own.new_empty(self.link.size * len(own))
-            work = all_gather_single(every, own, group=self.link.group, async_op=True)
+        if self.rank_group.size > 1:
+            every = own.new_empty(self.rank_group.size * len(own))
+            work = all_gather_single(every, own, group=self.rank_group.group, async_op=True)
         self._told = every, work
 
-    def hear(self) -> list[Facts]:
+    def hear(self) -> list[RankStatus]:
         """All ranks' facts as of the last `tell`."""
         assert self._told is not None, "tell first"
         (every, work), self._told = self._told, None
         self._await("eplb agree", work)
-        return [Facts.of(row) for row in every.view(-1, len(fields(Facts))).tolist()]
+        return [RankStatus.of(row) for row in every.view(-1, len(fields(RankStatus))).tolist()]
 
     def add(self, counts: Tensor) -> None:
         """Begin to sum host int64 `counts` over the ranks."""
         work = None
-        if self.link.size > 1:
-            work = dist.all_reduce(counts, group=self.link.group, async_op=True)
+        if self.rank_group.size > 1:
+            work = dist.all_reduce(counts, group=self.rank_group.group, async_op=True)
         self._sums = counts, work
 
     def sums(self) -> Tensor:
@@ -155,6 +155,6 @@ class Pact:
         return counts
 
     def _await(self, phase: str, work: dist.Work | None) -> None:
-        with self.link.ledger.step(phase, keep=False):  # layers go on where a rank was only late
+        with self.rank_group.flight_recorder.step(phase, keep=False):  # layers go on where a rank was only late
             if work is not None:
                 work.wait()

@@ -14,16 +14,16 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from ep_moe.config import flat_facts
 from ep_moe.eplb.config import EPLBConfig
-from ep_moe.eplb.migration.consensus import Pact
+from ep_moe.eplb.migration.consensus import StatusExchange
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.eplb.migration.staging import Room, Staging
 from ep_moe.eplb.migration.transfer import BalancedLayer, Mover
 from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.parallel.consensus import Agreement
-from ep_moe.parallel.flight_recorder import Ledger
+from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links, default_store, make_group, numbered
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 
 _BLOCKS = 4  # of an NCCL kernel beside forwards
 
@@ -33,9 +33,9 @@ class Context(Protocol):
 
     layout: RankLayout
     device: torch.device
-    ledger: Ledger
-    links: Links
-    agreement: Agreement
+    flight_recorder: FlightRecorder
+    rank_groups: Links
+    consensus: StoreConsensus
 
 
 @dataclass
@@ -44,16 +44,16 @@ class Connections:
 
     layers: list[BalancedLayer]
     mover: Mover
-    pact: Pact
+    status_exchange: StatusExchange
     name: str
     deadline_s: float
-    agreement: Agreement
+    consensus: StoreConsensus
     groups: list[ProcessGroup] = field(default_factory=list)
     closed: bool = False
 
     def close(self) -> None:
         self.closed = True
-        self.agreement.healthy("ExpertBalancer.close", None)  # nobody closes connections that a peer still uses
+        self.consensus.healthy("ExpertBalancer.close", None)  # nobody closes connections that a peer still uses
         for group in self.groups:
             dist.destroy_process_group(group)
 
@@ -68,7 +68,7 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     try:
         # first among the ranks that run these layers; what they find is told to the others below
         facts = _facts(layers, stores, context.device)
-        context.agreement.same("ExpertBalancer", facts, _problem(layers, context, config))
+        context.consensus.same("ExpertBalancer", facts, _problem(layers, context, config))
         staging = _staging(stores, context.device, config)
     except EPMoEError as error:
         problem = error
@@ -76,21 +76,21 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     if layout.world > 1:
         name = numbered("balancer", layout.ranks)
         scope = PrefixStore(name, default_store())
-        every = Agreement(scope, layout.ranks, layout.rank, context.ledger.deadline_s)
+        every = StoreConsensus(scope, layout.ranks, layout.rank, context.flight_recorder.deadline_s)
         every.same("ExpertBalancer", {} if problem is not None else flat_facts(config, "EPLBConfig"), problem)
     elif problem is not None:
         raise problem
     assert staging is not None, "all ranks would have raised"
     groups: list[ProcessGroup] = []
     deadline = _deadline(config, context)
-    pact = Pact(_own(context, "lockstep", name, "gloo", deadline, groups))
+    status_exchange = StatusExchange(_own(context, "lockstep", name, "gloo", deadline, groups))
     # NCCL's own timeout would end the process: the balancer's must come first
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
     mover = Mover(_own(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
     for layer in layers:
         mover.rehearse(layer)
-    context.agreement.healthy("ExpertBalancer", None)  # all are connected before any goes on
-    return Connections(layers, mover, pact, name, deadline, context.agreement, groups)
+    context.consensus.healthy("ExpertBalancer", None)  # all are connected before any goes on
+    return Connections(layers, mover, status_exchange, name, deadline, context.consensus, groups)
 
 
 def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConfig) -> Staging:
@@ -106,16 +106,16 @@ def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConf
         ) from error
 
 
-def _own(context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> Link:
+def _own(context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> RankGroup:
     """A link of the context's, over a process group of its own."""
-    link = context.links[kind]
-    if link.size == 1:
-        return link
+    rank_group = context.rank_groups[kind]
+    if rank_group.size == 1:
+        return rank_group
     timeout = timedelta(seconds=timeout_s)
     options = _few_blocks(timeout) if backend == "nccl" else None
     own = make_group(context.layout, kind, name, timeout, backend, options)
     made.append(own)
-    return Link(own, link.ranks, link.rank, link.ledger)
+    return RankGroup(own, rank_group.ranks, rank_group.rank, rank_group.flight_recorder)
 
 
 def _few_blocks(timeout: timedelta) -> Any:
@@ -127,7 +127,7 @@ def _few_blocks(timeout: timedelta) -> Any:
 
 
 def _deadline(config: EPLBConfig, context: Context) -> float:
-    return context.ledger.deadline_s / 2 if config.deadline_s is None else config.deadline_s
+    return context.flight_recorder.deadline_s / 2 if config.deadline_s is None else config.deadline_s
 
 
 def _facts(layers: Sequence[BalancedLayer], stores: Sequence[SlotStore], device: torch.device) -> dict[str, Any]:
@@ -150,9 +150,9 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
         )
     if len({id(layer) for layer in layers}) < len(layers):
         return ConfigError(f"ExpertBalancer.layers must have each layer once, got {[layer.name for layer in layers]}")
-    if _deadline(config, context) > context.ledger.deadline_s:
+    if _deadline(config, context) > context.flight_recorder.deadline_s:
         return ConfigError(
-            f"EPLBConfig.deadline_s must be at most the context's, {context.ledger.deadline_s:g}, got "
+            f"EPLBConfig.deadline_s must be at most the context's, {context.flight_recorder.deadline_s:g}, got "
             f"{config.deadline_s:g}"
         )
     first = layers[0].placement.expert_map

@@ -40,8 +40,8 @@ def pieces(old: ExpertMap, new: ExpertMap, most: int, *, pause: Callable[[], Non
 
 def _writes(group: Iterable[int], new: ExpertMap) -> Counter[int]:
     """Slots that each rank writes; what an empty slot holds is no matter."""
-    cap = new.cap
-    return Counter(slot // cap for slot in group if new.physical_to_logical[slot] != EMPTY)
+    slots_per_rank = new.slots_per_rank
+    return Counter(slot // slots_per_rank for slot in group if new.physical_to_logical[slot] != EMPTY)
 
 
 def _groups(old: ExpertMap, new: ExpertMap) -> list[list[int]]:

@@ -63,7 +63,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Itinerary:
+class TransferSchedule:
     """One rank's part in going from `old` to `new`.
 
     row_bytes: of an expert
@@ -81,7 +81,7 @@ class Itinerary:
     outbox_bytes: int
 
 
-def itinerary(
+def transfer_schedule(
     old: ExpertMap,
     new: ExpertMap,
     rank: int,
@@ -90,14 +90,14 @@ def itinerary(
     budget: int,
     ranks_per_node: int | None = None,
     pause: Callable[[], None] = lambda: None,
-) -> Itinerary:
+) -> TransferSchedule:
     """budget: as for `batches`; pause: called now and then, for a thread that is not to take all the time"""
     planned = moves(old, new, ranks_per_node=ranks_per_node)
     pause()
     parts = tuple(batches(planned, rank, row_bytes, budget, pause=pause))
     outbox = max([sum(sent.stop - sent.start for sent, _ in part.rounds if sent) for part in parts], default=0)
     slots = tuple(changed_slots(old, new, rank))
-    return Itinerary(old, new, row_bytes, planned, slots, planned.staged(rank), parts, outbox)
+    return TransferSchedule(old, new, row_bytes, planned, slots, planned.staged(rank), parts, outbox)
 
 
 def changed_slots(old: ExpertMap, new: ExpertMap, rank: int) -> list[tuple[int, int]]:
@@ -108,13 +108,13 @@ def changed_slots(old: ExpertMap, new: ExpertMap, rank: int) -> list[tuple[int, 
 
 def moves(old: ExpertMap, new: ExpertMap, *, ranks_per_node: int | None = None) -> Moves:
     """Sources are ranks of the target's node where any has the expert, and send evenly many."""
-    per_node, cap = ranks_per_node or old.num_ranks, old.cap
+    per_node, slots_per_rank = ranks_per_node or old.num_ranks, old.slots_per_rank
     wanted: list[set[int]] = [set() for _ in range(old.num_ranks)]
     for slot, (before, after) in enumerate(zip(old.physical_to_logical, new.physical_to_logical, strict=True)):
         if after not in (EMPTY, before):
-            wanted[slot // cap].add(after)
+            wanted[slot // slots_per_rank].add(after)
     # of few experts, where the change is one piece of a layer's
-    holders = {e: sorted({slot // cap for slot in old.logical_to_physical[e]}) for e in set().union(*wanted)}
+    holders = {e: sorted({slot // slots_per_rank for slot in old.logical_to_physical[e]}) for e in set().union(*wanted)}
     local: list[tuple[int, ...]] = []
     choices = []
     for target, experts in enumerate(wanted):
@@ -178,7 +178,7 @@ def _exchange(
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Message:
     """What a rank sends, and receives, in one batch at most: rows, or one piece of a larger row."""
 
     pieces: int
@@ -189,10 +189,10 @@ class Parcel:
         return self.pieces * self.piece_bytes
 
 
-def parcel(row_bytes: int, budget: int) -> Parcel:
+def message(row_bytes: int, budget: int) -> Message:
     if row_bytes > budget:
-        return Parcel(1, max(UNIT, budget // UNIT * UNIT))
-    return Parcel(min(budget // row_bytes, MAX_ROUNDS), row_bytes)
+        return Message(1, max(UNIT, budget // UNIT * UNIT))
+    return Message(min(budget // row_bytes, MAX_ROUNDS), row_bytes)
 
 
 def batches(
@@ -204,7 +204,7 @@ def batches(
     are larger travel in pieces.
     """
     ranks = len(planned.local)
-    most = parcel(row_bytes, budget)
+    most = message(row_bytes, budget)
     whole, piece = most.pieces, most.piece_bytes
     spans = [(start, min(start + piece, row_bytes)) for start in range(0, row_bytes, piece)]
     in_order: list[tuple[Piece | None, Piece | None]] = []

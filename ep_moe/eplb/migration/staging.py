@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ep_moe.eplb.migration.schedule import Itinerary, parcel
+from ep_moe.eplb.migration.schedule import TransferSchedule, message
 
 _MADE_AT_ONCE = 32 << 20  # bytes of memory in one step
 _CYCLE = 8  # experts of a rank that change places together: more are rare for loads that are not steep
@@ -30,11 +30,11 @@ class Room:
         """For all maps but those in which experts change places in larger cycles. layers: (slots of this rank, bytes of
         a row); budget, commit: bytes of a step, and of what is put in force at once."""
         return cls._for_one_of(
-            (min(slots, max(commit // size, _CYCLE)), size, parcel(size, budget).bytes) for slots, size in layers
+            (min(slots, max(commit // size, _CYCLE)), size, message(size, budget).bytes) for slots, size in layers
         )
 
     @classmethod
-    def of_plan(cls, parts: Iterable[Itinerary]) -> Room:
+    def of_plan(cls, parts: Iterable[TransferSchedule]) -> Room:
         return cls._for_one_of((len(part.staged), part.row_bytes, part.outbox_bytes) for part in parts)
 
     @classmethod

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.eplb.migration.schedule import Batch, Itinerary, Piece
+from ep_moe.eplb.migration.schedule import Batch, Piece, TransferSchedule
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.eplb.migration.staging import Staging
 from ep_moe.errors import PeerTimeout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -37,8 +37,8 @@ class Mover:
     deadline_s: how long a batch may take
     """
 
-    def __init__(self, link: Link, staging: Staging, deadline_s: float) -> None:
-        self.link, self.staging, self.deadline_s = link, staging, deadline_s
+    def __init__(self, rank_group: RankGroup, staging: Staging, deadline_s: float) -> None:
+        self.rank_group, self.staging, self.deadline_s = rank_group, staging, deadline_s
         self.device = staging.device
         self.checksum = Checksum(self.device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -97,8 +97,8 @@ class Mover:
         operations, texts = [], []
         for call, text, part in ((dist.isend, "to", sent), (dist.irecv, "from", received)):
             if part is not None:
-                peer = self.link.ranks[part[1]]
-                operations.append(dist.P2POp(call, part[0], peer, group=self.link.group, tag=self._tag))
+                peer = self.rank_group.ranks[part[1]]
+                operations.append(dist.P2POp(call, part[0], peer, group=self.rank_group.group, tag=self._tag))
                 texts.append(f"{text} rank {peer}")
         self._tag += 1
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -106,11 +106,11 @@ class Mover:
 
     def _connect(self) -> None:
         """With every peer: NCCL connects two ranks at their first transfer, for which forwards would wait."""
-        size, rank = self.link.size, self.link.rank
+        size, rank = self.rank_group.size, self.rank_group.rank
         if size == 1:
             return
         # and all ranks at a group's first call, which two ranks alone could not make
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.link.group)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.rank_group.group)
         there, here = torch.zeros(2, 8, dtype=torch.uint8, device=self.device)
         for far in range(1, size):
             for work, _ in self.swap((there, (rank + far) % size), (here, (rank - far) % size)):
@@ -118,8 +118,8 @@ class Mover:
 
     def abort(self) -> None:
         """Free a device that waits for a lost peer."""
-        if self.stream is not None and self.link.group is not None:
-            self.link.group.abort()
+        if self.stream is not None and self.rank_group.group is not None:
+            self.rank_group.group.abort()
 
 
 class Migration:
@@ -130,12 +130,12 @@ class Migration:
     damaged: what arrived otherwise than it was sent, as a sentence; "" for nothing
     """
 
-    def __init__(self, layer: BalancedLayer, itinerary: Itinerary, mover: Mover) -> None:
-        self.layer, self.itinerary, self._mover = layer, itinerary, mover
-        self._rank = mover.link.rank
+    def __init__(self, layer: BalancedLayer, transfer_schedule: TransferSchedule, mover: Mover) -> None:
+        self.layer, self.transfer_schedule, self._mover = layer, transfer_schedule, mover
+        self._rank = mover.rank_group.rank
         self._updates = layer.expert_weights.updates
         self._store = mover.store(layer)
-        self._batches, self._staged = itinerary.batches, itinerary.staged
+        self._batches, self._staged = transfer_schedule.batches, transfer_schedule.staged
         self._place = {expert: index for index, expert in enumerate(self._staged)}
         # no other migration is under way
         self._damage = mover.staging.damage[: len(self._staged)].zero_()
@@ -157,8 +157,8 @@ class Migration:
         bad = [self._staged[index] for index in self._seen.nonzero().flatten().tolist()]
         if not bad:
             return ""
-        origin = {t.expert: t.source for t in self.itinerary.moves.transfers if t.target == self._rank}
-        source = self._mover.link.ranks[origin.get(bad[0], self._rank)]
+        origin = {t.expert: t.source for t in self.transfer_schedule.moves.transfers if t.target == self._rank}
+        source = self._mover.rank_group.ranks[origin.get(bad[0], self._rank)]
         return (
             f"layer {self.layer.name}: expert {bad[0]} from rank {source} is not what its checksum says "
             f"({len(bad)} of {len(self._staged)} experts)"
@@ -167,11 +167,11 @@ class Migration:
     @property
     def received_bytes(self) -> int:
         """That come from other ranks."""
-        return (len(self._staged) - len(self.itinerary.moves.local[self._rank])) * self._store.row_bytes
+        return (len(self._staged) - len(self.transfer_schedule.moves.local[self._rank])) * self._store.row_bytes
 
     def outdated(self) -> str:
         """Why what was staged is not to be used: "weights" or "map" changed since; "" if they did not."""
-        if self.layer.placement.expert_map is not self.itinerary.old:
+        if self.layer.placement.expert_map is not self.transfer_schedule.old:
             return "map"
         return "weights" if self.layer.expert_weights.updates != self._updates else ""
 
@@ -201,18 +201,18 @@ class Migration:
         rows = self._prepare()
         self._mover.lead()
         self._store.write(rows, self._mover.staging.pairs)
-        self.layer.expert_weights.expert_map = self.itinerary.new
-        self.layer.placement.update(self.itinerary.new)
+        self.layer.expert_weights.expert_map = self.transfer_schedule.new
+        self.layer.placement.update(self.transfer_schedule.new)
 
     @torch.no_grad()
     def _prepare(self) -> dict[int, Tensor]:
         """What `commit` needs and what can be made before it, once: forwards wait for a commit. Changes nothing that
         serves. Returns the row of each slot that is to be written."""
         if self._rows is None:
-            self._rows = {slot: self._row(expert) for slot, expert in self.itinerary.slots}
+            self._rows = {slot: self._row(expert) for slot, expert in self.transfer_schedule.slots}
             with self._mover.beside():
                 self._store.address(self._rows, self._mover.staging.pairs)
-            self.layer.placement.prepare(self.itinerary.new)
+            self.layer.placement.prepare(self.transfer_schedule.new)
         return self._rows
 
     # --- a batch -----------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Migration:
             self._seen.copy_(self._damage, non_blocking=True)
 
     def _slot(self, expert: int) -> int:
-        return self.itinerary.old.local(self._rank).index(expert)
+        return self.transfer_schedule.old.local(self._rank).index(expert)
 
     def _row(self, expert: int) -> Tensor:
         return self._mover.staging.row(self._place[expert], self._store.row_bytes)

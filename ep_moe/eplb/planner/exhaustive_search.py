@@ -24,7 +24,7 @@ _DEPTH = 6
 _ROOM = 2_000_000  # slots in all neighbours that are looked at together
 
 
-def rescue(load: Floats, room: Ints, table: Ints, goal: Floats) -> Ints:
+def exhaustive_search(load: Floats, room: Ints, table: Ints, goal: Floats) -> Ints:
     """Tables no worse than `table`, at most `goal` [X] where such are found. room: int64 [X, R]."""
     table = table.copy()
     for row in np.flatnonzero(_fullest(load, table) > goal):

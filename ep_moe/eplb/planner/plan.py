@@ -70,7 +70,7 @@ def plan(
     and enough=1 that is so of every layer. If it does hold one twice, a legal map as good need not exist: loads 6, 3,
     2.6, 2.4 on 2 ranks of 3 slots are balanced exactly by three copies of the first expert, two of them on one rank,
     which splits it 2 : 1; the best legal map has 7.1 and 6.9. Then the result is the best that is found, and the best
-    there is where one node's ranks can be filled in at most `rescue.FEW` ways.
+    there is where one node's ranks can be filled in at most `exhaustive_search.FEW` ways.
 
     Raises ConfigError for a bad argument, NoRoom where the ranks alive have too few slots for all experts.
     """
@@ -145,19 +145,19 @@ def _fits(room: Ints, experts: int, nodes: int) -> bool:
 def _tables(current: Sequence[ExpertMap], least: int) -> Ints:
     """int64 [L, R, S] of the maps, S = the largest cap or `least`, EMPTY where a map has no slot."""
     ranks = current[0].num_ranks
-    width = max(least, *(held.cap for held in current))
+    width = max(least, *(held.slots_per_rank for held in current))
     tables = np.full((len(current), ranks, width), EMPTY)
-    for cap in {held.cap for held in current}:
-        alike = [layer for layer, held in enumerate(current) if held.cap == cap]
+    for slots_per_rank in {held.slots_per_rank for held in current}:
+        alike = [layer for layer, held in enumerate(current) if held.slots_per_rank == slots_per_rank]
         flat = [current[layer].physical_to_logical for layer in alike]
-        tables[alike, :, :cap] = np.array(flat).reshape(-1, ranks, cap)
+        tables[alike, :, :slots_per_rank] = np.array(flat).reshape(-1, ranks, slots_per_rank)
     return tables
 
 
 def _map(table: Ints, held: ExpertMap, room: int) -> ExpertMap:
     """The table as a map of the current one's cap, or wider where `slots` says so; the current one if it is equal."""
-    cap = max(held.cap, room)
-    flat = tuple(np.maximum(table[:, :cap], EMPTY).ravel().tolist())
+    slots_per_rank = max(held.slots_per_rank, room)
+    flat = tuple(np.maximum(table[:, :slots_per_rank], EMPTY).ravel().tolist())
     return held if flat == held.physical_to_logical else ExpertMap(held.num_experts, held.num_ranks, flat)
 
 

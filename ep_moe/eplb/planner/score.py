@@ -157,7 +157,7 @@ def _held(held: ExpertMap) -> Bools:
 
 def _shifted(old: ExpertMap, new: ExpertMap) -> Ints:
     """int64 [R]: experts that stay on a rank in another slot."""
-    slots = max(old.cap, new.cap)
+    slots = max(old.slots_per_rank, new.slots_per_rank)
     before, after = table_of(old, slots), table_of(new, slots)
     stays = np.take_along_axis(_held(old), np.maximum(after, 0), 1) & (after != EMPTY)
     return np.asarray((stays & (before != after)).sum(1))
@@ -165,6 +165,6 @@ def _shifted(old: ExpertMap, new: ExpertMap) -> Ints:
 
 def table_of(held: ExpertMap, slots: int = 0) -> Ints:
     """int64 [R, S], the expert in each slot, S = the map's cap or `slots` if that is more."""
-    table = np.full((held.num_ranks, max(slots, held.cap)), EMPTY)
-    table[:, : held.cap] = np.reshape(held.physical_to_logical, (held.num_ranks, held.cap))
+    table = np.full((held.num_ranks, max(slots, held.slots_per_rank)), EMPTY)
+    table[:, : held.slots_per_rank] = np.reshape(held.physical_to_logical, (held.num_ranks, held.slots_per_rank))
     return table

@@ -50,7 +50,7 @@ class FlashInferCuteDslExperts(Experts):
         run_on=frozenset(),
         wire_ids=True,
     )
-    preparation = CuteDsl
+    weight_layout = CuteDsl
 
     @classmethod
     def available(cls) -> str | None:
@@ -61,7 +61,7 @@ class FlashInferCuteDslExperts(Experts):
         return None
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         config: MoEConfig,
         dtype: torch.dtype,
@@ -69,7 +69,7 @@ class FlashInferCuteDslExperts(Experts):
         scheme: Scheme = PLAIN,
         options: ExpertsOptions | None = None,
     ) -> str | None:
-        reason = super().why_not(config, dtype, etp, scheme, options)
+        reason = super().unsupported_reason(config, dtype, etp, scheme, options)
         if reason is not None:
             return reason
         # rows of the second product, and pairs of 64 rows of up and gate in the first, fill tiles of 128

@@ -28,7 +28,7 @@ SCALES = ("w13_scale", "w13_global_scale", "w13_input_scale", "w2_scale", "w2_gl
 class Kernel:
     """What FlashInfer compiles one kernel set for.
 
-    elsewhere: ids behind those of the slots, for picks of none
+    elsewhere: ids behind those of the slots, for routes of none
     activation: FlashInfer's ActivationType; alpha, beta, limit: of its SwiGLU
     """
 
@@ -168,7 +168,7 @@ def cutedsl_moe(
 
 
 def send_elsewhere(ids: Tensor, slots: int) -> None:
-    """Give each pick of none (-1) an id of its own that no slot has: `slots` plus its place in the row.
+    """Give each route of none (-1) an id of its own that no slot has: `slots` plus its place in the row.
 
     To the kernel these are experts of another rank, as FlashInfer documents `num_local_experts` and
     `local_expert_offset`: `moe_sort` gives them no row. Its kernels of 0.7.2 (trtllm_fused_moe_routing_custom.cuh,

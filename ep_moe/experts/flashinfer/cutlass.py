@@ -68,7 +68,7 @@ class FlashInferCutlassExperts(Experts):
         run_on=frozenset({_HOPPER}),
         wire_ids=True,
     )
-    preparation = CutlassSm100
+    weight_layout = CutlassSm100
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class FlashInferCutlassExperts(Experts):
         return (_HOPPER, _BLACKWELL[1]) if scheme in _ON_BOTH else (_HOPPER, _HOPPER)
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         config: MoEConfig,
         dtype: torch.dtype,
@@ -108,7 +108,7 @@ class FlashInferCutlassExperts(Experts):
         scheme: Scheme = PLAIN,
         options: ExpertsOptions | None = None,
     ) -> str | None:
-        reason = super().why_not(config, dtype, etp, scheme, options)
+        reason = super().unsupported_reason(config, dtype, etp, scheme, options)
         if reason is not None:
             return reason
         hidden_unit, inner_unit = _units(scheme.name, config.activation)

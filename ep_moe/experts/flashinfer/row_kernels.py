@@ -12,7 +12,7 @@ from torch import Tensor
 def clean_ids(
     ids: Tensor, weights: Tensor | None, base: int, num_slots: int, out_ids: Tensor, out_weights: Tensor | None
 ) -> None:
-    """Local ids as kernels want them: int32, distinct within a row, -1 for whatever is no slot and for picks of weight
+    """Local ids as kernels want them: int32, distinct within a row, -1 for whatever is no slot and for routes of weight
     0; a repeated id's weight goes to its first place.
 
     ids: int [N, K], counted from `base`; weights: float32 [N, K] or None; out_ids: int32 [N, K]; out_weights: float32

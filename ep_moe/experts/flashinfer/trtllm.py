@@ -1,7 +1,7 @@
 """`flashinfer_trtllm`: FlashInfer's TRTLLM kernels on Blackwell, under any placement.
 
 The routed entries know one contiguous range of experts. They are called as if alone, on local ids and with one expert
-more than there are slots; picks of other ranks name that one (`trtllm_op.pack`). Uneven, redundant and arbitrary
+more than there are slots; routes of other ranks name that one (`trtllm_op.pack`). Uneven, redundant and arbitrary
 placements are then nothing to them. Routing weights are rounded to bf16: packed ids have no room for more.
 
 Caller-owned are the output and what the adapter itself needs; FlashInfer allocates its own intermediate results at each
@@ -62,7 +62,7 @@ class FlashInferTrtllmExperts(Experts):
         run_on=frozenset(),
         wire_ids=True,
     )
-    preparation = Trtllm
+    weight_layout = Trtllm
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class FlashInferTrtllmExperts(Experts):
         return registry.without_flashinfer()
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         config: MoEConfig,
         dtype: torch.dtype,
@@ -87,7 +87,7 @@ class FlashInferTrtllmExperts(Experts):
         scheme: Scheme = PLAIN,
         options: ExpertsOptions | None = None,
     ) -> str | None:
-        reason = super().why_not(config, dtype, etp, scheme, options)
+        reason = super().unsupported_reason(config, dtype, etp, scheme, options)
         return reason or shape_problem(config, etp, scheme)
 
     @property

@@ -67,10 +67,10 @@ def expert_count(slots: int, top_k: int) -> int:
 def pack(ids: Tensor, weights: Tensor | None, slots: int, out: Tensor) -> None:
     """Ids and weights in the form of the routed entries: `(id << 16) | bits of the weight in bfloat16`.
 
-    A pick of none gets the id `slots` with weight 0: an expert of the call (`expert_count`) outside the local ones
-    [0, slots), as a pick of another rank is in FlashInfer's own expert parallelism. Every routing kernel leaves such a
-    pick out (`isLocalExpert`), whatever its number within a row, and the finalize step skips it. The id -1 has the same
-    effect in 0.7.2, but nothing promises it, and the kernel for few tokens then never writes the pick's weight.
+    A route of none gets the id `slots` with weight 0: an expert of the call (`expert_count`) outside the local ones
+    [0, slots), as a route of another rank is in FlashInfer's own expert parallelism. Every routing kernel leaves such a
+    route out (`isLocalExpert`), whatever its number within a row, and the finalize step skips it. The id -1 has the
+    same effect in 0.7.2, but nothing promises it, and the kernel for few tokens then never writes the route's weight.
 
     ids: int32 [N, K], distinct slots or -1 within a row; weights: float32 [N, K], None for 1; out: int32 [N, K]
     """

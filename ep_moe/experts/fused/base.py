@@ -16,19 +16,19 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import Geometry
+from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.checks import routing_problem, too_many_tokens
 from ep_moe.checks import check_count, check_fields
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.experts.base import ExpertsOptions, KernelCapabilities
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 
 INSIDE = "inside"  # the all2all of a fused kernel, wherever a name stands for one
 
@@ -64,7 +64,7 @@ class FusedCapabilities(KernelCapabilities):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedGeometry(Geometry):
+class FusedGeometry(DispatchShape):
     """What is the same in equal layers of a context, whose buffers they share.
 
     kernel: its name; intermediate_size: I of this rank's pieces of experts
@@ -100,21 +100,21 @@ class FusedExperts(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[FusedCapabilities]
-    preparation: ClassVar[type[Preparation]] = Preparation  # the layout it reads weights in
+    weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
 
     def __init__(
         self,
         config: MoEConfig,
         weights: ExpertWeights,
-        link: Link,
-        geometry: FusedGeometry,
+        rank_group: RankGroup,
+        dispatch_shape: FusedGeometry,
         options: ExpertsOptions | None = None,
         pool: Pool | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
-        self.link = link
-        self.geometry = geometry
+        self.rank_group = rank_group
+        self.dispatch_shape = dispatch_shape
         self.options = options or ExpertsOptions()
         self.pool = pool or _own()
 
@@ -126,7 +126,7 @@ class FusedExperts(ABC):
         return None
 
     @classmethod
-    def platform_problem(cls, layout: RankLayout, device: torch.device) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout, device: torch.device) -> str | None:
         """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
         can = cls.capabilities
         if device.type not in can.devices:
@@ -141,7 +141,7 @@ class FusedExperts(ABC):
         return f"{cls.name} needs a GPU of compute capability {bounds}, this one has {found[0]}.{found[1]}"
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         config: MoEConfig,
         layout: RankLayout,
@@ -185,14 +185,14 @@ class FusedExperts(ABC):
             return f"it serves the linear expert map without replicas alone, not {expert_map} (EPLB, ExpertMap)"
         if len(set(slots)) == 1:
             return None
-        spare = expert_map.num_ranks * expert_map.cap - expert_map.num_experts
+        spare = expert_map.num_ranks * expert_map.slots_per_rank - expert_map.num_experts
         return (
             f"it needs as many slots on every rank, got {slots}; fill them up, for example with "
             f"ExpertMap.redundant({expert_map.num_experts}, {expert_map.num_ranks}, {spare})"
         )
 
     @classmethod
-    def buffer_bytes(cls, geometry: FusedGeometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: FusedGeometry) -> int:
         """What it keeps between calls for all layers of a geometry, in bytes; a library's bookkeeping not counted."""
         return 0
 
@@ -216,17 +216,17 @@ class FusedExperts(ABC):
         routed: a PhysicalRouting [T, K], -1 for none; RouterLogits [T, E] where the kernel routes
         max_tokens: the most that any rank has in this call, default the geometry's
         """
-        bound = self.geometry.max_tokens if max_tokens is None else max_tokens
+        bound = self.dispatch_shape.max_tokens if max_tokens is None else max_tokens
         problem = self._problem(x, routed, bound)
         if problem is not None:
             self.refuse(problem)
         if capturing(x.device) and not self.capabilities.cuda_graph:
             raise InputError(f"{self.name} cannot be captured in a CUDA graph")
         self.connect()
-        with self.link.ledger.step("fused", self.name):
+        with self.rank_group.flight_recorder.step("fused", self.name):
             out = self.compute(x, routed)
         if x.is_cuda and self.capabilities.travels and not capturing(x.device):
-            self.link.ledger.mark(x.device)
+            self.rank_group.flight_recorder.mark(x.device)
         return out
 
     def connect(self) -> None:
@@ -241,12 +241,12 @@ class FusedExperts(ABC):
         device = self.weights.device
         if not capturing(device) and device.type != "meta":
             self.connect()
-            ids = torch.empty(0, self.geometry.top_k, dtype=torch.int32, device=device)
-            x = torch.empty(0, self.geometry.hidden_size, dtype=self.geometry.dtype, device=device)
-            with self.link.ledger.step("fused", self.name):
+            ids = torch.empty(0, self.dispatch_shape.top_k, dtype=torch.int32, device=device)
+            x = torch.empty(0, self.dispatch_shape.hidden_size, dtype=self.dispatch_shape.dtype, device=device)
+            with self.rank_group.flight_recorder.step("fused", self.name):
                 self.compute(x, PhysicalRouting(PhysicalIds(ids), ids.float()))
-        text = f"rank {self.link.ranks[self.link.rank]}: {problem}"
-        self.link.ledger.refuse(text)
+        text = f"rank {self.rank_group.ranks[self.rank_group.rank]}: {problem}"
+        self.rank_group.flight_recorder.refuse(text)
         raise InputError(text)
 
     @abstractmethod
@@ -255,7 +255,7 @@ class FusedExperts(ABC):
 
     def _problem(self, x: Tensor, routed: Routed, max_tokens: int | None) -> str | None:
         """What is wrong with a call, without waiting for the device."""
-        g = self.geometry
+        g = self.dispatch_shape
         if x.dim() != 2 or x.shape[1] != g.hidden_size:
             return f"x must be [T, {g.hidden_size}], got {list(x.shape)}"
         if x.dtype != g.dtype:
@@ -278,7 +278,7 @@ class FusedExperts(ABC):
         return routing_problem(routed.ids, routed.weights, x, g.top_k)
 
 
-class Inside:
+class FusedCall:
     """One call of one layer by its fused kernel; in the place of an `Exchange`. bound: the most tokens of any rank."""
 
     def __init__(self, kernel: FusedExperts, x: Tensor, routed: Routed, bound: int | None, stage: Stage) -> None:
@@ -303,12 +303,12 @@ def router_logits(router: Any, x: Tensor) -> RouterLogits:
 
 
 def fused_geometry(
-    kernel: str, config: MoEConfig, layout: RankLayout, cap: int, dtype: torch.dtype, max_tokens: int | None
+    kernel: str, config: MoEConfig, layout: RankLayout, slots_per_rank: int, dtype: torch.dtype, max_tokens: int | None
 ) -> FusedGeometry:
     return FusedGeometry(
         hidden_size=config.hidden_size,
         top_k=config.top_k,
-        cap=cap,
+        slots_per_rank=slots_per_rank,
         num_ranks=layout.ep,
         dtype=dtype,
         max_tokens=max_tokens,

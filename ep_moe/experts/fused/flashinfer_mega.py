@@ -24,14 +24,14 @@ from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.fused.base import FusedCapabilities, FusedExperts, FusedGeometry, Routed
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Link
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import Activation, PhysicalRouting, capturing
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.layouts.mega import MegaBf16
 
-TOP_KS = (1, 2, 4, 6, 8)  # that its kernels are compiled for; others fill up with picks of none
+TOP_KS = (1, 2, 4, 6, 8)  # that its kernels are compiled for; others fill up with routes of none
 ELEMENTS = (1 << 32) - (1 << 24)  # of a bf16 product's output, less the last tile's (MAX_OUTPUT_ELEMENTS, 0.7.2.post1)
 TOKENS = 65535  # of a rank: the second dimension of the grid that sums a bf16 round
 INNER = 16384  # columns that the fp8 kernel's activation has shared memory for
@@ -70,15 +70,15 @@ class FlashInferMega(FusedExperts):
         device = self.weights.device
         if capturing(device):
             return
-        self.pool(lambda: Window(type(self), self.geometry, self.link, device, self._bundle()))
+        self.pool(lambda: Window(type(self), self.dispatch_shape, self.rank_group, device, self._bundle()))
 
     def compute(self, x: Tensor, routed: Routed) -> Tensor:
         assert isinstance(routed, PhysicalRouting)
         window: Window = self.pool(self._too_late)
-        # a pick of none is skipped, an id out of range would end the process
-        valid = (routed.ids >= 0) & (routed.ids < self.geometry.num_physical)
+        # a route of none is skipped, an id out of range would end the process
+        valid = (routed.ids >= 0) & (routed.ids < self.dispatch_shape.num_physical)
         ids, weights = torch.where(valid, routed.ids, -1).int(), routed.weights.detach()
-        wide = _top_k(self.geometry.top_k) - self.geometry.top_k
+        wide = _top_k(self.dispatch_shape.top_k) - self.dispatch_shape.top_k
         if wide:
             ids, weights = pad(ids, (0, wide), value=-1), pad(weights, (0, wide))
         x = x.detach().contiguous()
@@ -104,7 +104,7 @@ class FlashInferMega(FusedExperts):
 
     @classmethod
     @abstractmethod
-    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
+    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
         """Of FlashInfer's configuration for this kernel."""
 
     @classmethod
@@ -112,11 +112,11 @@ class FlashInferMega(FusedExperts):
         return registry.without_flashinfer()
 
     @classmethod
-    def platform_problem(cls, layout: RankLayout, device: torch.device) -> str | None:
-        return super().platform_problem(layout, device) or one_host_problem(cls.name, layout)
+    def unsupported_platform(cls, layout: RankLayout, device: torch.device) -> str | None:
+        return super().unsupported_platform(layout, device) or one_host_problem(cls.name, layout)
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         config: MoEConfig,
         layout: RankLayout,
@@ -128,7 +128,7 @@ class FlashInferMega(FusedExperts):
         options: ExpertsOptions | None = None,
     ) -> str | None:
         rest: dict[str, Any] = {"expert_map": expert_map, "max_tokens": max_tokens, "options": options}
-        reason = super().why_not(config, layout, dtype, scheme, **rest)
+        reason = super().unsupported_reason(config, layout, dtype, scheme, **rest)
         if reason is not None or max_tokens is None:
             return reason
         if config.top_k > TOP_KS[-1]:
@@ -145,18 +145,22 @@ class FlashInferMegaBf16(FlashInferMega):
     """Products in bf16 with float32 sums. On the way back each rank sends one bf16 row per token, rounded once."""
 
     name = "flashinfer_mega_bf16"
-    preparation: ClassVar[type[Preparation]] = MegaBf16
+    weight_layout: ClassVar[type[WeightLayout]] = MegaBf16
     capabilities = dataclasses.replace(_COMMON, schemes=frozenset({"none"}), hidden_unit=256)
 
     def bundle(self, stored: dict[str, Tensor]) -> Any:
-        sizes = (self.geometry.cap, self.geometry.hidden_size, self.geometry.intermediate_size)
+        sizes = (
+            self.dispatch_shape.slots_per_rank,
+            self.dispatch_shape.hidden_size,
+            self.dispatch_shape.intermediate_size,
+        )
         return library(self.name).weights(stored["w13"], stored["w2"], *sizes)
 
     @classmethod
-    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
-        assert geometry.max_tokens is not None
+    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
+        assert dispatch_shape.max_tokens is not None
         # FlashInfer's own rule for few tokens, stated because it would read the environment first
-        return {"combine_wire": "per_route" if geometry.max_tokens <= 8 else "prereduced"}
+        return {"combine_wire": "per_route" if dispatch_shape.max_tokens <= 8 else "prereduced"}
 
     @classmethod
     def size_problem(cls, config: MoEConfig, layout: RankLayout, max_tokens: int) -> str | None:
@@ -171,11 +175,11 @@ class FlashInferMegaBf16(FlashInferMega):
         )
 
     @classmethod
-    def buffer_bytes(cls, geometry: FusedGeometry) -> int:
-        tokens, routes, rows = _sizes(geometry)
-        hidden, inner, wide = geometry.hidden_size, geometry.intermediate_size, _top_k(geometry.top_k)
-        assert geometry.max_tokens is not None
-        window = 2 * tokens * hidden + 16 * routes + 2 * geometry.max_tokens * wide * hidden
+    def buffer_bytes(cls, dispatch_shape: FusedGeometry) -> int:
+        tokens, routes, rows = _sizes(dispatch_shape)
+        hidden, inner, wide = dispatch_shape.hidden_size, dispatch_shape.intermediate_size, _top_k(dispatch_shape.top_k)
+        assert dispatch_shape.max_tokens is not None
+        window = 2 * tokens * hidden + 16 * routes + 2 * dispatch_shape.max_tokens * wide * hidden
         return window + rows * (4 * hidden + 2 * inner + 20) + 4 * tokens * (wide + 2)
 
 
@@ -191,7 +195,7 @@ class FlashInferMegaFp8(FlashInferMega):
         return library(self.name).weights(*(stored[name] for name in ("w13", "w13_scale", "w2", "w2_scale")))
 
     @classmethod
-    def settings(cls, geometry: FusedGeometry) -> dict[str, Any]:
+    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
         return {"payload_dtype": "fp8", "combine_dtype": "bf16", "grouped_combine": False}
 
     @classmethod
@@ -201,20 +205,20 @@ class FlashInferMegaFp8(FlashInferMega):
         return None
 
     @classmethod
-    def buffer_bytes(cls, geometry: FusedGeometry) -> int:
-        tokens, routes, rows = _sizes(geometry)
-        hidden, inner, wide = geometry.hidden_size, geometry.intermediate_size, _top_k(geometry.top_k)
-        assert geometry.max_tokens is not None
-        window = tokens * (hidden + hidden // 32) + 16 * routes + 2 * geometry.max_tokens * wide * hidden
-        scales = (hidden + inner) // 32 * (routes + 31 * geometry.cap)
+    def buffer_bytes(cls, dispatch_shape: FusedGeometry) -> int:
+        tokens, routes, rows = _sizes(dispatch_shape)
+        hidden, inner, wide = dispatch_shape.hidden_size, dispatch_shape.intermediate_size, _top_k(dispatch_shape.top_k)
+        assert dispatch_shape.max_tokens is not None
+        window = tokens * (hidden + hidden // 32) + 16 * routes + 2 * dispatch_shape.max_tokens * wide * hidden
+        scales = (hidden + inner) // 32 * (routes + 31 * dispatch_shape.slots_per_rank)
         return window + rows * (3 * hidden + 5 * inner + 20) + scales
 
 
-def _sizes(geometry: FusedGeometry) -> tuple[int, int, int]:
+def _sizes(dispatch_shape: FusedGeometry) -> tuple[int, int, int]:
     """Tokens and routes of all ranks, and rows that the products have room for."""
-    assert geometry.max_tokens is not None
-    tokens = geometry.num_ranks * geometry.max_tokens
-    routes = tokens * _top_k(geometry.top_k)
+    assert dispatch_shape.max_tokens is not None
+    tokens = dispatch_shape.num_ranks * dispatch_shape.max_tokens
+    routes = tokens * _top_k(dispatch_shape.top_k)
     return tokens, routes, -(-routes // 128) * 128
 
 
@@ -227,28 +231,37 @@ class Window:
     is under way in it at a time. Made and destroyed collectively."""
 
     def __init__(
-        self, kind: type[FlashInferMega], geometry: FusedGeometry, link: Link, device: torch.device, bundle: Any
+        self,
+        kind: type[FlashInferMega],
+        dispatch_shape: FusedGeometry,
+        rank_group: RankGroup,
+        device: torch.device,
+        bundle: Any,
     ) -> None:
         self.capabilities = kind.capabilities
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         own = self._own = library(kind.name)
         self._bootstrap = own.bootstrap(
-            world_size=link.size, rank=link.rank, auto_bootstrap=False, device=device.index, process_group=link.group
+            world_size=rank_group.size,
+            rank=rank_group.rank,
+            auto_bootstrap=False,
+            device=device.index,
+            process_group=rank_group.group,
         )
         self._fleet = own.fleet(
-            num_experts=geometry.num_physical,
-            max_tokens_per_rank=geometry.max_tokens,
-            token_hidden_size=geometry.hidden_size,
+            num_experts=dispatch_shape.num_physical,
+            max_tokens_per_rank=dispatch_shape.max_tokens,
+            token_hidden_size=dispatch_shape.hidden_size,
         )
         config = own.config(
-            intermediate_size=geometry.intermediate_size,
-            top_k=_top_k(geometry.top_k),
+            intermediate_size=dispatch_shape.intermediate_size,
+            top_k=_top_k(dispatch_shape.top_k),
             capacity_factor=1.0,
             dedup_dispatch=True,
             allow_unverified_p2p=True,  # `one_host_problem` and FlashInfer's own probes where GPUs see each other
-            init_timeout_s=max(SETUP_S, 2 * link.ledger.deadline_s + 60),
-            **kind.settings(geometry),
+            init_timeout_s=max(SETUP_S, 2 * rank_group.flight_recorder.deadline_s + 60),
+            **kind.settings(dispatch_shape),
         )
         try:
             with self._current():

@@ -60,7 +60,7 @@ class FlashInferTrtllmMonolithic(FusedExperts):
         max_compute_capability=(10, 9),
         run_on=frozenset(),
     )
-    preparation = Trtllm
+    weight_layout = Trtllm
     _clamp: list[Tensor] | None = None
 
     @classmethod
@@ -68,7 +68,7 @@ class FlashInferTrtllmMonolithic(FusedExperts):
         return FlashInferTrtllmExperts.available()
 
     @classmethod
-    def why_not(
+    def unsupported_reason(
         cls,
         config: MoEConfig,
         layout: RankLayout,
@@ -80,7 +80,7 @@ class FlashInferTrtllmMonolithic(FusedExperts):
         options: ExpertsOptions | None = None,
     ) -> str | None:
         rest: dict[str, Any] = {"expert_map": expert_map, "max_tokens": max_tokens, "options": options}
-        reason = super().why_not(config, layout, dtype, scheme, **rest)
+        reason = super().unsupported_reason(config, layout, dtype, scheme, **rest)
         return reason or shape_problem(config, layout.etp, scheme) or routing_problem(config, scheme)
 
     def compute(self, x: Tensor, routed: Routed) -> Tensor:

@@ -13,23 +13,23 @@ from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 from ep_moe.types import Activation
 
 if TYPE_CHECKING:
-    from ep_moe.experts.hopper.route_sort import Home, Told
+    from ep_moe.experts.hopper.route_sort import Home, IdsReady
 
 BF16 = torch.bfloat16
 
 
-def shapes(picks: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
-    """Scratch for received rows with so many picks in all."""
+def shapes(routes: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
+    """Scratch for received rows with so many routes in all."""
     from ep_moe.experts.hopper.route_sort import list_shapes
 
-    products: Shapes = {"act": ((picks, inner), BF16), "y": ((picks, hidden), BF16)}
+    products: Shapes = {"act": ((routes, inner), BF16), "y": ((routes, hidden), BF16)}
     if not sort:
         return products
-    return products | list_shapes(picks, slots)
+    return products | list_shapes(routes, slots)
 
 
-def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:
-    return carved_bytes(shapes(picks, hidden, inner, slots))
+def scratch_bytes(routes: int, hidden: int, inner: int, slots: int) -> int:
+    return carved_bytes(shapes(routes, hidden, inner, slots))
 
 
 @launching_operator("bf16_moe")
@@ -40,8 +40,8 @@ def bf16_moe(
     x: Tensor,
     ids: Tensor,
     base: int,
-    told: Tensor | None,
-    calls: Tensor | None,
+    ids_ready: Tensor | None,
+    sequence: Tensor | None,
     weights: Tensor | None,
     w13: Tensor,
     w2: Tensor,
@@ -59,9 +59,9 @@ def bf16_moe(
     stride: int,
 ) -> None:
     """x, out: bf16 [N, H]; ids: int [N, K], local ones counted from `base`, others are none; weights: float32 [N, K],
-    None for 1, a pick of weight 0 is none; w13: bf16 [L, 2 * I, H] ([L, I, H] without a gate), w2: bf16 [L, H, I]
+    None for 1, a route of weight 0 is none; w13: bf16 [L, 2 * I, H] ([L, I, H] without a gate), w2: bf16 [L, H, I]
 
-    expected: pairs per row that tiles are chosen for; chunk: picks of one pass
+    expected: pairs per row that tiles are chosen for; chunk: routes of one pass
     spare_sms: multiprocessors that the large products leave free
     told, calls: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None
@@ -69,7 +69,7 @@ def bf16_moe(
     from ep_moe.experts.hopper.route_sort import Home, passes
 
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
-    coming = None if told is None or calls is None else (told, calls)
+    coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         _pass(
@@ -81,17 +81,17 @@ def bf16_moe(
 
 def _pass(
     launch: Launch, out: Tensor, home: Home | None, workspace: Tensor, x: Tensor,
-    found: tuple[Tensor, Tensor | None, int], coming: Told | None, w13: Tensor, w2: Tensor, activation: Activation,
+    found: tuple[Tensor, Tensor | None, int], coming: IdsReady | None, w13: Tensor, w2: Tensor, activation: Activation,
     alpha: float, limit: float, expected: float, spare_sms: int,
 ) -> None:  # fmt: skip
-    """found: ids, weights and base; coming: `told` of `group_pairs`"""
+    """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
     from ep_moe.experts.hopper import gemm_grouped, gemm_skinny, gemm_streaming, route_sort
 
     rows, top_k = found[0].shape
     slots, hidden, inner = w2.shape
     each = rows * expected / slots
     how: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit, "launch": launch}
-    cut = gemm_skinny.Cut.of(rows * top_k, each)
+    cut = gemm_skinny.TileConfig.of(rows * top_k, each)
     own = carve(workspace, shapes(rows * top_k, hidden, inner, slots, sort=cut is None))
     act, y = own["act"], own["y"]
     if cut is not None:
@@ -101,7 +101,7 @@ def _pass(
         return
     ring = gemm_streaming.ring_for(each, w13)
     soon = ring is not None  # weights are fetched while pairs are sorted
-    lists = route_sort.list_pairs(own, *found, slots, soon=soon, told=coming, launch=launch)
+    lists = route_sort.list_pairs(own, *found, slots, soon=soon, ids_ready=coming, launch=launch)
     if ring is not None:
         gemm_streaming.product(x, w13, lists, act, ring, gather=True, **how)
         gemm_streaming.product(act, w2, lists, y, ring, launch=launch)

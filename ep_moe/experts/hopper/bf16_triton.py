@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.hopper import bf16_op
 from ep_moe.experts.hopper.experts import TritonExperts
-from ep_moe.experts.hopper.operator import home_of, told_of
+from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
@@ -54,7 +54,7 @@ class Bf16TritonExperts(TritonExperts):
             return 0
         config = self.config
         inner = config.intermediate_size // self.weights.etp.size
-        return bf16_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
+        return bf16_op.scratch_bytes(self.routes, config.hidden_size, inner, self.weights.num_slots)
 
     def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
         x, weights, config, wire = received.x, self.weights, self.config, received.wire_ids
@@ -66,7 +66,7 @@ class Bf16TritonExperts(TritonExperts):
             x,
             ids,
             0 if wire is None else wire.base,
-            *told_of(wire),
+            *ids_ready_of(wire),
             received.weights if received.weighting is Weighting.EXPERTS else None,
             weights.get_parameter("w13"),
             weights.get_parameter("w2"),
@@ -74,7 +74,7 @@ class Bf16TritonExperts(TritonExperts):
             config.activation_alpha,
             config.activation_limit,
             expected_pairs(config, weights.num_slots, ids.shape[1]),
-            self.picks,
+            self.routes,
             self.options.spare_sms,
             *home_of(peers),
             launch=launch,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.base import Experts
-from ep_moe.runtime.launch_cache import Launch, Recorded, at_once
+from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
 from ep_moe.types import PeerRows, Received, RowLayout
 
 _PLACES = 32  # of calls that are remembered
@@ -25,14 +25,14 @@ class TritonExperts(Experts):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._recorded: dict[Any, Recorded | None] = {}  # None: of a place that was seen once
+        self._recorded: dict[Any, RecordedLaunches | None] = {}  # None: of a place that was seen once
 
     @classmethod
     def available(cls) -> str | None:
         return None if importlib.util.find_spec("triton") else "Triton is not installed; use a CUDA build of torch"
 
     @property
-    def picks(self) -> int:
+    def routes(self) -> int:
         """Of one pass."""
         return self.options.chunk_rows * self.config.top_k
 
@@ -59,7 +59,7 @@ class TritonExperts(Experts):
         if recorded is not None:
             recorded.again()
         elif place in self._recorded:
-            recorded = Recorded()
+            recorded = RecordedLaunches()
             self.step(received, out, peers, recorded)
             self._recorded[place] = recorded
         else:
@@ -83,7 +83,7 @@ class TritonExperts(Experts):
             ids.shape,
             ids.dtype,
             0 if wire is None else wire.base,
-            0 if wire is None or wire.told is None else wire.told.data_ptr(),
+            0 if wire is None or wire.ids_ready is None else wire.ids_ready.data_ptr(),
             0 if weights is None else weights.data_ptr(),
             received.weighting,
             out.data_ptr(),

@@ -14,7 +14,7 @@ from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 from ep_moe.types import Activation
 
 if TYPE_CHECKING:
-    from ep_moe.experts.hopper.route_sort import Home, Told
+    from ep_moe.experts.hopper.route_sort import Home, IdsReady
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
@@ -52,8 +52,8 @@ def fp8_block_moe(
     dtype: torch.dtype,
     ids: Tensor | None,
     base: int,
-    told: Tensor | None,
-    calls: Tensor | None,
+    ids_ready: Tensor | None,
+    sequence: Tensor | None,
     weights: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
@@ -78,7 +78,7 @@ def fp8_block_moe(
     dtype: of the layer, and of plain rows
 
     Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
-    pick of weight 0 is none), or starts and ends (int32 [L], each expert's rows) and weights (float32 [N] or None).
+    route of weight 0 is none), or starts and ends (int32 [L], each expert's rows) and weights (float32 [N] or None).
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     spare_sms: multiprocessors that the products leave free
@@ -99,7 +99,7 @@ def fp8_block_moe(
     from ep_moe.experts.hopper.route_sort import Home, passes
 
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
-    coming = None if told is None or calls is None else (told, calls)
+    coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], _part(weights, part), base)
         step.rank_major(x[part], _part(x_scale, part), found, coming, out if to else out[part], to, expected)
@@ -162,23 +162,23 @@ class _Step:
         x: Tensor,
         x_scale: Tensor | None,
         found: tuple[Tensor, Tensor | None, int],
-        coming: Told | None,
+        coming: IdsReady | None,
         out: Tensor,
         home: Home | None,
         expected: float,
     ) -> None:
-        """found: ids, weights and base; coming: `told` of `group_pairs`"""
+        """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
         from ep_moe.experts.hopper import gemm_fp8_block as kernels
         from ep_moe.experts.hopper import gemm_skinny, route_sort
 
         launch, pairs, slots = self.launch, found[0].numel(), len(self.w2)
         own = self._carve(pairs, len(x))
-        cut = gemm_skinny.Cut.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
+        cut = gemm_skinny.TileConfig.of_blocks(pairs, len(x) * expected / slots, x.shape[1], self.w2.numel())
         if cut is not None and not cut.sort:
             self._few(own, x, x_scale, found, cut, None)
             route_sort.reduce(own["y"], *found, slots, out, home=home, launch=launch)
             return
-        lists = route_sort.list_pairs(own, *found, slots, told=coming, launch=launch)
+        lists = route_sort.list_pairs(own, *found, slots, ids_ready=coming, launch=launch)
         if cut is not None:
             self._few(own, x, x_scale, found, cut, lists)
             route_sort.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home, launch=launch)
@@ -200,7 +200,7 @@ class _Step:
         cut: Any,
         lists: Any,
     ) -> None:
-        """Both products of few rows. cut: `gemm_skinny.Cut`; lists: `route_sort.Lists` or None"""
+        """Both products of few rows. cut: `gemm_skinny.TileConfig`; lists: `route_sort.Lists` or None"""
         from ep_moe.experts.hopper import gemm_fp8_block as kernels
         from ep_moe.experts.hopper import gemm_skinny
 

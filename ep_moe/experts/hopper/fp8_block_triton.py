@@ -11,7 +11,7 @@ from torch import Tensor
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.hopper import fp8_block_op
 from ep_moe.experts.hopper.experts import TritonExperts
-from ep_moe.experts.hopper.operator import home_of, told_of
+from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
@@ -46,7 +46,7 @@ class Fp8BlockTritonExperts(TritonExperts):
             return 0
         config, etp = self.config, self.weights.etp.size
         return fp8_block_op.scratch_bytes(
-            self.picks,
+            self.routes,
             self.options.chunk_rows,
             config.hidden_size,
             config.w13_rows // etp,
@@ -74,7 +74,7 @@ class Fp8BlockTritonExperts(TritonExperts):
             weights.dtype,
             ids,
             0 if wire is None else wire.base,
-            *told_of(wire),
+            *ids_ready_of(wire),
             self._weights(received),
             starts,
             ends,
@@ -86,7 +86,7 @@ class Fp8BlockTritonExperts(TritonExperts):
             config.activation_alpha,
             config.activation_limit,
             expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1]),
-            self.picks,
+            self.routes,
             self.options.spare_sms,
             *home_of(peers),
             launch=launch,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ep_moe.experts.hopper import fp8_row_op
 from ep_moe.experts.hopper.fp8_block_op import BLOCK
 from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.hopper.operator import home_of, told_of
+from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch
@@ -27,7 +27,7 @@ from ep_moe.weights.layouts.per_block import PerBlock
 
 class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     name = "fp8_dynamic_triton"
-    preparation = PerBlock
+    weight_layout = PerBlock
     capabilities = dataclasses.replace(
         Fp8BlockTritonExperts.capabilities,
         schemes=frozenset({"fp8_dynamic"}),
@@ -44,7 +44,7 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
         if not slots:
             return 0
         inner = config.intermediate_size // self.weights.etp.size
-        by_row = fp8_row_op.scratch_bytes(self.picks, config.hidden_size, inner, slots)
+        by_row = fp8_row_op.scratch_bytes(self.routes, config.hidden_size, inner, slots)
         return max(super().workspace_bytes(), by_row)
 
     def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
@@ -60,7 +60,7 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
             received.x_scale,
             ids,
             0 if wire is None else wire.base,
-            *told_of(wire),
+            *ids_ready_of(wire),
             received.weights if received.weighting is Weighting.EXPERTS else None,
             weights.get_parameter("w13"),
             weights.get_parameter("w13_scale"),
@@ -70,7 +70,7 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
             config.activation_alpha,
             config.activation_limit,
             expected_pairs(config, weights.num_slots, ids.shape[1]),
-            self.picks,
+            self.routes,
             self.options.spare_sms,
             *home_of(peers),
             launch=launch,

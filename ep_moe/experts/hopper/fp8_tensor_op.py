@@ -13,28 +13,28 @@ from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 from ep_moe.types import Activation
 
 if TYPE_CHECKING:
-    from ep_moe.experts.hopper.route_sort import Home, Told
+    from ep_moe.experts.hopper.route_sort import Home, IdsReady
 
 FP8 = torch.float8_e4m3fn
 
 
-def shapes(picks: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
-    """Scratch for received rows with so many picks in all. E4M3 rows lie in the room of y, which is written after they
+def shapes(routes: int, hidden: int, inner: int, slots: int, *, sort: bool = True) -> Shapes:
+    """Scratch for received rows with so many routes in all. E4M3 rows lie in the room of y, which is written after they
     are read."""
     from ep_moe.experts.hopper.route_sort import list_shapes
 
     products: Shapes = {
         "scale": ((1,), torch.float32),
-        "act": ((picks, inner), FP8),
-        "y": ((picks, hidden), torch.bfloat16),
+        "act": ((routes, inner), FP8),
+        "y": ((routes, hidden), torch.bfloat16),
     }
     if not sort:
         return products
-    return products | list_shapes(picks, slots)
+    return products | list_shapes(routes, slots)
 
 
-def scratch_bytes(picks: int, hidden: int, inner: int, slots: int) -> int:
-    return carved_bytes(shapes(picks, hidden, inner, slots))
+def scratch_bytes(routes: int, hidden: int, inner: int, slots: int) -> int:
+    return carved_bytes(shapes(routes, hidden, inner, slots))
 
 
 @launching_operator("fp8_tensor_moe")
@@ -46,8 +46,8 @@ def fp8_tensor_moe(
     input_scale: float | None,
     ids: Tensor,
     base: int,
-    told: Tensor | None,
-    calls: Tensor | None,
+    ids_ready: Tensor | None,
+    sequence: Tensor | None,
     weights: Tensor | None,
     w13: Tensor,
     w13_scale: Tensor,
@@ -70,10 +70,10 @@ def fp8_tensor_moe(
 ) -> None:
     """x: [N, H] in bf16, rounded here by the largest of w13_input_scale; or E4M3, rounded before by input_scale
     out: bf16 [N, H]; ids: int [N, K], local ones counted from `base`, others are none
-    weights: float32 [N, K], None for 1, a pick of weight 0 is none
+    weights: float32 [N, K], None for 1, a route of weight 0 is none
     w13: E4M3 [L, 2 * I, H] ([L, I, H] without a gate); w2: E4M3 [L, H, I]; scales: float32 [L], value = number * scale
 
-    expected: pairs per row that tiles are chosen for; chunk: picks of one pass
+    expected: pairs per row that tiles are chosen for; chunk: routes of one pass
     spare_sms: multiprocessors that the large products leave free
     told, calls: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None
@@ -83,7 +83,7 @@ def fp8_tensor_moe(
     matrices = (w13, w13_scale, w13_input_scale, w2, w2_scale, w2_input_scale)
     step = _Step(launch, workspace, *matrices, Activation(activation), alpha, limit, expected, spare_sms)
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
-    coming = None if told is None or calls is None else (told, calls)
+    coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
         step(out if to else out[part], to, x[part], input_scale, found, coming)
@@ -106,15 +106,15 @@ class _Step:
 
     def __call__(
         self, out: Tensor, home: Home | None, x: Tensor, input_scale: float | None,
-        found: tuple[Tensor, Tensor | None, int], coming: Told | None,
+        found: tuple[Tensor, Tensor | None, int], coming: IdsReady | None,
     ) -> None:  # fmt: skip
-        """found: ids [N, K], weights and base; coming: `told` of `group_pairs`"""
+        """found: ids [N, K], weights and base; coming: `ids_ready` of `group_pairs`"""
         from ep_moe.experts.hopper import gemm_grouped, gemm_skinny, gemm_streaming, route_sort
         from ep_moe.quant.fp8_tensor_kernels import MatrixScales, round_rows
 
         launch, (rows, top_k), (slots, hidden, inner) = self.launch, found[0].shape, self.w2.shape
         each = rows * self.expected / slots
-        cut = gemm_skinny.Cut.of_matrices(rows * top_k, each)
+        cut = gemm_skinny.TileConfig.of_matrices(rows * top_k, each)
         own = carve(self.workspace, shapes(rows * top_k, hidden, inner, slots, sort=cut is None))
         act, y = own["act"], own["y"]
         numbers = y.view(FP8).view(-1, hidden)
@@ -131,7 +131,7 @@ class _Step:
             route_sort.reduce(y, *found, slots, out, home=home, launch=launch)
             return
         soon = ring is not None  # weights are fetched while pairs are sorted
-        lists = route_sort.list_pairs(own, *found, slots, soon=soon, told=coming, launch=launch)
+        lists = route_sort.list_pairs(own, *found, slots, soon=soon, ids_ready=coming, launch=launch)
         if ring is not None:
             gemm_streaming.product(x, self.w13, lists, act, ring, gather=True, **first)
             gemm_streaming.product(act, self.w2, lists, y, ring, scales=second, launch=launch)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.hopper import fp8_tensor_op
 from ep_moe.experts.hopper.experts import TritonExperts
-from ep_moe.experts.hopper.operator import home_of, told_of
+from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch
@@ -54,7 +54,7 @@ class Fp8TensorTritonExperts(TritonExperts):
             return 0
         config = self.config
         inner = config.intermediate_size // self.weights.etp.size
-        return fp8_tensor_op.scratch_bytes(self.picks, config.hidden_size, inner, self.weights.num_slots)
+        return fp8_tensor_op.scratch_bytes(self.routes, config.hidden_size, inner, self.weights.num_slots)
 
     def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
         weights, config, wire = self.weights, self.config, received.wire_ids
@@ -69,7 +69,7 @@ class Fp8TensorTritonExperts(TritonExperts):
             None if scale is None else float(scale),
             ids,
             0 if wire is None else wire.base,
-            *told_of(wire),
+            *ids_ready_of(wire),
             received.weights if received.weighting is Weighting.EXPERTS else None,
             weights.get_parameter("w13"),
             weights.get_parameter("w13_scale"),
@@ -81,7 +81,7 @@ class Fp8TensorTritonExperts(TritonExperts):
             config.activation_alpha,
             config.activation_limit,
             expected_pairs(config, weights.num_slots, ids.shape[1]),
-            self.picks,
+            self.routes,
             self.options.spare_sms,
             *home_of(peers),
             launch=launch,

@@ -5,7 +5,7 @@ weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block or fo
 expert's rows itself. For more rows `route_sort.list_pairs` comes first, and the same two products go by its lists.
 Nothing here allocates or waits for the device. launch: how kernels are launched.
 
-Letters: N received rows, K picks of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
+Letters: N received rows, K routes of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ep_moe.types import Activation
 
 DEPTH = 128  # of a tile
 # on an H200
-FEWEST = 32  # picks that are few for all tiles
-UNSORTED = 256  # picks up to which a program that looks through all of them is faster than sorting them first
+FEWEST = 32  # routes that are few for all tiles
+UNSORTED = 256  # routes up to which a program that looks through all of them is faster than sorting them first
 DENSE = 1  # rows of an expert from which on sorting is faster all the same, where `gemm_streaming` is behind it
 FEW_BLOCKS = 40  # rows of an expert up to which reading weights takes longer than multiplying
 SHORT = 2048  # hidden size up to which the lists are faster in E4M3; measured at 2048 and 7168
@@ -44,7 +44,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileConfig:
     """How both products of a call are cut. sort: pairs are sorted by expert first"""
 
     sort: bool
@@ -52,26 +52,26 @@ class Cut:
     second: Tile
 
     @classmethod
-    def of(cls, picks: int, rows: float) -> Cut | None:
+    def of(cls, routes: int, rows: float) -> TileConfig | None:
         """The fastest for `bench.experts`' models on an H200, None where sorting first is.
 
-        picks: N * K; rows: of an expert, as many as are expected on average
+        routes: N * K; rows: of an expert, as many as are expected on average
         """
-        if _sorted_first(picks, rows):
+        if _sorted_first(routes, rows):
             return None
-        if picks <= FEWEST:
+        if routes <= FEWEST:
             return cls(False, Tile(16, 32, stages=6), Tile(16, 64, stages=3))
         return cls(False, Tile(16, 32), Tile(16, 64))
 
     @classmethod
-    def of_blocks(cls, picks: int, rows: float, hidden: int, numbers: int) -> Cut | None:
+    def of_blocks(cls, routes: int, rows: float, hidden: int, numbers: int) -> TileConfig | None:
         """The same for weights in E4M3 with a scale for each block, sorted or not; None where there are too many rows.
 
         rows: of an expert, as many as are expected on average; hidden: H; numbers: of w2
         """
-        if picks <= 2 * FEWEST:
+        if routes <= 2 * FEWEST:
             return cls(False, Tile(16, 64), Tile(16, 64, stages=3))
-        if picks <= UNSORTED:
+        if routes <= UNSORTED:
             return cls(False, Tile(16, 128, stages=3, warps=8), Tile(16, 128, stages=3))
         if rows > FEW_BLOCKS or hidden > SHORT:
             return None
@@ -82,25 +82,25 @@ class Cut:
         return cls(True, Tile(64, 32), Tile(64, 128, stages=3, warps=8))
 
     @classmethod
-    def of_matrices(cls, picks: int, rows: float) -> Cut | None:
+    def of_matrices(cls, routes: int, rows: float) -> TileConfig | None:
         """As `of`, for weights in E4M3 with one scale a matrix."""
-        if _sorted_first(picks, rows):
+        if _sorted_first(routes, rows):
             return None
-        if picks <= 2 * FEWEST:
+        if routes <= 2 * FEWEST:
             return cls(False, Tile(16, 32), Tile(16, 128, stages=3))
         return cls(False, Tile(16, 64, stages=3), Tile(16, 128, warps=8))
 
     @classmethod
-    def of_rows(cls, picks: int, rows: float) -> Cut | None:
+    def of_rows(cls, routes: int, rows: float) -> TileConfig | None:
         """As `of_matrices`, where rows have a scale each: the second product rounds its own, by blocks."""
-        if _sorted_first(picks, rows):
+        if _sorted_first(routes, rows):
             return None
-        first = Tile(16, 32) if picks <= 2 * FEWEST else Tile(16, 64, stages=3)
+        first = Tile(16, 32) if routes <= 2 * FEWEST else Tile(16, 64, stages=3)
         return cls(False, first, Tile(16, 128, stages=3))
 
 
-def _sorted_first(picks: int, rows: float) -> bool:
-    return picks > UNSORTED or (picks > FEWEST and rows >= DENSE)
+def _sorted_first(routes: int, rows: float) -> bool:
+    return routes > UNSORTED or (routes > FEWEST and rows >= DENSE)
 
 
 def first_product(
@@ -129,7 +129,7 @@ def first_product(
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
         w13_scale, out, factor, step, *strides, 0 if w13_scale is None else w13_scale.stride(0), to, base, pairs,
         experts, hidden, inner, alpha, limit,
-        SCALES=_scales(w13_scale, scales), BY_PICK=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
+        SCALES=_scales(w13_scale, scales), BY_ROUTE=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def second_product(
     launch(
         kernels.second_product, ((pairs if by_pick else experts) * (hidden // cut.block_n),),
         act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, out, factor, act_scale, step, base,
-        pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_PICK=by_pick,
+        pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_ROUTE=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,
         SMALLEST=SMALLEST_AMAX,
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,

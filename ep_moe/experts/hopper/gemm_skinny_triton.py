@@ -13,11 +13,11 @@ from ep_moe.quant.fp8_tensor_kernels_triton import saturated
 
 
 @triton.jit
-def _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.constexpr, BY_PICK: tl.constexpr):
-    """The expert that a program is asked for, and which pairs are its: `asked` itself, or that of this pick, and then
-    no pairs unless the pick is the first of them."""
+def _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.constexpr, BY_ROUTE: tl.constexpr):
+    """The expert that a program is asked for, and which pairs are its: `asked` itself, or that of this route, and then
+    no pairs unless the route is the first of them."""
     local = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
-    if BY_PICK:
+    if BY_ROUTE:
         expert = local_experts(ids, weights, base, asked, pairs, WEIGHTED)
         mine = (local == expert) & (expert >= 0) & (expert < experts)
         mine = mine & (tl.min(tl.where(mine, pair, asked)) == asked)
@@ -74,15 +74,15 @@ def _scale_of(factor, rows_scale, step, weights_scale, expert):
 @triton.jit
 def first_product(
     x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, scale_row, scale_block, w_step,
-    out_scale, base, pairs, experts, hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_PICK: tl.constexpr,
+    out_scale, base, pairs, experts, hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_ROUTE: tl.constexpr,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // TOP_K]) for each pair p of expert e; a program has BLOCK_N columns of one.
 
     SORTED: `source` holds the pairs by expert, `ends` one past each expert's last, and out's rows are in that order;
-    else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs. BY_PICK: programs belong to
-    picks, of which the first of an expert stands for it; else to experts.
+    else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs. BY_ROUTE: programs belong to
+    routes, of which the first of an expert stands for it; else to experts.
     SCALES: of x and w13 in E4M3, one for each "block" of them or each "matrix", or for each matrix of w13 and "row" of
     x; "" in bf16 or fp16."""
     columns = inner // BLOCK_N
@@ -96,7 +96,7 @@ def first_product(
         count = tl.load(ends + expert) - start
     else:
         start = 0
-        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_PICK)
+        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     GATED: tl.constexpr = ACTIVATION != "relu2"
@@ -163,7 +163,7 @@ def first_product(
 @triton.jit
 def second_product(
     act, ids, weights, ends, w2, w2_scale, out, act_factor, act_scale, act_step, base, pairs, experts, hidden, inner,
-    SCALES: tl.constexpr, BY_PICK: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    SCALES: tl.constexpr, BY_ROUTE: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[r] = w2[e] @ act[r] for each row r of expert e, in the order that `first_product` left them in."""
@@ -177,7 +177,7 @@ def second_product(
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         count = tl.load(ends + expert) - start
     else:
-        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_PICK)
+        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     BLOCKS: tl.constexpr = SCALES == "block"

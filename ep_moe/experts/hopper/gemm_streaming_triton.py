@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ep_moe.experts.hopper.hopper_parts_triton import activate, next_stage
 from ep_moe.runtime.grids import next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once
-from ep_moe.runtime.pdl import await_previous, early, let_next_start
+from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
 
 LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
 
@@ -54,7 +54,7 @@ def multiply(
         n // 2 if gated else 64, width, columns, k // block_k,
         alpha, limit, ROWS=rows, BLOCK_K=block_k, STAGES=stages,
         EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, SCALED_ROWS=scaled_rows, num_warps=4,
-        maxnreg=168, **early(x.device),
+        maxnreg=168, **pdl_launch(x.device),
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def multiply(
 def _stream(
     w, x, source, ends, out, x_factor, x_scale, x_step, w_scale, out_scale, w_step, experts, n, second, width, columns,
     k_blocks, alpha, limit, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, EARLY: gl.constexpr,
+    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """second: how far a tile's second 64 rows of weights, its neighbours or what its first 64 are the gates of, are
     from its first; columns: tiles of an expert"""
@@ -73,16 +73,16 @@ def _stream(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1 + 32)  # the weights' warp, and each thread of the rows' one
         mbarrier.init(free.index(i), count=1)
-    let_next_start(EARLY)
+    pdl_trigger(PDL)
     ring = (w_ring, x_ring, full, free)
     cut = (ends, experts, columns)
     to = (out, None, width, alpha, limit)
     scales = (x_factor, x_scale, x_step, w_scale, out_scale, w_step, source)
     gl.warp_specialize(
         [
-            (_multiply, (ring, cut, to, scales, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, SCALED_ROWS, EARLY)),
-            (_copy_weights, (w, ring, cut, n, second, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, ACTIVATION, EARLY)),
-            (_copy_rows, (x, source, ring, cut, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, EARLY)),
+            (_multiply, (ring, cut, to, scales, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, SCALED_ROWS, PDL)),
+            (_copy_weights, (w, ring, cut, n, second, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, ACTIVATION, PDL)),
+            (_copy_rows, (x, source, ring, cut, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, PDL)),
         ],
         [1, 1],
         [72, 120],
@@ -130,7 +130,7 @@ def _tiles(experts_of):
 @gluon.jit
 def _copy_weights(
     w, ring, cut, n, second, k_blocks, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    EXPERTS: gl.constexpr, ACTIVATION: gl.constexpr, EARLY: gl.constexpr,
+    EXPERTS: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = 128 if ACTIVATION == "" or ACTIVATION == "relu2" else 64
     columns = cut[2]
@@ -139,7 +139,7 @@ def _copy_weights(
     stage = 0
     phase = 1
     stage, phase = _copy_tile_weights(w, ring, row, second, k_blocks, stage, phase, BLOCK_K, STAGES)
-    await_previous(EARLY)
+    pdl_wait(PDL)
     experts_of = _dealt(cut, ROWS, EXPERTS, 1)
     for tile in range(program, _tiles(experts_of), gl.num_programs(0)):
         expert, column, _, _ = _tile(tile, experts_of, columns, ROWS)
@@ -164,12 +164,12 @@ def _copy_tile_weights(w, ring, row, second, k_blocks, stage, phase, BLOCK_K: gl
 @gluon.jit
 def _copy_rows(
     x, source, ring, cut, k_blocks, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    EXPERTS: gl.constexpr, EARLY: gl.constexpr,
+    EXPERTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """source: which row of x each of the sorted ones is; None: x is sorted"""
     ends, _, columns = cut
     program = gl.program_id(0)
-    await_previous(EARLY)
+    pdl_wait(PDL)
     expert = program // columns  # its rows set out before those of other tiles are known
     start = gl.load(ends + expert - 1, mask=expert > 0, other=0)
     count = gl.minimum(gl.load(ends + expert) - start, ROWS)
@@ -208,12 +208,12 @@ def _copy_tile_rows(
 @gluon.jit
 def _multiply(
     ring, cut, to, scales, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, EARLY: gl.constexpr,
+    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     DEPTH: gl.constexpr = 256 // ring[0].dtype.primitive_bitwidth  # numbers of a row that one instruction multiplies
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, DEPTH])
     columns = cut[2]
-    await_previous(EARLY)
+    pdl_wait(PDL)
     experts_of = _dealt(cut, ROWS, EXPERTS, 4)
     stage = 0
     phase = 0

@@ -65,9 +65,9 @@ def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..
     return wrap
 
 
-def told_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
-    """`told` and `calls`, as operators take them."""
-    return (None, None) if ids is None else (ids.told, ids.calls)
+def ids_ready_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
+    """`ids_ready` and `sequence`, as operators take them."""
+    return (None, None) if ids is None else (ids.ids_ready, ids.sequence)
 
 
 def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:

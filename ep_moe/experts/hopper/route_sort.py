@@ -14,7 +14,7 @@ from ep_moe.experts.hopper import route_sort_triton as kernels
 from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.grids import cdiv, next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once
-from ep_moe.runtime.pdl import early
+from ep_moe.runtime.pdl import pdl_launch
 from ep_moe.runtime.workspace import Shapes
 
 # tuned on an H200
@@ -24,7 +24,7 @@ CHUNK = 128  # pairs that a program sorts at once, beyond these
 PROGRAMS = 1024  # that sort, at most
 
 
-Told = tuple[Tensor, Tensor]  # `types.WireIds.told` and `calls`
+IdsReady = tuple[Tensor, Tensor]  # `types.WireIds.ids_ready` and `sequence`
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Home:
     """The ranks that received rows came from, for a kernel that writes its rows there: `types.PeerRows` without its
     blocks.
 
-    number, stride: of `types.PeerCells`, for rows that go by cells; first: the number of a call's first row among all
+    number, stride: of `types.PeerPackets`, for rows that go by cells; first: the number of a call's first row among all
         that were received
     """
 
@@ -49,7 +49,7 @@ class Home:
 class Lists:
     """Pairs by expert, as `group_pairs` leaves them.
 
-    source: int32 [N * K], the row of each; slots: int32 [N, K], where each pick's pair is; ends: int32 [L], one past
+    source: int32 [N * K], the row of each; slots: int32 [N, K], where each route's pair is; ends: int32 [L], one past
     each expert's last
     """
 
@@ -72,11 +72,11 @@ def reduce(
     y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
     slots: Tensor | None = None, home: Home | None = None, soon: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the picks whose
+    """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the routes whose
     expert ids[n, k] - base is in 0 .. L - 1; zero where row n has none.
 
-    y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a pick of weight 0 is none
-    slots: int32 [N, K], a pick's row is y[slots[n, k]] then, and below 0 for no pick
+    y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a route of weight 0 is none
+    slots: int32 [N, K], a route's row is y[slots[n, k]] then, and below 0 for no route
     out: [N, H]; with a `home` only its dtype counts, E4M3 for sums that are rounded so, saturating at 448, and rows
         without any expert here are left as they are, but for the cell that comes for each
     soon: start before the kernel ahead has ended, and let the next one
@@ -95,7 +95,7 @@ def reduce(
         kernels.reduce, (turns * cdiv(rows, turns), cdiv(size, block)),
         y, ids, weights, slots, out.view(torch.uint8) if out.itemsize == 1 else out, *to, base, num_experts, rows, size,
         TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,
-        **early(y.device, soon),
+        **pdl_launch(y.device, soon),
     )  # fmt: skip
 
 
@@ -133,20 +133,20 @@ def _pairs_per_program(num_pairs: int, programs: int) -> int:
 
 def list_pairs(
     own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, soon: bool = False,
-    told: Told | None = None, launch: Launch = at_once,
+    ids_ready: IdsReady | None = None, launch: Launch = at_once,
 ) -> Lists:  # fmt: skip
     """`group_pairs` into tensors of `list_shapes`."""
     lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"])
     group_pairs(
         ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, soon=soon,
-        told=told, launch=launch,
+        ids_ready=ids_ready, launch=launch,
     )  # fmt: skip
     return lists
 
 
 def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
-    base: int = 0, weights: Tensor | None = None, soon: bool = False, told: Told | None = None,
+    base: int = 0, weights: Tensor | None = None, soon: bool = False, ids_ready: IdsReady | None = None,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
@@ -163,7 +163,7 @@ def group_pairs(
     if not pairs:
         ends.zero_()
         return
-    lanes, ranks = next_power_of_2(num_experts), 1 if told is None else len(told[0])
+    lanes, ranks = next_power_of_2(num_experts), 1 if ids_ready is None else len(ids_ready[0])
     found, lists = (ids, weights, base), (source_row, slots, ends, pairs, num_experts, top_k)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     place = given | {"BLOCKS": max(1, min(128, 8192 // lanes)), "RANKS": ranks, "LANES": next_power_of_2(ranks)}
@@ -171,16 +171,17 @@ def group_pairs(
     if pairs <= ALONE:
         chunk = 16 if pairs <= 1024 else max(16, min(32, 8192 // lanes))
         launch(
-            kernels.place_pairs, (cdiv(pairs, chunk),), *found, *(told or (None, None)), None, None, *lists, **place,
+            kernels.place_pairs, (cdiv(pairs, chunk),), *found, *(ids_ready or (None, None)), None, None, *lists,
+            **place,
             PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), num_warps=8,
-            **early(ids.device, soon or told is not None),
+            **pdl_launch(ids.device, soon or ids_ready is not None),
         )  # fmt: skip
-    elif told is not None:
+    elif ids_ready is not None:
         # as many as run at once, since they wait for each other; in the interpreter one
         mine = _pairs_per_program(pairs, multiprocessors(ids.device) if ids.is_cuda else 1)
         launch(
-            kernels.place_pairs, (cdiv(pairs, mine),), *found, *told, workspace, None, *lists, **place, PAIRS=mine,
-            CHUNK=min(mine, most), ALL=0, num_warps=8, **early(ids.device),
+            kernels.place_pairs, (cdiv(pairs, mine),), *found, *ids_ready, workspace, None, *lists, **place, PAIRS=mine,
+            CHUNK=min(mine, most), ALL=0, num_warps=8, **pdl_launch(ids.device),
         )  # fmt: skip
     else:
         mine = _pairs_per_program(pairs, PROGRAMS)
@@ -191,5 +192,5 @@ def group_pairs(
         launch(kernels.sum_counts, (num_experts,), counts, totals, blocks, BLOCKS=next_power_of_2(blocks))
         launch(
             kernels.place_pairs, (blocks,), *found, None, None, counts, totals, *lists, **place, PAIRS=mine,
-            CHUNK=min(CHUNK, most), ALL=0, **early(ids.device, False),
+            CHUNK=min(CHUNK, most), ALL=0, **pdl_launch(ids.device, False),
         )  # fmt: skip

@@ -7,10 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ep_moe.all2all.nvlink_p2p.packets import put_cells
+from ep_moe.all2all.nvlink_p2p.packets import put_packets
 from ep_moe.all2all.nvlink_p2p.signals import grid_barrier, wait
 from ep_moe.quant.fp8_rows_triton import to_e4m3
-from ep_moe.runtime.pdl import await_previous, let_next_start
+from ep_moe.runtime.pdl import pdl_trigger, pdl_wait
 from ep_moe.runtime.waiting_triton import Waiting
 
 
@@ -78,18 +78,18 @@ def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
 @Waiting
 @triton.jit
 def place_pairs(
-    ids, weights, base, told, calls, counts, totals, source_row, slots, ends, pairs, experts, top_k,
+    ids, weights, base, ids_ready, sequence, counts, totals, source_row, slots, ends, pairs, experts, top_k,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr,
-    WEIGHTED: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+    WEIGHTED: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """counts, totals: of `sum_counts`. Without totals programs count their own into `counts` and wait for each other;
     without either each counts all pairs, at most ALL, itself.
     told, calls: of `types.WireIds`, None where ids come with the rows"""
-    let_next_start(EARLY)
-    if told is None:
-        await_previous(EARLY)
+    pdl_trigger(PDL)
+    if ids_ready is None:
+        pdl_wait(PDL)
     else:
-        wait(told, tl.load(calls) + 1, RANKS, LANES)
+        wait(ids_ready, tl.load(sequence) + 1, RANKS, LANES)
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     if ALL:
@@ -101,7 +101,7 @@ def place_pairs(
     elif totals is None:
         at_once: tl.constexpr = 1024 if PAIRS > 1024 else PAIRS
         count = count_own(ids, weights, base, block, pairs, experts, EXPERTS, at_once, PAIRS, WEIGHTED)
-        count, place = count_together(counts, calls + 1, count, experts, EXPERTS, BLOCKS)
+        count, place = count_together(counts, sequence + 1, count, experts, EXPERTS, BLOCKS)
     else:
         count = tl.load(totals + lane, mask=lane < experts, other=0)
         place = tl.load(counts + lane * tl.num_programs(0) + block, mask=lane < experts, other=0)
@@ -118,19 +118,19 @@ def place_pairs(
         tl.store(slots + pair, tl.where(valid, slot, -1), mask=pair < pairs)
         tl.store(source_row + slot, pair // top_k, mask=valid)
         place += tl.sum(mine, 0)
-    if told is not None:
-        await_previous(EARLY)
+    if ids_ready is not None:
+        pdl_wait(PDL)
 
 
 @triton.jit
 def reduce(
     y, ids, weights, slots, out, peers, offset, bound, first, rank, number, stride, base, experts, rows, size,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset, by cells with the
     number that is there, if it is not None."""
-    let_next_start(EARLY)
-    await_previous(EARLY)
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     program = tl.program_id(0)
     n = ((program + rank) % TURNS * (tl.num_programs(0) // TURNS) + program // TURNS).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,10 +138,10 @@ def reduce(
     total = tl.zeros([BLOCK], tl.float32)
     here = n < 0
     for i in tl.static_range(TOP_K):
-        pick = n * TOP_K + i
-        row = pick if slots is None else tl.load(slots + pick, mask=n < rows, other=-1).to(tl.int64)
-        weight = tl.load(weights + pick, mask=n < rows, other=0.0) if WEIGHTED else 1.0
-        expert = tl.load(ids + pick, mask=n < rows, other=-1).to(tl.int32) - base
+        route = n * TOP_K + i
+        row = route if slots is None else tl.load(slots + route, mask=n < rows, other=-1).to(tl.int64)
+        weight = tl.load(weights + route, mask=n < rows, other=0.0) if WEIGHTED else 1.0
+        expert = tl.load(ids + route, mask=n < rows, other=-1).to(tl.int32) - base
         valid = (expert >= 0) & (expert < experts) & (n < rows)
         here = here | valid
         if WEIGHTED:
@@ -171,9 +171,9 @@ def reduce(
             else:
                 low, high = tl.split(tl.reshape(value.to(tl.int16, bitcast=True), [BLOCK // 2, 2]))
                 bits = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
-            put_cells(theirs + word, bits, call, (word < words) & here)
+            put_packets(theirs + word, bits, call, (word < words) & here)
             if tl.program_id(1) == 0:
-                put_cells(theirs + words, call * 0, call, n < rows)
+                put_packets(theirs + words, call * 0, call, n < rows)
 
 
 @triton.jit

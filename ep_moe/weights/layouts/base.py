@@ -11,7 +11,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme, TensorSpec
 
 
-class Preparation:
+class WeightLayout:
     """The canonical layout: gate rows first, then up rows, linear scales. Kernels with another derive from this.
 
     config, scheme, dtype (of the activations), etp: whose piece of an expert is prepared

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme, TensorSpec
-from ep_moe.weights.layouts.base import Preparation, swap_halves
+from ep_moe.weights.layouts.base import WeightLayout, swap_halves
 from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
 
 GROUP = 64  # rows of up, then as many of gate
 _SCALES = ("w13_scale", "w2_scale")
 
 
-class CuteDsl(Preparation):
+class CuteDsl(WeightLayout):
     """Rows of w13 interleaved where it has a gate, scales swizzled and filled up with zeros to whole tiles; scalars
     are the checkpoint's."""
 

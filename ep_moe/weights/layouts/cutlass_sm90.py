@@ -15,7 +15,7 @@ from torch import Tensor
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Rounding, Scheme, TensorSpec
 from ep_moe.weights.layouts import cutlass_mixed as mixed
-from ep_moe.weights.layouts.base import Preparation, swap_halves
+from ep_moe.weights.layouts.base import WeightLayout, swap_halves
 
 BOUND = "w13_bound"
 SM90_SCHEMES = ("none", "fp8_static", "fp8_dynamic", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8")
@@ -76,7 +76,7 @@ class _Int4Fp8(_Layout):
 _LAYOUTS: dict[str, _Layout] = {"mxfp4": _Mxfp4Bf16(), "mxfp4_fp8": _Mxfp4Fp8(), "int4_fp8": _Int4Fp8()}
 
 
-class CutlassSm90(Preparation):
+class CutlassSm90(WeightLayout):
     """Up first; MXFP4 and INT4 interleaved; `w13_bound` where a scale of the second product's input is derived.
 
     w13_bound: float32 scalar b with |activation(w13 @ x + bias)| <= b * (|x|**2 + 1) for every x, by Cauchy-Schwarz on

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 
 GROUP = 32
 
 
-class MegaBf16(Preparation):
+class MegaBf16(WeightLayout):
     """w13 in turns of 32 rows. I (of the etp piece) must be a multiple of 32."""
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

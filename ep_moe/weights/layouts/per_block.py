@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ep_moe.quant.dequantize import FP8_BLOCK
 from ep_moe.quant.schemes import TensorSpec
-from ep_moe.weights.layouts.base import Preparation
+from ep_moe.weights.layouts.base import WeightLayout
 
 _MATRICES = ("w13", "w2")
 
 
-class PerBlock(Preparation):
+class PerBlock(WeightLayout):
     """Of a scheme with one scale per matrix, sizes multiples of 128: each `_scale` is [rows / 128, columns / 128]."""
 
     def specs(self) -> dict[str, TensorSpec]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme, TensorSpec
-from ep_moe.weights.layouts.base import Preparation, swap_halves
+from ep_moe.weights.layouts.base import WeightLayout, swap_halves
 from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
 from ep_moe.weights.layouts.trtllm_shuffle import BLOCK_BYTES, block_major, row_major, shuffle_rows, unshuffle_rows
 
@@ -58,7 +58,7 @@ LAYOUTS = {
 }
 
 
-class Trtllm(Preparation):
+class Trtllm(WeightLayout):
     """One expert's tensors under their canonical names, in the layout of the table above."""
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
