@@ -110,8 +110,8 @@ class WireIds:
 
 @dataclass(frozen=True)
 class PeerPackets:
-    """Rows as cells of 8 bytes, 4 of a row and the number of the call, and one cell more that comes for every row, also
-    where there is no answer.
+    """Rows as packets of 8 bytes, 4 of a row and the number of the call, and one cell more that comes for every row,
+    also where there is no answer.
 
     blocks: R tensors int64 [bound, at least words + 1], rows at multiples of 16 bytes; number: int32 [at least 1] on
         the device; words: of a row
@@ -142,14 +142,14 @@ class PeerRows:
 
     blocks: R tensors [bound, H], as this rank sees them; addresses: int64 [R] on the device; offset: bytes: block r
         begins at addresses[r] + offset; rank: whose own block lies here
-    cells: rows go there, and not into blocks, which then say what they are like; offset is of these
+    packets: rows go there, and not into blocks, which then say what they are like; offset is of these
     """
 
     blocks: tuple[Tensor, ...]
     addresses: Tensor
     offset: int
     rank: int
-    cells: PeerPackets | None = None
+    packets: PeerPackets | None = None
 
     @property
     def bound(self) -> int:
@@ -162,21 +162,21 @@ class PeerRows:
     @cached_property
     def place(self) -> tuple[int, ...]:
         """What tells it from others: addresses on this rank, and how far apart rows are."""
-        cells = (0, 0) if self.cells is None else (self.cells.number.data_ptr(), self.cells.stride)
-        return self.addresses.data_ptr(), self.offset, self.bound, self.rank, *cells
+        packets = (0, 0) if self.packets is None else (self.packets.number.data_ptr(), self.packets.stride)
+        return self.addresses.data_ptr(), self.offset, self.bound, self.rank, *packets
 
     def write(self, y: Tensor) -> None:
         """All rows. y: [N, H] of the blocks' dtype"""
-        if self.cells is not None:
-            self.cells.write(y.split(self.bound))
+        if self.packets is not None:
+            self.packets.write(y.split(self.bound))
             return
         for block, rows in zip(self.blocks, y.split(self.bound), strict=True):
             block.copy_(rows)
 
     def write_nothing(self) -> None:
-        """No row is wanted of this rank, which who awaits cells must be told."""
-        if self.cells is not None:
-            self.cells.write([block[:, :0] for block in self.blocks])
+        """No row is wanted of this rank, which who awaits packets must be told."""
+        if self.packets is not None:
+            self.packets.write([block[:, :0] for block in self.blocks])
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_fp8_rows_travel_out_and_bf16_rows_back():
     config = load_model_config("deepseek-v3").moe
     found = floors.floor(config, floors.Load(1, 1, 1000, 2000), floors.KINDS["fp8"], H200, P2P)
     row = 7168 + 4 * 56 + 2 * 7168  # with 56 scales out
-    assert found.wire == found.link == pytest.approx(1e6 * 1000 * row / P2P)
+    assert found.wire == found.rank_group == pytest.approx(1e6 * 1000 * row / P2P)
 
 
 def test_load_of_a_batch():

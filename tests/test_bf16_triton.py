@@ -221,7 +221,7 @@ def check_peer_rows(
 def check_peer_cells(
     experts: Experts, received: Received, ranks: int, rank: int, here: torch.Tensor, y: torch.Tensor
 ) -> None:
-    """The same by cells, as `PeerRows.write` puts them, in places for more rows than the bound."""
+    """The same by packets, as `PeerRows.write` puts them, in places for more rows than the bound."""
     bound, hidden = len(y) // ranks, y.shape[1]
     words, room = hidden * y.itemsize // 4, bound + 2
     memory = torch.full((ranks, ranks + 1, room, words + 2), 77, dtype=torch.int64, device=DEVICE)

@@ -20,10 +20,10 @@ def rows(**odd):
     [
         ({}, Verdict(Call.COMMIT)),
         ({"done": False}, Verdict(Call.WAIT)),
-        ({"trouble": Trouble.HERE}, Verdict(Call.ROLLBACK, told=1)),
+        ({"trouble": Trouble.HERE}, Verdict(Call.ROLLBACK, explained_by=1)),
         ({"trouble": Trouble.HERE, "done": False}, Verdict(Call.WAIT)),
-        ({"trouble": Trouble.LOST}, Verdict(Call.ABORT, told=1)),
-        ({"trouble": Trouble.LOST, "done": False}, Verdict(Call.ABORT, told=1)),
+        ({"trouble": Trouble.LOST}, Verdict(Call.ABORT, explained_by=1)),
+        ({"trouble": Trouble.LOST, "done": False}, Verdict(Call.ABORT, explained_by=1)),
     ],
 )
 def test_verdicts(odd, verdict):
@@ -48,5 +48,5 @@ def test_ranks_out_of_step_are_out_whatever_else_they_say(odd, words, trouble):
 
 def test_plans_that_differ():
     found = reach_verdict(rows(digest=99), RANKS)
-    assert (found.call, found.told) == (Call.ROLLBACK, None)
+    assert (found.call, found.explained_by) == (Call.ROLLBACK, None)
     assert "different plans: their digest is 0 on rank 4, 99 on rank 5" in found.text

@@ -244,8 +244,8 @@ def check_reduce(rows, top_k, size, device=DEVICE, dtype=torch.bfloat16, weighte
     assert bool((out[~valid.any(1)] == 0).all())
 
 
-def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int32, only=None, base=0, told=None):
-    """base: ids as they travelled, among those of other ranks, and a sixth of the routes with weight 0; told: as
+def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int32, only=None, base=0, ids_ready=None):
+    """base: ids as they travelled, among those of other ranks, and a sixth of the routes with weight 0; ids_ready: as
     `group_pairs` has it"""
     ids = torch.randint(0, experts, (rows, top_k), device=device, dtype=dtype)
     if only is not None:
@@ -263,7 +263,7 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
         others = torch.where(torch.rand(rows, top_k, device=device) < 0.5, base - 1, base + experts)
         sent = torch.where(ids < 0, others, ids + base)
         ids = torch.where(weights == 0, -1, ids)
-    route_sort.group_pairs(sent, experts, source, slots, ends, space, base=base, weights=weights, told=told)
+    route_sort.group_pairs(sent, experts, source, slots, ends, space, base=base, weights=weights, ids_ready=ids_ready)
     flat = torch.where(ids < 0, experts, ids).flatten().long()
     order = flat.argsort(stable=True)
     total = int((flat < experts).sum())
@@ -273,7 +273,7 @@ def check_group(rows, top_k, experts, device=DEVICE, share=0.36, dtype=torch.int
     assert torch.equal(ends.long(), torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0))
     assert torch.equal(source.long(), expected_source)
     assert torch.equal(slots.long(), expected_slots)
-    assert told is None or not told[1][1], "programs of the next call meet there"
+    assert ids_ready is None or not ids_ready[1][1], "programs of the next call meet there"
 
 
 @pytest.mark.parametrize(
@@ -343,18 +343,18 @@ def test_group(rows, top_k, experts, dtype):
 @pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (300, 5, 6), (700, 3, 40), (4097, 3, 37)])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_group_beside_rows_that_still_come(ranks, rows, top_k, experts):
-    """All ranks have told of their ids."""
+    """All ranks have ids_ready of their ids."""
     calls = torch.tensor([2**31 - 1, 0], dtype=torch.int32, device=DEVICE)
-    told = torch.full((ranks,), -(2**31), dtype=torch.int32, device=DEVICE)
-    check_group(rows, top_k, experts, told=(told, calls))
-    check_group(rows, top_k, experts, told=(told, calls), base=64, dtype=torch.int64)
+    ids_ready = torch.full((ranks,), -(2**31), dtype=torch.int32, device=DEVICE)
+    check_group(rows, top_k, experts, ids_ready=(ids_ready, calls))
+    check_group(rows, top_k, experts, ids_ready=(ids_ready, calls), base=64, dtype=torch.int64)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
 @pytest.mark.parametrize("rows", [20, 2048, 2049])
 def test_ids_are_awaited(rows):
-    told, calls = torch.tensor([8, 7, 8], dtype=torch.int32), torch.tensor([7, 0], dtype=torch.int32)
-    check_awaited(lambda: check_group(rows, 2, 5, told=(told, calls)), told[1], 8)
+    ids_ready, calls = torch.tensor([8, 7, 8], dtype=torch.int32), torch.tensor([7, 0], dtype=torch.int32)
+    check_awaited(lambda: check_group(rows, 2, 5, ids_ready=(ids_ready, calls)), ids_ready[1], 8)
 
 
 def check_awaited(call, place, number):
@@ -373,9 +373,9 @@ def test_programs_wait_for_each_other():
     made, calls = [], torch.tensor([7, 0], dtype=torch.int32)
     ids, room = torch.randint(0, 5, (2049, 2), dtype=torch.int32), torch.zeros(3 * 4098, dtype=torch.int32)
     lists = room[:4098], room[4098:8196].view(2049, 2), room[8196:8201]
-    told = torch.tensor([8], dtype=torch.int32), calls
+    ids_ready = torch.tensor([8], dtype=torch.int32), calls
     launch = lambda kernel, grid, *args, **by_name: made.append((kernel, grid, args, by_name))  # noqa: E731
-    route_sort.group_pairs(ids, 5, *lists, room[8201:], told=told, launch=launch)
+    route_sort.group_pairs(ids, 5, *lists, room[8201:], ids_ready=ids_ready, launch=launch)
     ((kernel, grid, args, by_name),) = made
     assert grid == (1,)
     check_awaited(lambda: kernel[2,](*args, **by_name), calls[1], 2)

@@ -173,7 +173,14 @@ def test_unknown_names_list_the_fused_ones_too():
 
 
 def dispatch_shape(kind, **fields) -> FusedGeometry:
-    sizes = {"hidden_size": 512, "top_k": 4, "slots_per_rank": 3, "num_ranks": 4, "dtype": torch.bfloat16, "max_tokens": 100}
+    sizes = {
+        "hidden_size": 512,
+        "top_k": 4,
+        "slots_per_rank": 3,
+        "num_ranks": 4,
+        "dtype": torch.bfloat16,
+        "max_tokens": 100,
+    }
     return FusedGeometry(**sizes | {"kernel": kind.name, "intermediate_size": 256} | fields)
 
 

@@ -1,4 +1,4 @@
-"""Which calls of `nvlink_p2p` go by cells."""
+"""Which calls of `nvlink_p2p` go by packets."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ def workspaces(shape: DispatchShape, device: str) -> list[Workspace]:
 
 def others_told(made: list[Workspace], rank: int, phase: int) -> None:
     """All but this rank have told all of its next call, or of the one under way."""
-    number = made[rank].calls[2] + 1
+    number = made[rank].sequence[2] + 1
     for workspace in made:
         workspace.places["flags"][phase] = number
         workspace.places["flags"][phase, rank] = number - 1
 
 
 def told(made: list[Workspace], rank: int, phase: int) -> bool:
-    return all(int(workspace.places["flags"][phase, rank]) == int(made[rank].calls[0]) for workspace in made)
+    return all(int(workspace.places["flags"][phase, rank]) == int(made[rank].sequence[0]) for workspace in made)
 
 
 def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
@@ -103,7 +103,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
             mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
             chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are nobody's
             assert torch.equal(mine[chosen], wished[chosen]), name
-        assert ours.calls.tolist() == [1, 0, 0, 0, 0], "one call, and the count is ready for the next"
+        assert ours.sequence.tolist() == [1, 0, 0, 0, 0], "one call, and the count is ready for the next"
         generator = torch.Generator().manual_seed(theirs.rank)
         theirs.places["answers"].copy_(answers(theirs, generator))
         ours.places["answers"].copy_(theirs.places["answers"])
@@ -135,7 +135,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
         assert out.dtype == dtype
     for ours in found:
-        assert ours.calls.tolist() == [1, 0, 1, 0, 0], "it is the last one"
+        assert ours.sequence.tolist() == [1, 0, 1, 0, 0], "it is the last one"
 
 
 def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
@@ -153,7 +153,7 @@ def stale_cells(workspace: Workspace) -> None:
     """As a call left them that had number 7."""
     for name in ("row_packets", "answer_packets"):
         workspace.places[name].fill_(7 << 32)
-    workspace.calls[2] = 7
+    workspace.sequence[2] = 7
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             reference.send(theirs, x, scale, routing, bound, 1)
         for rank, ours in enumerate(found):
             low_latency.send(ours, *sent[rank], bound, take=False)
-            assert ours.calls.tolist() == [8 + call, 0, 7 + call, 0, 0]
+            assert ours.sequence.tolist() == [8 + call, 0, 7 + call, 0, 0]
         for rank, ours in enumerate(found):
             low_latency.send(ours, *sent[rank], bound, put=False)
         for ours, theirs in zip(found, wanted, strict=True):
@@ -226,7 +226,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             out = results[rank]
             low_latency.receive(ours, out, bound, put=False)
             assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
-            assert ours.calls.tolist() == [8 + call, 0, 8 + call, 0, 0]
+            assert ours.sequence.tolist() == [8 + call, 0, 8 + call, 0, 0]
 
 
 FP8_WIRES = [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR]
@@ -274,7 +274,7 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
         for name, place in theirs.places.items():
             assert torch.equal(ours.places[name].view(torch.uint8), place.view(torch.uint8)), name
         assert torch.equal(ours.memory.local, theirs.memory.local), "nothing between the places"
-        assert ours.calls.tolist() == [1, 0, 0, 0, 0]
+        assert ours.sequence.tolist() == [1, 0, 0, 0, 0]
         assert ours.places["rows"].view(torch.uint8).any()
 
 
@@ -312,7 +312,7 @@ def test_numbers_may_overflow():
     """2**31 calls are four days of a busy server."""
     shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     for workspace in (made := workspaces(shape, DEVICE)):
-        workspace.calls[2] = 2**31 - 1
+        workspace.sequence[2] = 2**31 - 1
     x, _, routing = batch(shape, 0, 1, torch.int64)
     there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
     for _ in range(2):
@@ -320,18 +320,18 @@ def test_numbers_may_overflow():
         bulk.send(made[0], x.to(DEVICE), None, there, 1, 1)
         others_told(made, 0, 1)
         bulk.receive(made[0], made[0].sums(1), 1, tell=True)
-    assert made[0].calls.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0, 0]
+    assert made[0].sequence.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0, 0]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
 @pytest.mark.parametrize("form", [reference, bulk], ids=["torch", "triton"])
 def test_numbers_of_old_calls_are_awaited_no_less(form):
-    """By their difference they would seem to be later ones, once 2**31 calls have gone by cells, which count and tell
+    """By their difference they would seem to be later ones, once 2**31 calls have gone by packets, which count and tell
     nothing: a day of a server that only decodes."""
     shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     ours = workspaces(shape, DEVICE)[0]
     ours.sent.fill_(-1)
-    ours.calls.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0, 0]))
+    ours.sequence.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0, 0]))
     ours.places["flags"][1] = torch.tensor([6 - 2**31, 5])
     out = ours.sums(1)
     given = (ours, out, 1) if form is bulk else (ours, 1, 1)

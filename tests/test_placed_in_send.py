@@ -30,9 +30,9 @@ def rotated(expert_map: ExpertMap) -> ExpertMap:
     )
 
 
-SENDERS = ["by kernel", "by cells", "announced"]
+SENDERS = ["by kernel", "by packets", "announced"]
 PRESENT, MOST = (4, 0, 2, 3), 4  # tokens of each rank, and their bound
-HIDDEN = 1280  # a row by cells in two pieces
+HIDDEN = 1280  # a row by packets in two pieces
 
 
 class Placing:
@@ -81,9 +81,9 @@ def send_all(sender: str, made: list[Workspace], calls: list[tuple[torch.Tensor,
         else:
             low_latency.send(workspace, x, None, routing, MOST, take=False)
     for workspace, (x, routing) in zip(made, calls, strict=True):
-        if sender == "by cells":
+        if sender == "by packets":
             low_latency.send(workspace, x, None, placed_already(routing), MOST, put=False)
-        workspace.calls[2] = workspace.calls[0]
+        workspace.sequence[2] = workspace.sequence[0]
 
 
 def placed_already(routing: PhysicalRouting) -> PhysicalRouting:

@@ -45,7 +45,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by cells"])
+@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 @pytest.mark.parametrize("experts", KINDS)
 def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, context, monkeypatch):
     """In the same order, the same binaries with the same arguments, but for where the sums go."""
@@ -129,7 +129,7 @@ def test_a_router_of_ours_chooses_before(layer, driver):
     assert len(layer.repeated) == 0
 
 
-@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by cells"])
+@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 def test_shared_experts_are_called_behind_few_rows(few_bytes, driver, context, monkeypatch):
     """Many travel beside them. Nothing is computed here but what is shared."""
     monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)

@@ -172,7 +172,7 @@ def test_buffers_are_counted_from_shapes():
     # 512 rows there and back; top-3 travels as 4 ids and 4 weights of 4 bytes
     assert FlashInferNVLinkDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 4 * 8)
     assert PplxDispatcher.buffer_bytes(shape) == 5 * 512 * 512
-    # 512 places of all, two for answers, aligned to 256 bytes, and 12 flags; cells of 6 ids and weights and 128 words
+    # 512 places of all, two for answers, aligned to 256 bytes, and 12 flags; packets of 6 ids and weights and 128 words
     # there, of 128 words and one more back, each an even number, and for no more than 128 tokens of a rank
     places = 3 * 512 + 2 * 4 * 3
     assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (places + 8 * (134 + 130)) + 256

@@ -97,7 +97,7 @@ def test_warps_leave_together(hidden, ranks, wire, compiled):
 def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
     """While rows still come."""
     ids, found = torch.zeros(rows, TOP_K, dtype=torch.int32), torch.zeros(rows * TOP_K, dtype=torch.int32)
-    told = torch.zeros(ranks, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    ids_ready = torch.zeros(ranks, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     route_sort.group_pairs(
         ids,
         32,
@@ -107,7 +107,7 @@ def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
         found,
         weights=torch.ones(ids.shape),
         soon=True,
-        told=told,
+        ids_ready=ids_ready,
     )
     (ptx,) = compiled
     assert waiting_loops(ptx) == loops
@@ -115,12 +115,12 @@ def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
 
 
 @triton.jit
-def _waits(cells, out, number, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):  # noqa: N803
-    """For cells that each warp reads for itself, since they are few."""
+def _waits(packets, out, number, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):  # noqa: N803
+    """For packets that each warp reads for itself, since they are few."""
     at = tl.arange(0, WIDTH)
     missing = 1
     while missing > 0:
-        late = late_packets(tl.load(cells + at, volatile=True), number, at < WIDTH)
+        late = late_packets(tl.load(packets + at, volatile=True), number, at < WIDTH)
         many = tl.zeros([128], tl.int1)
         missing = still_missing(many, any_of(late)) if TOGETHER else any_of(late).to(tl.int32)
         tl.debug_barrier()
@@ -149,16 +149,16 @@ def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
     """The loop of the kernel that hung: each warp goes by what it has read itself."""
     looks = mock.Mock(side_effect=parting_branch)
     monkeypatch.setattr(waiting_triton, "parting_branch", looks)
-    kernel, cells = Waiting(_waits), torch.zeros(8, dtype=torch.int64)
+    kernel, packets = Waiting(_waits), torch.zeros(8, dtype=torch.int64)
     out = torch.zeros(8, dtype=torch.int32)
     with mock.patch.object(driver, "_active", Driver()) as active:
         for _ in range(2):
-            assert kernel[(1,)](cells, out, 1, WIDTH=8, TOGETHER=True) is not None
+            assert kernel[(1,)](packets, out, 1, WIDTH=8, TOGETHER=True) is not None
         assert active.launched == 2
         assert looks.call_count == 1, "once for each binary"
         for _ in range(2):
             with pytest.raises(BackendUnavailable, match=r"'_waits'.*its warps may part.*not launched.*all2all="):
-                kernel[(1,)](cells, out, 1, WIDTH=8, TOGETHER=False)
+                kernel[(1,)](packets, out, 1, WIDTH=8, TOGETHER=False)
         assert active.launched == 2
         _waits.device_caches.clear()
 

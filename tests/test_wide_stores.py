@@ -26,7 +26,7 @@ PACKETS = {
     "TOP_K": 8,
     "WIDTH": 8,
     "FEW": 32,
-    "CELLS": 1042,
+    "PACKETS": 1042,
     "WORDS": 1024,
     "WHOLE": 4096,
     "BLOCK": 512,
@@ -75,7 +75,7 @@ def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool)
 def stores(ptx: str) -> Counter[int]:
     """How many store instructions there are of each number of bytes."""
     found = re.findall(r"st\.global(?:\.wt)?(?:\.v(\d))?\.b(\d+)", ptx)
-    return Counter(int(buffer_pool or 1) * int(bits) // 8 for buffer_pool, bits in found)
+    return Counter(int(lanes or 1) * int(bits) // 8 for lanes, bits in found)
 
 
 def _number(name: str) -> str:
@@ -98,11 +98,12 @@ def _even(name: str) -> bool:
     (route_sort_triton.reduce, REDUCE, 2, 4),
     (route_sort_triton.reduce, {**REDUCE, "rounded": True}, 2, 2),
 ], ids=[
-    "send", "give", "give rounded", "send by cells", "receive by cells", "rounded by cells", "reduce", "reduce rounded",
-    "reduce by cells", "reduce rounded by cells",
+    "send", "give", "give rounded", "send by packets", "receive by packets", "rounded by packets", "reduce", "reduce "
+    "rounded",
+    "reduce by packets", "reduce rounded by packets",
 ])  # fmt: skip
 def test_rows_are_stored_16_bytes_at_once(kernel, constants, warps, wide):
-    """wide: instructions for a program's row, or its cells: bytes / 16 / threads, for each peer that is written to"""
+    """wide: instructions for a program's row, or its packets: bytes / 16 / threads, for each peer that is written to"""
     rounded = constants.get("rounded") or constants.get("ROUNDS") is True
     ptx = ptx_of(kernel, constants, warps, rounded=rounded)
     found = stores(ptx)

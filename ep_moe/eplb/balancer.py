@@ -283,7 +283,7 @@ class ExpertBalancer:
         except EPMoEError as error:
             self._lose(error)
         if verdict.call is Call.ABORT:
-            self._lose((PeerTimeout if verdict.told is not None else RebalanceError)(words))
+            self._lose((PeerTimeout if verdict.explained_by is not None else RebalanceError)(words))
         if verdict.call is Call.ROLLBACK:
             self._go_back(words)
         if verdict.call is Call.COMMIT:
@@ -292,10 +292,10 @@ class ExpertBalancer:
             self._tell()
 
     def _words(self, verdict: Verdict) -> str:
-        if verdict.told is None:
+        if verdict.explained_by is None:
             return verdict.text
         ranks = self._status_exchange.rank_group.ranks
-        owner = ranks[verdict.told]
+        owner = ranks[verdict.explained_by]
         return f"rank {owner}: {self._context.flight_recorder.share(self._problem, owner=owner, group=ranks)}"
 
     def _go(self, sums: Tensor | None) -> None:

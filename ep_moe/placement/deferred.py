@@ -13,8 +13,8 @@ from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
 
 # Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
 # different experts of a token spread over replicas without a random state or a host sync. A row's fraction of the full
-# circle picks among equal arcs: of any N rows in turn each arc has its share to within 2 + log N to the golden ratio's
-# base (Denjoy and Koksma), where random numbers err by the root of N. A remainder of it has no such bound.
+# circle chooses among equal arcs: of any N rows in turn each arc has its share to within 2 + log N to the golden
+# ratio's base (Denjoy and Koksma), where random numbers err by the root of N. A remainder of it has no such bound.
 ROW_FACTOR = 2654435761
 EXPERT_FACTOR = 2246822519
 RANK_FACTOR = 3266489917

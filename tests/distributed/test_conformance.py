@@ -109,7 +109,7 @@ def p2p_copies(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
 
 
 @distributed(1, 2, 4)
-@pytest.mark.parametrize("make", [p2p, p2p_many, p2p_copies], ids=["cells", "kernels", "copies"])
+@pytest.mark.parametrize("make", [p2p, p2p_many, p2p_copies], ids=["packets", "kernels", "copies"])
 def test_nvlink_p2p(make, world_size):
     if rank_device().type == "cuda" and (why := nvlink_p2p.NVLinkP2PDispatcher.available()):
         pytest.skip(why)

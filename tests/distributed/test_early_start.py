@@ -49,7 +49,7 @@ def built(context: EPContext, kind: str, turn: int) -> MoELayer:
     not torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="needs GPUs and Triton"
 )
 @distributed(2, 4)
-@pytest.mark.parametrize("tokens", [1, 24, 150, 1500], ids=["one", "by cells", "by flags", "many"])
+@pytest.mark.parametrize("tokens", [1, 24, 150, 1500], ids=["one", "by packets", "by flags", "many"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_the_bits_of_kernels_that_wait(kind, tokens, world_size):

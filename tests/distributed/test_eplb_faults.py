@@ -177,7 +177,7 @@ def by_itself(context, layers, planner, **options):
         ("another order of layers", "the ranks made different plans: their digest is"),
         ("an exception", "rank 1: ZeroDivisionError: "),
         ("too few maps", "rank 1: the planner must return a map per layer, 2, got 1"),
-        ("no map", "rank 1: Placement.update needs a map with cap="),
+        ("no map", "rank 1: Placement.update needs a map with slots_per_rank="),
         ("no answer", "rank 1: PLANNING took longer than 1 s"),
     ],
 )

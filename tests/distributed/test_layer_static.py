@@ -65,7 +65,7 @@ WAYS = {
     "flashinfer_nvlink": (FlashInferNVLinkDispatcher,),
     "nvlink_p2p": (NVLinkP2PDispatcher,),
     "nvlink_p2p, to peers": (NVLinkP2PDispatcher, True),
-    "nvlink_p2p, by cells": (NVLinkP2PDispatcher, False, 256),  # those of at most 4 tokens
+    "nvlink_p2p, by packets": (NVLinkP2PDispatcher, False, 256),  # those of at most 4 tokens
     "pplx": (PplxDispatcher,),
 }
 
@@ -116,13 +116,13 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
 
 
 @distributed(1)
-@pytest.mark.parametrize("way", ["nvlink_p2p", "nvlink_p2p, by cells"])
+@pytest.mark.parametrize("way", ["nvlink_p2p", "nvlink_p2p, by packets"])
 def test_one_rank_is_its_own_peer(way, world_size):
     """A script for many GPUs on one: no group, no symmetric memory, the same transport."""
     own = dispatcher.make_memory
     if not torch.cuda.is_available():
         on_the_cpu(*WAYS[way])
-    NVLinkP2PDispatcher.few_bytes, dispatcher.make_memory = 256 if "cells" in way else 0, own
+    NVLinkP2PDispatcher.few_bytes, dispatcher.make_memory = 256 if "packets" in way else 0, own
     with EPContext.from_groups(ParallelConfig(dp=1), device=rank_device(), max_tokens=9) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p"))
         for tokens in (9, 0, 3):

@@ -39,7 +39,7 @@ def check(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
 @on_gpus
 @distributed(1, 2, 4)
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
-@pytest.mark.parametrize("bound", [40, 200], ids=["by cells", "by flags"])
+@pytest.mark.parametrize("bound", [40, 200], ids=["by packets", "by flags"])
 @torch.no_grad()
 def test_the_same_bits_with_other_rows_routes_tokens_and_maps(bound, pair, world_size):
     rank, device = dist.get_rank(), rank_device()

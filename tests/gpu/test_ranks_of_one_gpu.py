@@ -57,7 +57,7 @@ def run(world: int, body: str, **given: object) -> None:
 
 
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
-@pytest.mark.parametrize("bound", [40, 200], ids=["by cells", "by flags"])
+@pytest.mark.parametrize("bound", [40, 200], ids=["by packets", "by flags"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_repeated_calls(world, bound, pair):
     body = "tests.distributed.test_repeated_layer:test_the_same_bits_with_other_rows_routes_tokens_and_maps"
@@ -72,7 +72,7 @@ def test_repeated_calls_beside_other_streams_and_captures():
     run(2, "tests.distributed.test_repeated_layer:test_other_streams_and_a_capture_around_it", world_size=2)
 
 
-@pytest.mark.parametrize("tokens", [1, 24, 150, 1500], ids=["one", "by cells", "by flags", "many"])
+@pytest.mark.parametrize("tokens", [1, 24, 150, 1500], ids=["one", "by packets", "by flags", "many"])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_kernels_that_start_early(kind, tokens):
     body = "tests.distributed.test_early_start:test_the_bits_of_kernels_that_wait"

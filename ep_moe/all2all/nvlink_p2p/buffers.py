@@ -14,11 +14,11 @@ from ep_moe.runtime.workspace import Shapes, carve
 from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
 
 SENT, ANSWERED, CHOSEN = 0, 1, 2  # rows of flags
-PIECE = 512  # words of a row that one program by cells has
+PIECE = 512  # words of a row that one program by packets has
 
 
 def pieces(row_bytes: int) -> int:
-    """Programs by cells for a row to one rank."""
+    """Programs by packets for a row to one rank."""
     return -(-row_bytes // (4 * PIECE))
 
 
@@ -37,7 +37,7 @@ def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
-    row_packets, answer_packets [R, few, cells of a token]: written by peers, for calls of at most `few` tokens
+    row_packets, answer_packets [R, few, packets of a token]: written by peers, for calls of at most `few` tokens
     flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer told of last
     """
     g = dispatch_shape
@@ -59,9 +59,9 @@ def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
     }
 
 
-def _even(cells: int) -> int:
-    """Two cells are stored at once."""
-    return cells + cells % 2
+def _even(packets: int) -> int:
+    """Two packets are stored at once."""
+    return packets + packets % 2
 
 
 class Workspace:
@@ -90,26 +90,26 @@ class Workspace:
         self._received: dict[tuple[int, bool, bool], dict[str, Any]] = {}
         self.forms = LaunchCache()
 
-    def peer_out(self, bound: int, *, cells: bool = False) -> PeerRows:
-        """Where the peers await this rank's answers. cells: by which they go on GPUs"""
-        if (bound, cells) not in self._peer_out:
+    def peer_out(self, bound: int, *, packets: bool = False) -> PeerRows:
+        """Where the peers await this rank's answers. packets: by which they go on GPUs"""
+        if (bound, packets) not in self._peer_out:
             part = slice(self.rank * bound, (self.rank + 1) * bound)
             blocks = tuple(peer["arrived"][part] for peer in self.peers)
             start = self.offsets["arrived"] + part.start * answer_bytes(self.dispatch_shape)
             made = PeerRows(blocks, self.memory.addresses, start, self.rank)
-            self._peer_out[bound, cells] = self._by_packets(made) if cells and self.sequence.is_cuda else made
-        return self._peer_out[bound, cells]
+            self._peer_out[bound, packets] = self._by_packets(made) if packets and self.sequence.is_cuda else made
+        return self._peer_out[bound, packets]
 
-    def received(self, bound: int, *, cells: bool = False, alone: bool = False) -> dict[str, Any]:
-        """Of a call, all of `Received` but its handle: where its rows are. cells, alone: as `send` has them"""
-        if (bound, cells, alone) not in self._received:
+    def received(self, bound: int, *, packets: bool = False, alone: bool = False) -> dict[str, Any]:
+        """Of a call, all of `Received` but its handle: where its rows are. packets, alone: as `send` has them"""
+        if (bound, packets, alone) not in self._received:
             with torch.inference_mode(False):  # views made within it could not be written outside
-                self._received[bound, cells, alone] = self._rows_received(bound, cells, alone)
-        return self._received[bound, cells, alone]
+                self._received[bound, packets, alone] = self._rows_received(bound, packets, alone)
+        return self._received[bound, packets, alone]
 
-    def _rows_received(self, bound: int, cells: bool, alone: bool) -> dict[str, Any]:
+    def _rows_received(self, bound: int, packets: bool, alone: bool) -> dict[str, Any]:
         g, rows = self.dispatch_shape, slice(0, self.dispatch_shape.num_ranks * bound)
-        ids_ready = self._told() if alone and not cells else ()  # beside other work nothing starts early
+        ids_ready = self._told() if alone and not packets else ()  # beside other work nothing starts early
         at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights", "answers")}
         return {
             "x": at["rows"],
@@ -121,7 +121,7 @@ class Workspace:
             "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.slots_per_rank, *ids_ready),
             "weights": at["weights"],
             "out": at["answers"],
-            "peer_out": self.peer_out(bound, cells=cells),
+            "peer_out": self.peer_out(bound, packets=packets),
         }
 
     def _told(self) -> tuple[Tensor, ...]:
@@ -132,7 +132,7 @@ class Workspace:
         places = tuple(peer["answer_packets"][self.rank, : rows.bound] for peer in self.peers)
         start = self.offsets["answer_packets"] + self.rank * self.places["answer_packets"][0].nbytes
         return replace(
-            rows, offset=start, cells=PeerPackets(places, self.sequence, answer_bytes(self.dispatch_shape) // 4)
+            rows, offset=start, packets=PeerPackets(places, self.sequence, answer_bytes(self.dispatch_shape) // 4)
         )
 
     def sums(self, tokens: int) -> Tensor:

@@ -1,6 +1,6 @@
 """`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
 experts' last kernel writes its answers straight back, which makes two kernels in all; where it cannot, a third does.
-Few tokens, and their answers, go by cells, for which nobody has to be told (`packets`); beside other work, large
+Few tokens, and their answers, go by LL packets, which need no flag (`packets`); beside other work, large
 calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
@@ -69,8 +69,8 @@ class NVLinkP2PDispatcher(Dispatcher):
         peer_out=True,
         places=True,
     )
-    few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by cells
-    few_programs: ClassVar[int] = 512  # of a kernel by cells, of 4 warps, all of which must run at once
+    few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by packets
+    few_programs: ClassVar[int] = 512  # of a kernel by packets, of 4 warps, all of which must run at once
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
@@ -108,7 +108,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             self.refuse(problem)
         assert max_tokens is not None
         buffer_slot.busy = True
-        how = {"cells": self._by_packets(max_tokens), "alone": not self._side.active}
+        how = {"packets": self._by_packets(max_tokens), "alone": not self._side.active}
         if self._by_copies(max_tokens):
             send_copies(buffer_slot.library, x, x_scale, routing, max_tokens)
         else:
@@ -139,22 +139,22 @@ class NVLinkP2PDispatcher(Dispatcher):
         rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
         if not buffer_pool or not rounded_here or g.max_tokens is None or bound > g.max_tokens:
             return None
-        workspace, cells = buffer_pool[0].library, self._by_packets(bound)
+        workspace, packets = buffer_pool[0].library, self._by_packets(bound)
 
         def there(x: Tensor, routing: PhysicalRouting) -> None:
-            send(workspace, x, None, routing, bound, BLOCKS, cells=cells, alone=True)
+            send(workspace, x, None, routing, bound, BLOCKS, packets=packets, alone=True)
 
         def back(y: Tensor | PeerRows, out: Tensor) -> None:
             giving = isinstance(y, Tensor)  # which lies where it is given from
-            receive(workspace, len(out), bound, tell=True, giving=giving, cells=cells, out=out)
+            receive(workspace, len(out), bound, tell=True, giving=giving, packets=packets, out=out)
 
-        received = Received(handle=None, **workspace.received(bound, cells=cells, alone=True))
-        return RecordableCall(buffer_pool[0], received, there, back, few=cells)
+        received = Received(handle=None, **workspace.received(bound, packets=packets, alone=True))
+        return RecordableCall(buffer_pool[0], received, there, back, few=packets)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
         buffer_slot, bound = handle.buffer_slot, handle.bound
-        cells = self._by_packets(bound)
-        found = receive(buffer_slot.library, handle.tokens, bound, tell=tell, giving=giving, cells=cells, out=out)
+        packets = self._by_packets(bound)
+        found = receive(buffer_slot.library, handle.tokens, bound, tell=tell, giving=giving, packets=packets, out=out)
         buffer_slot.release(found.device)
         return found
 
@@ -165,10 +165,10 @@ class NVLinkP2PDispatcher(Dispatcher):
         assert max_tokens is not None
         ids = torch.empty(0, self.dispatch_shape.top_k, dtype=torch.int64, device=device)
         nowhere = PhysicalRouting(PhysicalIds(ids), ids.float())
-        cells = self._by_packets(max_tokens)
-        send(buffer_slot.library, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, cells=cells)
+        packets = self._by_packets(max_tokens)
+        send(buffer_slot.library, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, packets=packets)
         buffer_slot.library.places["answers"].fill_(torch.nan)
-        receive(buffer_slot.library, 0, max_tokens, tell=True, giving=True, cells=cells)
+        receive(buffer_slot.library, 0, max_tokens, tell=True, giving=True, packets=packets)
 
     def _by_copies(self, bound: int) -> bool:
         """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""
@@ -184,7 +184,7 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     @classmethod
     def _few(cls, dispatch_shape: DispatchShape) -> int:
-        """Tokens of a rank that go by cells: twice the bytes, so that with many the links are what takes time."""
+        """Tokens of a rank that go by packets: twice the bytes, so that with many the links are what takes time."""
         row = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize
         return min(cls.few_bytes // row, cls.few_programs // (dispatch_shape.num_ranks * pieces(row)))
 

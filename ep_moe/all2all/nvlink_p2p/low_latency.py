@@ -1,7 +1,8 @@
-"""Few tokens by cells: the Triton forms of `nvlink_p2p.reference.send` and `receive` without fences, flags or counters.
+"""Few tokens by packets: the Triton forms of `nvlink_p2p.reference.send` and `receive` without fences, flags or
+counters.
 
-A packet is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the cells of a
-row until all have this call's number, so that nothing has to be told after it. Twice the bytes, and two journeys less.
+A packet is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the packets of a
+row until all have this call's number, so that no flag follows. Twice the bytes, and two journeys less.
 
 Each program has one token, one peer and a piece of the row: it sends that token's piece there, and takes that of the
 peer's token of the same number. A rank's own tokens travel alike. All programs of a kernel must run at once, since they
@@ -45,7 +46,7 @@ def send(
     ids, tables, placing = to_place(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
-    form = ("send by cells", bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
+    form = ("send by packets", bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
     workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, changing, placing, alone, put, take))
 
 
@@ -91,7 +92,7 @@ def _first_send(
         "ROUNDS": rounds,
         "SMALLEST": SMALLEST,
         "FEW": places["row_packets"].shape[1],
-        "CELLS": places["row_packets"].shape[2],
+        "PACKETS": places["row_packets"].shape[2],
         "PUT": put,
         "TAKE": take,
         "PDL": leads and devices.starts_early(x.device),
@@ -108,13 +109,13 @@ def _block(words: int) -> int:
 @triton.jit(do_not_specialize=["tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
-    peers, sequence, sent, cells, rows, scales, got_ids, got_weights, packets_at, bound, num_physical, slots_per_rank,
+    peers, sequence, sent, packets, rows, scales, got_ids, got_weights, packets_at, bound, num_physical, slots_per_rank,
     MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's cells: K ids, K weights, the words of its row, and those of its scales. replicas to counting, seed,
+    """A token's packets: K ids, K weights, the words of its row, and those of its scales. replicas to counting, seed,
     experts: as `to_place` gives them; each program places its token's ids, and one of those that send them to their own
     rank counts them."""
     pdl_trigger(PDL)
@@ -144,7 +145,7 @@ def _send(
         id = tl.where(valid, id, -1).to(tl.int32)  # noqa: A001
         first = (route < TOP_K) & (piece == 0)
         tl.store(sent + token * TOP_K + route, id, mask=first & (peer == RANK))
-        theirs = _cells(peers, peer, packets_at, RANK * FEW + token, PACKETS)
+        theirs = _packets(peers, peer, packets_at, RANK * FEW + token, PACKETS)
         put_packets(theirs + route, id, number, first)
         put_packets(theirs + TOP_K + route, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, first)
         wanted = tl.max((valid & (id // slots_per_rank == peer)).to(tl.int32), axis=0) > 0
@@ -154,7 +155,7 @@ def _send(
         if MOST:
             count_ids(logical, id, known & counted & (peer == RANK) & (piece == 0), expert_load, slot_load)
     if TAKE:
-        mine = cells + (peer * FEW + token) * PACKETS
+        mine = packets + (peer * FEW + token) * PACKETS
         place = peer * tl.cast(bound, tl.int64) + token
         to = (got_ids, got_weights, rows, scales)
         _take(
@@ -208,20 +209,20 @@ def _words(byte):
 
 @triton.jit
 def _take(
-    cells, to, place, number, slots_per_rank, route, word, step, scaled,
+    packets, to, place, number, slots_per_rank, route, word, step, scaled,
     RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
     """Wait for a piece of a token, which comes where one of its experts is here. to: ids, weights, rows and scales"""
     got_ids, got_weights, rows, scales = to
-    row_at = cells + 2 * TOP_K
+    row_at = packets + 2 * TOP_K
     id_packet, weight_packet = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)
     row_packet, scale_packet = tl.zeros([BLOCK], tl.int64), step.to(tl.int64)
     here = place < 0
     missing = 1
     while missing > 0:
-        id_packet = tl.load(cells + route, mask=route < TOP_K, other=-1, volatile=True)
-        weight_packet = tl.load(cells + TOP_K + route, mask=route < TOP_K, other=0, volatile=True)
+        id_packet = tl.load(packets + route, mask=route < TOP_K, other=-1, volatile=True)
+        weight_packet = tl.load(packets + TOP_K + route, mask=route < TOP_K, other=0, volatile=True)
         row_packet = tl.load(row_at + word, mask=word < WORDS, other=0, volatile=True)
         id = id_packet.to(tl.int32)  # noqa: A001
         here = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0
@@ -241,7 +242,7 @@ def _take(
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
-    form = ("receive by cells", bound, put, take)
+    form = ("receive by packets", bound, put, take)
     workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, put, take))
 
 
@@ -273,7 +274,7 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, tak
         "DTYPE": getattr(tl, str(g.dtype).removeprefix("torch.")),
         "ROUNDS": rounds,
         "FEW": places["answer_packets"].shape[1],
-        "CELLS": places["answer_packets"].shape[2],
+        "PACKETS": places["answer_packets"].shape[2],
         "PUT": put,
         "TAKE": take,
         **pdl_launch(out.device),
@@ -284,12 +285,12 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, tak
 @Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _receive(
-    out, tokens, answers, got_ids, sent, peers, sequence, cells, packets_at, bound, slots_per_rank,
+    out, tokens, answers, got_ids, sent, peers, sequence, packets, packets_at, bound, slots_per_rank,
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
     FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's cells: the words of its answer, where there is one, and one packet that always comes, by which a rank
+    """A token's packets: the words of its answer, where there is one, and one packet that always comes, by which a rank
     knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
     its own token's."""
     pdl_wait(PDL)
@@ -303,30 +304,28 @@ def _receive(
             answer = _words(to_e4m3(_fours(answers + place * WORDS * 4, word, word < WORDS)))
         else:
             answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
-        theirs = _cells(peers, peer, packets_at, RANK * FEW + token, PACKETS)
+        theirs = _packets(peers, peer, packets_at, RANK * FEW + token, PACKETS)
         wanted = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0
         put_packets(theirs + word, answer, number, (word < WORDS) & wanted)
         put_packets(theirs + WORDS, number * 0, number, piece == 0)
     if TAKE:
         tl.store(sequence + 2, number)
-        buffer_slot, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
+        lane, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
         part = piece * BLOCK + within
         inside = (within < BLOCK) & (part < WORDS)
         id = tl.load(sent + token * TOP_K + route, mask=(route < TOP_K) & (token < tokens), other=-1)  # noqa: A001
         owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
-        mine = cells + token * PACKETS
+        mine = packets + token * PACKETS
         # all ranks at once, and again one by one, since they are summed in their order
-        every = mine + buffer_slot[:, None] * (FEW * PACKETS) + part[None, :]
-        asked = tl.max((owner[None, :] == buffer_slot[:, None]).to(tl.int32), axis=1) > 0
-        asked = (asked & (buffer_slot < RANKS))[:, None] & inside[None, :]
+        every = mine + lane[:, None] * (FEW * PACKETS) + part[None, :]
+        asked = tl.max((owner[None, :] == lane[:, None]).to(tl.int32), axis=1) > 0
+        asked = (asked & (lane < RANKS))[:, None] & inside[None, :]
         missing = 1
         while missing > 0:
             packet = tl.load(every, mask=asked, other=0, volatile=True)
-            told = tl.load(
-                mine + buffer_slot * (FEW * PACKETS) + WORDS, mask=buffer_slot < RANKS, other=0, volatile=True
-            )
+            ready = tl.load(mine + lane * (FEW * PACKETS) + WORDS, mask=lane < RANKS, other=0, volatile=True)
             missing = still_missing(
-                late_packets(packet, number, asked), any_of(late_packets(told, number, buffer_slot < RANKS))
+                late_packets(packet, number, asked), any_of(late_packets(ready, number, lane < RANKS))
             )
         byte = tl.arange(0, 4)[None, :]
         low, high, four = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32), tl.zeros([PART, 4], tl.float32)
@@ -353,7 +352,7 @@ def _receive(
 
 
 @triton.jit
-def _cells(peers, peer, packets_at, first, PACKETS: tl.constexpr):
-    """Of a peer, from row `first` on: two cells are stored at once, and rows have an even number."""
+def _packets(peers, peer, packets_at, first, PACKETS: tl.constexpr):
+    """Of a peer, from row `first` on: two packets are stored at once, and rows have an even number."""
     start = tl.load(peers + peer) + packets_at + first * (8 * PACKETS)
     return tl.multiple_of(start.to(tl.pointer_type(tl.int64)), 16)

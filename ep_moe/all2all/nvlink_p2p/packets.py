@@ -30,8 +30,9 @@ def any_of(late):
 
 @triton.jit
 def still_missing(late, others):
-    """Above 0 while a program that awaits cells has to go on: the same in all its warps, since one sum goes through all
-    of them. Warps with different answers would leave the loop one by one, and meet at different barriers from then on.
+    """Above 0 while a program that awaits packets has to go on: the same in all its warps, since one sum goes through
+    all of them. Warps with different answers would leave the loop one by one, and meet at different barriers from then
+    on.
 
     late: of all that the program awaits, the many; others: whether any of the few is late, as a warp has it"""
     return tl.sum((late | others).to(tl.int32))

@@ -3,7 +3,7 @@ memory; the Triton forms (GPUs) are one launch each.
 
 Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted. Copied by the GPU's copy engines,
 all rows go to all ranks: a little more on the wire, and no multiprocessor is busy with it. Answers go in the same two,
-and may be written by the experts' own last kernel. Few rows, and their answers, go by cells on GPUs
+and may be written by the experts' own last kernel. Few rows, and their answers, go by packets on GPUs
 (`low_latency`).
 """
 
@@ -23,7 +23,7 @@ _PACKET_PLACES = ("row_packets", "answer_packets")
 
 def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
-    cells: bool = False, alone: bool = False,
+    packets: bool = False, alone: bool = False,
 ) -> None:  # fmt: skip
     """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
     range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
@@ -31,12 +31,12 @@ def send(
     x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `fp8_rows` does: each once, between
         the read and the writes
     blocks: of the GPU's kernel that send rows, at most, and an eighth as many send ids
-    cells: the few tokens go by cells there. All ranks send alike, and receive as they send
+    packets: the few tokens go by packets there. All ranks send alike, and receive as they send
     alone: nothing runs beside this call's kernels, and the next one may start early
     """
     if x.is_cuda:
-        if cells:
-            _cells_triton().send(workspace, x, x_scale, routing, bound, alone=alone)
+        if packets:
+            _low_latency().send(workspace, x, x_scale, routing, bound, alone=alone)
         else:
             _triton().send(workspace, x, x_scale, routing, bound, blocks, alone=alone)
         return
@@ -49,7 +49,7 @@ def send(
             .flatten()
         )
         peer["rows"][workspace.rank * bound + wanted] = x[wanted]
-    _announce(workspace, x_scale, routing, bound, cells=cells)
+    _announce(workspace, x_scale, routing, bound, packets=packets)
 
 
 def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
@@ -71,7 +71,7 @@ def _rounded(workspace: Workspace, x: Tensor, x_scale: Tensor | None) -> tuple[T
 
 
 def _announce(
-    workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *, cells: bool = False
+    workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *, packets: bool = False
 ) -> None:
     g, first, tokens = workspace.dispatch_shape, workspace.rank * bound, len(routing.ids)
     valid = (routing.ids >= 0) & (routing.ids < g.num_physical)
@@ -84,10 +84,10 @@ def _announce(
         if x_scale is not None:
             peer["scales"][first : first + tokens] = x_scale
     workspace.sequence[0] = workspace.sequence[2] + 1
-    if not cells:
+    if not packets:
         _tell(workspace, CHOSEN)
-    _tell(workspace, SENT, cells=cells)
-    _wait(workspace, SENT, cells=cells)
+    _tell(workspace, SENT, packets=packets)
+    _wait(workspace, SENT, packets=packets)
 
 
 def give(workspace: Workspace, bound: int) -> None:
@@ -124,19 +124,19 @@ def tell_given(workspace: Workspace) -> None:
 
 
 def receive(
-    workspace: Workspace, tokens: int, bound: int, *, tell: bool, giving: bool = False, cells: bool = False,
+    workspace: Workspace, tokens: int, bound: int, *, tell: bool, giving: bool = False, packets: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Wait until the peers' answers are here, and sum those of this rank's tokens in the order of ranks, in float32:
     [T, H]. out: where to, contiguous; default a new tensor
 
-    tell: do what `tell_given` does first; cells tell by themselves
-    giving: do what `give` does before, which by cells is part of the same launch
+    tell: do what `tell_given` does first; packets tell by themselves
+    giving: do what `give` does before, which by packets is part of the same launch
     """
     out = workspace.sums(tokens) if out is None else out
     assert out.is_contiguous(), "kernels write it as they would a new one"
-    if workspace.sequence.is_cuda and cells:
-        _cells_triton().receive(workspace, out, bound, put=giving)
+    if workspace.sequence.is_cuda and packets:
+        _low_latency().receive(workspace, out, bound, put=giving)
         return out
     if giving:
         give(workspace, bound)
@@ -144,8 +144,8 @@ def receive(
         _triton().receive(workspace, out, bound, tell=tell)
         return out
     if tell:
-        _tell(workspace, ANSWERED, cells=cells)
-    _wait(workspace, ANSWERED, cells=cells)
+        _tell(workspace, ANSWERED, packets=packets)
+    _wait(workspace, ANSWERED, packets=packets)
     return _sum(workspace, out, bound)
 
 
@@ -160,17 +160,17 @@ def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
     return out.copy_(total)
 
 
-def _tell(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
-    """cells: by one packet in the place of all: who waits for a flag sees nothing of it."""
+def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
+    """packets: by one packet in the place of all: who waits for a flag sees nothing of it."""
     for peer in workspace.peers:
-        place = peer[_PACKET_PLACES[phase]][workspace.rank, 0, :1] if cells else peer["flags"][phase, workspace.rank]
+        place = peer[_PACKET_PLACES[phase]][workspace.rank, 0, :1] if packets else peer["flags"][phase, workspace.rank]
         place.copy_(workspace.sequence[0])
 
 
-def _wait(workspace: Workspace, phase: int, *, cells: bool = False) -> None:
+def _wait(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
     places = workspace.places
-    told = places[_PACKET_PLACES[phase]][:, 0, 0] if cells else places["flags"][phase]
-    while (told != workspace.sequence[0]).any():  # nobody is a call ahead, since all wait for all twice a call
+    ready = places[_PACKET_PLACES[phase]][:, 0, 0] if packets else places["flags"][phase]
+    while (ready != workspace.sequence[0]).any():  # nobody is a call ahead, since all wait for all twice a call
         time.sleep(2e-5)
 
 
@@ -180,7 +180,7 @@ def _turn(workspace: Workspace) -> list[int]:
     return [(workspace.rank + step) % ranks for step in range(ranks)]
 
 
-def _cells_triton():  # type: ignore[no-untyped-def]
+def _low_latency():  # type: ignore[no-untyped-def]
     from ep_moe.all2all.nvlink_p2p import low_latency
 
     return low_latency

@@ -76,10 +76,10 @@ class Call(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """call; told: index of the rank whose words explain it, or None where `text` does."""
+    """call; explained_by: index of the rank whose words explain it, or None where `text` does."""
 
     call: Call
-    told: int | None = None
+    explained_by: int | None = None
     text: str = ""
 
 
@@ -95,12 +95,12 @@ def reach_verdict(rows: Sequence[RankStatus], ranks: Sequence[int]) -> Verdict:
             )
     troubles = [row.trouble for row in rows]
     if Trouble.LOST in troubles:
-        return Verdict(Call.ABORT, told=troubles.index(Trouble.LOST))
+        return Verdict(Call.ABORT, explained_by=troubles.index(Trouble.LOST))
     # those in trouble too: what is under way between other ranks comes to its end first
     if not all(row.done for row in rows):
         return Verdict(Call.WAIT)
     if Trouble.HERE in troubles:
-        return Verdict(Call.ROLLBACK, told=troubles.index(Trouble.HERE))
+        return Verdict(Call.ROLLBACK, explained_by=troubles.index(Trouble.HERE))
     digests = [row.digest for row in rows]
     if len(set(digests)) > 1:
         return Verdict(

@@ -114,4 +114,5 @@ def _one_move_away(load: Floats, table: Ints) -> Ints:
     complete = (packing.count_copies(found, load.shape[1]) > 0).all(1)
     found = found[complete & ~packing.has_twice(found)]
     loads = packing.rank_loads(load.repeat(len(found), 0), found)
-    return found[np.lexsort(((loads**2).sum(1), loads.max(1)))[:_STARTS]]
+    best: Ints = found[np.lexsort(((loads**2).sum(1), loads.max(1)))[:_STARTS]]
+    return best

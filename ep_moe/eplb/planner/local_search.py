@@ -203,7 +203,8 @@ def _put_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
     target = ranks[:, None, :, None] + placed[..., None, None] - freed[:, None]
     score = np.maximum(np.maximum(top, target), others[:, None])
     score[barred[..., None] | ~usable[:, None]] = np.inf
-    return score.reshape(len(rows), -1)
+    every: Floats = score.reshape(len(rows), -1)
+    return every
 
 
 def _fullest_host(ranks: Floats, held: Bools, high: Ints, table: Ints) -> Floats:

@@ -82,7 +82,7 @@ def fp8_block_moe(
 
     expected: pairs per row that a kernel's tile is chosen for; chunk: pairs of one pass
     spare_sms: multiprocessors that the products leave free
-    told, calls: of `types.WireIds`
+    ids_ready, sequence: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None;
         with ids only
     """

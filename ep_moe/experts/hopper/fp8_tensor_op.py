@@ -75,7 +75,7 @@ def fp8_tensor_moe(
 
     expected: pairs per row that tiles are chosen for; chunk: routes of one pass
     spare_sms: multiprocessors that the large products leave free
-    told, calls: of `types.WireIds`
+    ids_ready, sequence: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None
     """
     from ep_moe.experts.hopper.route_sort import Home, passes

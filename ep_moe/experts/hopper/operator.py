@@ -74,5 +74,5 @@ def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tenso
     """The fields of `route_sort.Home`, as operators take them: of types that a graph's node can have."""
     if peers is None:
         return None, 0, 1, 0, None, 0
-    number, stride = (None, 0) if peers.cells is None else (peers.cells.number, peers.cells.stride)
+    number, stride = (None, 0) if peers.packets is None else (peers.packets.number, peers.packets.stride)
     return peers.addresses, peers.offset, peers.bound, peers.rank, number, stride

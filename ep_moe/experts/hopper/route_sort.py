@@ -32,9 +32,8 @@ class Home:
     """The ranks that received rows came from, for a kernel that writes its rows there: `types.PeerRows` without its
     blocks.
 
-    number, stride: of `types.PeerPackets`, for rows that go by cells; first: the number of a call's first row among all
-        that were received
-    """
+    number, stride: of `types.PeerPackets`, for rows that go by packets; first: the number of a call's first row among
+        all that were received"""
 
     addresses: Tensor
     offset: int
@@ -157,7 +156,7 @@ def group_pairs(
     slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
     workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
     soon: start before the kernel ahead has ended, and let the next one, where one launch does it all
-    told: of `types.WireIds`, if rows may still be on their way: one launch does it all, beside them
+    ids_ready: of `types.WireIds`, if rows may still travel: one launch does it all, beside them
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:

@@ -84,7 +84,7 @@ def place_pairs(
 ):  # fmt: skip
     """counts, totals: of `sum_counts`. Without totals programs count their own into `counts` and wait for each other;
     without either each counts all pairs, at most ALL, itself.
-    told, calls: of `types.WireIds`, None where ids come with the rows"""
+    ids_ready, sequence: of `types.WireIds`, None where ids come with the rows"""
     pdl_trigger(PDL)
     if ids_ready is None:
         pdl_wait(PDL)
@@ -127,8 +127,8 @@ def reduce(
     y, ids, weights, slots, out, peers, offset, bound, first, rank, number, stride, base, experts, rows, size,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset, by cells with the
-    number that is there, if it is not None."""
+    """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset, by packets with
+    the number that is there, if it is not None."""
     pdl_trigger(PDL)
     pdl_wait(PDL)
     program = tl.program_id(0)
