@@ -66,6 +66,10 @@ class PhysicalRouting:
     ids: PhysicalIds
     weights: Tensor
 
+    def materialize(self) -> PhysicalRouting:
+        """This routing, with ids that are there; a deferred one (`placement.deferred`) is placed and counted here."""
+        return self
+
 
 class RowLayout(enum.Enum):
     """How received rows are arranged.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ def interpreter_problem() -> str | None:
     """Why kernels cannot run here, None if they can: on a GPU, or in the interpreter, which is switched on."""
     if torch.cuda.is_available():
         return None
+    if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
+        return "kernels may be imported for Triton's compiler already; set TRITON_INTERPRET=1, or run this file alone"
     os.environ["TRITON_INTERPRET"] = "1"  # read as kernels are imported
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     probe = importlib.import_module("tests.interpreter_triton").copy

@@ -195,8 +195,8 @@ def pack(codes: Tensor) -> Tensor:
 def threads(rows: int, cols: int):
     for block in range(rows // 2):
         for partition in range(cols // 64):
-            for lane in range(16):
-                yield block // 8 * 16 + block % 8, partition, lane
+            for buffer_slot in range(16):
+                yield block // 8 * 16 + block % 8, partition, buffer_slot
 
 
 FP4_MOVES = [  # (mask, shift to the left), in the order of the kernel
@@ -212,13 +212,13 @@ def interleave_fp4(data: Tensor) -> Tensor:
     for expert in data:
         rows, cols, src = expert.shape[0], expert.shape[1] * 2, expert.flatten().tolist()
         dst = bytearray(len(src))
-        for row, partition, lane in threads(rows, cols):
-            mma = lane // 4
-            first = row * cols // 2 + partition * 32 + mma * 8 + lane % 4
+        for row, partition, buffer_slot in threads(rows, cols):
+            mma = buffer_slot // 4
+            first = row * cols // 2 + partition * 32 + mma * 8 + buffer_slot % 4
             second = first + 8 * cols // 2
             raw = src[first] | src[second] << 8 | src[first + 4] << 16 | src[second + 4] << 24
             word = sum((raw & mask) << by if by > 0 else (raw & mask) >> -by for mask, by in FP4_MOVES)
-            at = (row + mma % 2 * 8) * cols // 2 + partition * 32 + lane // 8 * 16 + lane % 4 * 4
+            at = (row + mma % 2 * 8) * cols // 2 + partition * 32 + buffer_slot // 8 * 16 + buffer_slot % 4 * 4
             dst[at : at + 4] = word.to_bytes(4, "little")
         experts.append(torch.frombuffer(dst, dtype=torch.uint8).view_as(expert))
     return torch.stack(experts)
@@ -232,14 +232,14 @@ def interleave_fp8(data: Tensor, move_signs: bool) -> Tensor:
     for expert in data:
         rows, cols, src = expert.shape[0], expert.shape[1] * 2, bytes(expert.flatten().tolist())
         dst = bytearray(len(src))
-        for row, partition, lane in threads(rows, cols):
-            a = 2 * (row * cols // 4 + partition * 16 + lane)
+        for row, partition, buffer_slot in threads(rows, cols):
+            a = 2 * (row * cols // 4 + partition * 16 + buffer_slot)
             b = a + 2 * (8 * cols // 4)
             raw = int.from_bytes(src[a : a + 2] + src[b : b + 2], "little")
             if move_signs:
                 raw = (raw & 0x77777777) + sum((raw >> old & 1) << new for old, new in SIGN_MOVES)
-            column = partition * 16 + lane // 8 * 8 + lane % 4 * 2
-            at = 2 * ((row + lane % 8 // 4 * 8) * cols // 4 + column)
+            column = partition * 16 + buffer_slot // 8 * 8 + buffer_slot % 4 * 2
+            at = 2 * ((row + buffer_slot % 8 // 4 * 8) * cols // 4 + column)
             dst[at : at + 4] = raw.to_bytes(4, "little")
         experts.append(torch.frombuffer(dst, dtype=torch.uint8).view_as(expert))
     return torch.stack(experts)

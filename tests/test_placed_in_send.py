@@ -142,7 +142,7 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
 
 
 @pytest.mark.parametrize("sender", SENDERS[:2])
-def test_who_looked_first_has_had_them_placed(sender):
+def test_ids_that_were_materialized_are_sent_as_they_are(sender):
     """And they are counted no second time."""
     expert_map = ExpertMap.redundant(10, 4, 6)
     shape = DispatchShape(
@@ -158,12 +158,12 @@ def test_who_looked_first_has_had_them_placed(sender):
     for placing in ranks:
         placing.draw(0)
     routings = [placing.routing() for placing in ranks]
-    looked = [routing.ids for routing in routings]
+    looked = [routing.materialize().ids for routing in routings]
     send_all(sender, found, [(placing.x_here, routing) for placing, routing in zip(ranks, routings, strict=True)])
     for placing, routing, ids in zip(ranks, routings, looked, strict=True):
         before = placing.placed_before()
         assert torch.equal(ids, before.ids)
-        assert routing.ids is ids, "they are kept"
+        assert routing.materialize().ids is ids, "they are kept"
         assert torch.equal(placing.late.slot_load.cpu(), placing.before.slot_load)
     send_all(sender, wanted, [(placing.x_here, placing.placed_before()) for placing in ranks])
     for ours, theirs in zip(found, wanted, strict=True):

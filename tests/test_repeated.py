@@ -18,7 +18,7 @@ from ep_moe import ExpertMap, MoELayer, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.execution import repeated
 from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
-from ep_moe.placement.deferred import DeferredRouting, placed
+from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.types import Routing
@@ -162,7 +162,7 @@ def test_whoever_looks_at_the_placement_goes_on_looking(layer, driver):
     assert repeats(layer, x, routing)
     assert driver.found[-5][5] == twice.data_ptr()
     hook.remove()
-    layer.placement.register_forward_hook(lambda module, args, out: placed(out))
+    layer.placement.register_forward_hook(lambda module, args, out: out.materialize())
     assert not repeats(layer, x, routing)
 
 

@@ -82,7 +82,7 @@ def test_a_stack_is_its_matrices_and_row_and_column_blocks_commute(there, back):
 def threads():
     """Of each thread: its row (the other is 8 below), which 64 columns, and its number 0 .. 15."""
     rows = [block // 8 * 16 + block % 8 for block in range(ROWS // 2)]
-    return ((row, part, lane) for row in rows for part in range(COLS // 64) for lane in range(16))
+    return ((row, part, buffer_slot) for row in rows for part in range(COLS // 64) for buffer_slot in range(16))
 
 
 def fp4_bits(word):
@@ -99,22 +99,22 @@ def sign_bits(word):
 
 def int4_kernel(data, bits):
     out = [[None] * (COLS // 2) for _ in range(ROWS)]
-    for row, part, lane in threads():
-        source = part * 32 + lane * 2
-        target = part * 32 + lane // 8 * 16 + lane % 4 * 4
+    for row, part, buffer_slot in threads():
+        source = part * 32 + buffer_slot * 2
+        target = part * 32 + buffer_slot // 8 * 16 + buffer_slot % 4 * 4
         taken = data[row][source : source + 2] + data[row + 8][source : source + 2]
         word = bits(int.from_bytes(taken, "little"))
-        out[row + lane % 8 // 4 * 8][target : target + 4] = word.to_bytes(4, "little")
+        out[row + buffer_slot % 8 // 4 * 8][target : target + 4] = word.to_bytes(4, "little")
     return out
 
 
 def fp4_kernel(data):
     out = [[None] * (COLS // 2) for _ in range(ROWS)]
-    for row, part, lane in threads():
-        source = part * 32 + lane // 4 * 8 + lane % 4
-        target = part * 32 + lane // 8 * 16 + lane % 4 * 4
+    for row, part, buffer_slot in threads():
+        source = part * 32 + buffer_slot // 4 * 8 + buffer_slot % 4
+        target = part * 32 + buffer_slot // 8 * 16 + buffer_slot % 4 * 4
         word = fp4_bits(int.from_bytes([data[row + 8 * (i % 2)][source + 4 * (i // 2)] for i in range(4)], "little"))
-        out[row + lane // 4 % 2 * 8][target : target + 4] = word.to_bytes(4, "little")
+        out[row + buffer_slot // 4 % 2 * 8][target : target + 4] = word.to_bytes(4, "little")
     return out
 
 
@@ -156,13 +156,13 @@ def test_the_bf16_kernel_reads_the_numbers():
     """Masks and shifts give a bfloat16 2 ** 126 too small; a thread's eight are two columns at four places."""
     data = random_bytes(ROWS, COLS // 2)
     words = sm90.interleave_mxfp4_bf16(data).view(torch.int32)
-    for row, part, lane in threads():
-        word = int(words[row + lane // 4 % 2 * 8, part * 8 + lane // 8 * 4 + lane % 4])
+    for row, part, buffer_slot in threads():
+        word = int(words[row + buffer_slot // 4 % 2 * 8, part * 8 + buffer_slot // 8 * 4 + buffer_slot % 4])
         halves = [word & 0xFFFF, word >> 16 & 0xFFFF]
         fourth = [h << 1 & 0x8000 | h >> 3 & 0x180 | h >> 7 & 0x40 for h in halves]
         bits = [[h & 0x81C0 for h in halves], [h << 3 & 0x81C0 for h in halves], [h << 6 & 0x81C0 for h in halves]]
         for i, pair in enumerate([*bits, fourth]):
-            raw = int(data[row + 8 * (i % 2), part * 32 + lane // 4 * 8 + lane % 4 + 4 * (i // 2)])
+            raw = int(data[row + 8 * (i % 2), part * 32 + buffer_slot // 4 * 8 + buffer_slot % 4 + 4 * (i // 2)])
             # 0x8000 is the sign, 0x180 and 0x40 are E2M1's exponent and mantissa where bfloat16 has its own
             assert [b >> 12 | b >> 6 & 7 for b in pair] == [raw & 15, raw >> 4]
 
@@ -171,10 +171,10 @@ def e4m3_weights(weight, offset):
     """What the Humming kernel multiplies by: a table of E4M3 exponents and mantissas by offset, and the signs."""
     out = torch.empty(ROWS, COLS, dtype=torch.uint8)
     words, offsets = weight.view(torch.int32).tolist(), sm90.unfold_mxfp4_scale(offset).tolist()
-    for row, part, lane in threads():
-        word = words[row + lane % 8 // 4 * 8][part * 8 + lane // 8 * 4 + lane % 4]
+    for row, part, buffer_slot in threads():
+        word = words[row + buffer_slot % 8 // 4 * 8][part * 8 + buffer_slot // 8 * 4 + buffer_slot % 4]
         for i in range(8):
-            here, column = row + i // 4 * 8, part * 64 + lane * 4 + i % 4
+            here, column = row + i // 4 * 8, part * 64 + buffer_slot * 4 + i % 4
             o = offsets[here][column // 32] * 8
             magnitude = [0, o, o + 8, o + 12, o + 16, o + 20, o + 24, o + 28][word >> 4 * i & 7]
             sign = word >> 8 * i + 7 & 1 if i < 4 else word >> 8 * (i - 4) + 3 & 1

@@ -75,7 +75,7 @@ def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool)
 def stores(ptx: str) -> Counter[int]:
     """How many store instructions there are of each number of bytes."""
     found = re.findall(r"st\.global(?:\.wt)?(?:\.v(\d))?\.b(\d+)", ptx)
-    return Counter(int(lanes or 1) * int(bits) // 8 for lanes, bits in found)
+    return Counter(int(buffer_pool or 1) * int(bits) // 8 for buffer_pool, bits in found)
 
 
 def _number(name: str) -> str:

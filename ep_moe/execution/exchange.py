@@ -18,7 +18,6 @@ from ep_moe.all2all.checks import too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
-from ep_moe.placement.deferred import placed
 from ep_moe.quant.wire import round_rows
 from ep_moe.runtime.profiling import stage
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
@@ -42,7 +41,7 @@ class Exchange:
         most = dispatcher.dispatch_shape.max_tokens
         self.in_parts = most is not None and self.bound is not None and self.bound > most
         on_the_way = dispatcher.capabilities.places and not self.in_parts
-        self.routing = routing if on_the_way else placed(routing)
+        self.routing = routing if on_the_way else routing.materialize()
         wire = dispatcher.dispatch_shape.wire
         self.x, self.x_scale = (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_rows(x, wire)
 
@@ -120,7 +119,8 @@ class Exchange:
     def _routing(self, part: slice) -> PhysicalRouting:
         if part.start == 0 and part.stop >= len(self.routing.weights):
             return self.routing  # perhaps to be placed on its way
-        return PhysicalRouting(PhysicalIds(self.routing.ids[part]), self.routing.weights[part])
+        whole = self.routing.materialize()
+        return PhysicalRouting(PhysicalIds(whole.ids[part]), whole.weights[part])
 
     def _return(self, received: Received) -> Tensor:
         with self._stage("experts"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -69,10 +68,10 @@ class Tables(NamedTuple):
 
 
 class DeferredRouting(PhysicalRouting):
-    """The routing of one call, not placed yet: whoever looks at `ids` first has them placed, and counted. A transport
-    that does both itself (`DispatcherCapabilities.places`) takes `to_place` instead, and then nobody may look.
+    """The routing of one call whose ids are logical still. A transport that places and counts them itself
+    (`DispatcherCapabilities.places`) takes `to_place`; all others call `materialize` first.
 
-    Rows are those of the whole call, by whose numbers replicas are chosen: it is placed before it is cut.
+    Rows are those of the whole call: their numbers choose replicas, so that a call is placed before it is cut.
     """
 
     logical: LogicalIds
@@ -81,19 +80,23 @@ class DeferredRouting(PhysicalRouting):
     def __init__(self, logical: LogicalIds, weights: Tensor, tables: Tables) -> None:
         self.__dict__.update(logical=logical, weights=weights, tables=tables)  # frozen, as its base is
 
-    @cached_property
-    def ids(self) -> PhysicalIds:  # type: ignore[override]
-        return PhysicalIds(self.tables.place(self.logical))
+    def __getattr__(self, name: str) -> Any:
+        if name == "ids":
+            raise AttributeError("the ids of a DeferredRouting are not placed yet; use materialize().ids")
+        raise AttributeError(name)
 
-
-def placed(routing: PhysicalRouting) -> PhysicalRouting:
-    """With ids that are there."""
-    return PhysicalRouting(routing.ids, routing.weights) if isinstance(routing, DeferredRouting) else routing
+    def materialize(self) -> PhysicalRouting:
+        """Place the ids and count them as load; what the first call gave is returned by later ones."""
+        placed: PhysicalRouting | None = self.__dict__.get("_placed")
+        if placed is None:
+            placed = PhysicalRouting(PhysicalIds(self.tables.place(self.logical)), self.weights)
+            self.__dict__["_placed"] = placed
+        return placed
 
 
 def given_ids(routing: PhysicalRouting) -> Tensor:
-    """Those that there are, placed or not: for checks of their shape."""
-    return routing.logical if _late(routing) else routing.ids
+    """The ids of a routing, logical ones where they are not placed yet: for checks of their shape."""
+    return routing.logical if _deferred(routing) else routing.materialize().ids
 
 
 class Placing(NamedTuple):
@@ -111,10 +114,10 @@ _PLACED = Placing(0, None, None)
 def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | None, ...], Placing]:
     """For a kernel that can place: the ids that it is given, its arguments `replicas, counts, expert_load, slot_load,
     counting`, and the rest."""
-    if not _late(routing):
-        return routing.ids, (None,) * 5, _PLACED
+    if not _deferred(routing):
+        return routing.materialize().ids, (None,) * 5, _PLACED
     return routing.logical, routing.tables[:5], routing.tables.placing
 
 
-def _late(routing: PhysicalRouting) -> TypeGuard[DeferredRouting]:
-    return isinstance(routing, DeferredRouting) and "ids" not in routing.__dict__
+def _deferred(routing: PhysicalRouting) -> TypeGuard[DeferredRouting]:
+    return isinstance(routing, DeferredRouting) and "_placed" not in routing.__dict__

@@ -85,7 +85,7 @@ class Placement(nn.Module):
             tokens, sent = without_rows(routing, mask.tokens), mask.sent
             if sent is False:
                 return self._placed(tokens, tables)
-            _ = self._placed(tokens, tables).ids  # counts
+            self._placed(tokens, tables).materialize()  # counts them
             tables = tables.counting_nothing()
             routing = routing if sent is True else without_rows(routing, sent)
         return self._placed(routing, tables)

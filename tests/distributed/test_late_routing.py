@@ -16,7 +16,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, placed, to_place
+from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
@@ -41,7 +41,7 @@ class Late:
 
     def _place(self, weights: torch.Tensor, ids: LogicalIds) -> torch.Tensor:
         self.looks += 1
-        return self._forward(Routing(ids, weights)).ids
+        return self._forward(Routing(ids, weights)).materialize().ids
 
 
 def seen_by(kind: type[Dispatcher]) -> list[bool]:
@@ -49,7 +49,7 @@ def seen_by(kind: type[Dispatcher]) -> list[bool]:
     seen, before = [], kind._dispatch
 
     def dispatch(self, x, x_scale, routing, problem, max_tokens):
-        seen.append(isinstance(routing, DeferredRouting) and "ids" not in routing.__dict__)
+        seen.append(isinstance(routing, DeferredRouting) and "_placed" not in routing.__dict__)
         return before(self, x, x_scale, routing, problem, max_tokens)
 
     kind._dispatch = dispatch
@@ -139,18 +139,20 @@ def test_what_is_there_of_a_late_routing():
     expected = placement(routing).ids
     placement.reset_load()
     late = Late(placement)
-    for look in (placed, lambda given: given):
-        given = placement(routing)
-        assert given_ids(given) is routing.ids, "a check of shapes places nothing"
-        looks = late.looks
-        assert type(look(given)) is (PhysicalRouting if look is placed else DeferredRouting)
-        assert torch.equal(look(given).ids, expected)
-        assert look(given).ids is given.ids
-        assert late.looks == looks + 1
-        placed_already = (given.ids, (None,) * 5, Placing(0, None, None))
-        assert to_place(given) == placed_already, "what is placed and counted is sent as it is"
+    given = placement(routing)
+    assert given_ids(given) is routing.ids, "a check of shapes places nothing"
+    with pytest.raises(AttributeError, match=r"materialize\(\)"):
+        _ = given.ids
+    assert late.looks == 0
+    there = given.materialize()
+    assert type(there) is PhysicalRouting
+    assert torch.equal(there.ids, expected)
+    assert given.materialize() is there, "placed and counted once"
+    assert late.looks == 1
+    placed_already = (there.ids, (None,) * 5, Placing(0, None, None))
+    assert to_place(given) == placed_already, "what is placed and counted is sent as it is"
     there = PhysicalRouting(PhysicalIds(expected), routing.weights)
-    assert placed(there) is there
+    assert there.materialize() is there
     assert given_ids(there) is expected
     own = Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
     ids, tables, placing = to_place(DeferredRouting(routing.ids, routing.weights, own.tables))

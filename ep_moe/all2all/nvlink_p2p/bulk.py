@@ -191,6 +191,7 @@ def _send_rows(
 
 
 def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
+    routing = routing.materialize()
     ids, weights = routing.ids.contiguous(), routing.weights.contiguous()
     changing = (None if x_scale is None else x_scale.contiguous(), ids, weights, len(ids))
     form = ("announce", bound, ids.dtype, x_scale is None)

@@ -310,22 +310,24 @@ def _receive(
         put_packets(theirs + WORDS, number * 0, number, piece == 0)
     if TAKE:
         tl.store(sequence + 2, number)
-        lane, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
+        buffer_slot, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
         part = piece * BLOCK + within
         inside = (within < BLOCK) & (part < WORDS)
         id = tl.load(sent + token * TOP_K + route, mask=(route < TOP_K) & (token < tokens), other=-1)  # noqa: A001
         owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
         mine = packets + token * PACKETS
         # all ranks at once, and again one by one, since they are summed in their order
-        every = mine + lane[:, None] * (FEW * PACKETS) + part[None, :]
-        asked = tl.max((owner[None, :] == lane[:, None]).to(tl.int32), axis=1) > 0
-        asked = (asked & (lane < RANKS))[:, None] & inside[None, :]
+        every = mine + buffer_slot[:, None] * (FEW * PACKETS) + part[None, :]
+        asked = tl.max((owner[None, :] == buffer_slot[:, None]).to(tl.int32), axis=1) > 0
+        asked = (asked & (buffer_slot < RANKS))[:, None] & inside[None, :]
         missing = 1
         while missing > 0:
             packet = tl.load(every, mask=asked, other=0, volatile=True)
-            ready = tl.load(mine + lane * (FEW * PACKETS) + WORDS, mask=lane < RANKS, other=0, volatile=True)
+            ready = tl.load(
+                mine + buffer_slot * (FEW * PACKETS) + WORDS, mask=buffer_slot < RANKS, other=0, volatile=True
+            )
             missing = still_missing(
-                late_packets(packet, number, asked), any_of(late_packets(ready, number, lane < RANKS))
+                late_packets(packet, number, asked), any_of(late_packets(ready, number, buffer_slot < RANKS))
             )
         byte = tl.arange(0, 4)[None, :]
         low, high, four = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32), tl.zeros([PART, 4], tl.float32)

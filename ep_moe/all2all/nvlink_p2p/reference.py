@@ -41,6 +41,7 @@ def send(
             _triton().send(workspace, x, x_scale, routing, bound, blocks, alone=alone)
         return
     x, x_scale = _rounded(workspace, x, x_scale)
+    routing = routing.materialize()
     for rank, peer in enumerate(workspace.peers):
         wanted = (
             ((routing.ids >= 0) & (routing.ids // workspace.dispatch_shape.slots_per_rank == rank))
@@ -73,6 +74,7 @@ def _rounded(workspace: Workspace, x: Tensor, x_scale: Tensor | None) -> tuple[T
 def _announce(
     workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *, packets: bool = False
 ) -> None:
+    routing = routing.materialize()
     g, first, tokens = workspace.dispatch_shape, workspace.rank * bound, len(routing.ids)
     valid = (routing.ids >= 0) & (routing.ids < g.num_physical)
     ids = routing.ids.new_full((bound, g.top_k), -1, dtype=torch.int32)

@@ -19,23 +19,23 @@ class GatherSumDispatcher(Dispatcher):
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
         if problem is not None:  # raises on all ranks; the other arguments may be malformed
-            self.link.agree([0, 0], problem, x.device)
+            self.rank_group.agree([0, 0], problem, x.device)
         gradients = {"x": x, "routing.weights": routing.weights}
-        rows = self.link.agree([len(x), self._out_of_range(routing)], None, x.device, gradients=gradients)
+        rows = self.rank_group.agree([len(x), self._out_of_range(routing)], None, x.device, gradients=gradients)
         self._check_ids([row[1] for row in rows])
         counts = [row[0] for row in rows]
-        started = [gather_rows(tensor, counts, self.link) for tensor in (x, routing.ids, routing.weights)]
+        started = [gather_rows(tensor, counts, self.rank_group) for tensor in (x, routing.ids, routing.weights)]
 
         def finish():
             x, ids, weights = (pending.wait() for pending in started)
-            local = ids - self.link.rank * self.geometry.cap
-            local = local.masked_fill((local < 0) | (local >= self.geometry.cap), -1)
+            local = ids - self.rank_group.rank * self.dispatch_shape.slots_per_rank
+            local = local.masked_fill((local < 0) | (local >= self.dispatch_shape.slots_per_rank), -1)
             layout, weighting = self.capabilities.layout, self.capabilities.weighting
             return Received(x, layout, weighting, handle=counts, local_ids=LocalIds(local), weights=weights)
 
         return Pending(finish)
 
     def _combine(self, y, handle, out):
-        ranks, own = self.link.size, handle[self.link.rank]
-        parts = all_to_all_rows(y, handle, [own] * ranks, self.link)
+        ranks, own = self.rank_group.size, handle[self.rank_group.rank]
+        parts = all_to_all_rows(y, handle, [own] * ranks, self.rank_group)
         return Pending(lambda: parts.wait().view(ranks, own, y.shape[1]).float().sum(0).to(y.dtype))
