@@ -24,8 +24,8 @@ from ep_moe import (
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
-from tests.distributed.cases import batch_of, check_call, no_payload, same_error
-from tests.helpers import fill, integer_routing, integer_rows, moved
+from tests.fixtures.distributed_cases import batch_of, check_call, no_payload, same_error
+from tests.fixtures.helpers import fill, integer_routing, integer_rows, moved
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
 BAD = 1  # the rank that passes it

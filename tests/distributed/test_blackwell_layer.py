@@ -1,23 +1,18 @@
 """Layers over FlashInfer's Blackwell kernels on ranks, any placement, with and without etp, against float64 on the
 dequantised weights. On the CPU: the kernels are emulations that compute from the bytes that they are handed."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Wire
 from ep_moe.experts.flashinfer import cutedsl_op, cutlass_op
-from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
-from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.weights.layouts import cutedsl, cutlass_sm90, cutlass_sm100
-from tests.cutedsl_emulation import Wrapper
-from tests.cutlass_sm100_emulation import emulate_call
-from tests.helpers import integer_routing
+from tests.fixtures.blackwell_layer import on_the_cpu
+from tests.fixtures.helpers import integer_routing
 
 EXPERTS, BF16 = 10, torch.bfloat16
 CONFIG = MoEConfig(hidden_size=128, intermediate_size=256, num_experts=EXPERTS, top_k=3)
@@ -40,18 +35,6 @@ MAPS = {
     "permuted": permuted,
     "one rank empty": lambda ranks: ExpertMap.uneven([0, EXPERTS, *[0] * (ranks - 2)]),
 }
-
-
-def on_the_cpu() -> None:
-    """Within a rank's process."""
-    cutlass_op.run_moe = lambda runner, **arguments: emulate_call(runner.flags, runner.output, arguments)
-    cutlass_op.scratch_bytes = lambda *shape: 1024
-    cutedsl_op.wrapper = lambda kernel, device: Wrapper(**cutedsl_op.arguments(kernel, device))
-    FlashInferCutlassExperts._advise = lambda self: None
-    for kind in (FlashInferCutlassExperts, FlashInferCuteDslExperts):
-        kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}))
-        kind.available = classmethod(lambda cls: None)
-        kind.compute_capability = classmethod(lambda cls, scheme: (None, None))
 
 
 def experts_of(scheme: str) -> list[dict[str, torch.Tensor]]:

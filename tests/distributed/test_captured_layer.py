@@ -3,8 +3,6 @@ host."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -14,62 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Wire, registry
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, ParallelConfig
 from ep_moe.bench.timing import host
-from ep_moe.experts.base import ExpertsOptions
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.types import Routing
-from tests.distributed.cases import everywhere, ran, same_error
-from tests.helpers import integer_routing, moved
-
-WIDE = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=10, top_k=3)
-SHARED = dataclasses.replace(WIDE, shared_intermediate_size=256)
-PAIRS = {
-    "bf16": {"all2all": "nvlink_p2p", "experts": "bf16_triton"},
-    "fp8": {
-        "all2all": "nvlink_p2p", "experts": "fp8_block_triton", "quantization": "fp8_block",
-        "wire": Wire(dispatch="fp8_block"),
-    },
-    "in parts": {"all2all": "nvlink_p2p", "experts": "bf16_triton", "pipeline": 12},
-    "answers given": {
-        "all2all": "nvlink_p2p", "experts": "flashinfer_cutlass", "options": ExpertsOptions(deterministic=True),
-    },
-    "flashinfer": {
-        "all2all": "flashinfer_nvlink", "experts": "flashinfer_cutlass", "options": ExpertsOptions(deterministic=True),
-    },
-}  # fmt: skip
-on_gpus = pytest.mark.skipif(
-    not torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="needs GPUs and Triton"
-)
-
-
-def built(context: EPContext, pair: str = "bf16", config: MoEConfig = WIDE) -> MoELayer:
-    asked = PAIRS[pair]
-    if (missing := registry.unsupported_reason("experts", asked["experts"])) is not None:
-        pytest.skip(missing)  # on all ranks alike
-    ranks = context.layout.ep
-    placed = ExpertMap.redundant(10, ranks, 2 if ranks > 1 else 0)  # equally many slots on all ranks
-    layer = MoELayer(config, context, expert_map=placed, **asked, dtype=torch.bfloat16)
-    written(layer)
-    return layer
-
-
-def written(layer: MoELayer) -> None:
-    scheme = SCHEMES[layer.expert_weights.scheme.name]
-    for expert in range(10):
-        layer.update_expert(expert, **random_expert(WIDE, scheme, expert, torch.bfloat16, layer.device))
-
-
-def rows(layer: MoELayer, tokens: int, seed: int) -> Tensor:
-    x = torch.randn(tokens, WIDE.hidden_size, generator=torch.Generator().manual_seed(seed))
-    return x.bfloat16().to(layer.device)
-
-
-def routes(layer: MoELayer, tokens: int, seed: int) -> Routing:
-    return moved(integer_routing(tokens, WIDE, seed), layer.device)
+from tests.fixtures.captured_layer import PAIRS, SHARED, built, on_gpus, routes, rows, written
+from tests.fixtures.distributed_cases import everywhere, ran, same_error
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.profiling import StageTimes
 from ep_moe.testing import distributed, rank_device
-from tests import mega_emulation
-from tests.distributed.cases import everywhere, same_error
-from tests.graph_emulation import GRAPHS, RecordableCall, stand_in
-from tests.helpers import fill, integer_routing, integer_rows, oracle
+from tests.emulations import mega as mega_emulation
+from tests.emulations.graph import GRAPHS, RecordableCall, stand_in
+from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
 CPU = torch.device("cpu")

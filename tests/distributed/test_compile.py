@@ -5,8 +5,8 @@ import torch
 
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.testing import distributed, rank_device
-from tests.checkpoint_files import quiet, tiny_model, written
-from tests.helpers import fill
+from tests.fixtures.checkpoint_files import quiet, tiny_model, written
+from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=2, shared_intermediate_size=16)
 

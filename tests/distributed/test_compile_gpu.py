@@ -10,7 +10,7 @@ import torch
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing import distributed, rank_device
-from tests.checkpoint_files import quiet
+from tests.fixtures.checkpoint_files import quiet
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and TorchrunEnv.present()), reason="needs GPUs, and torchrun with 2 ranks"

@@ -22,10 +22,10 @@ from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_endings import a_peer_that_never_comes
 from ep_moe.testing.transport_rows import MAX_TOKENS, dispatch_shape, expected, identity, moved, routes, rows, same
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
-from tests.deepep_emulation import Buffer
-from tests.flashinfer_nvlink_emulation import communication
-from tests.peer_memory_emulation import make_memory
-from tests.pplx_emulation import make_all2all
+from tests.emulations.deepep import Buffer
+from tests.emulations.flashinfer_nvlink import communication
+from tests.emulations.peer_memory import make_memory
+from tests.emulations.pplx import make_all2all
 
 
 def nvlink(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:

@@ -22,8 +22,8 @@ from ep_moe import (
 )
 from ep_moe import context as context_module
 from ep_moe.testing import distributed, rank_device
-from tests.distributed.cases import check_call, everywhere
-from tests.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved, saved_expert
+from tests.fixtures.distributed_cases import check_call, everywhere
+from tests.fixtures.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved, saved_expert
 
 CONFIG = MoEConfig(
     hidden_size=16, intermediate_size=16, num_experts=6, top_k=2, activation=Activation.RELU2, expert_bias=True

@@ -15,9 +15,9 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.dequantize import dequantize_fp8_blocks
 from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import check_dispatcher, check_experts, distributed, rank_device
-from tests.distributed.eplb_cases import CONFIG, on_request, random_map
-from tests.distributed.test_layer_static import on_the_cpu
-from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
+from tests.fixtures.eplb_cases import CONFIG, on_request, random_map
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
+from tests.fixtures.layer_static import on_the_cpu
 
 
 @distributed(2)

@@ -11,7 +11,7 @@ from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, 
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds
-from tests.distributed.cases import everywhere
+from tests.fixtures.distributed_cases import everywhere
 
 CONFIG = MoEConfig(hidden_size=512, intermediate_size=256, num_experts=16, top_k=4)
 BF16 = torch.bfloat16

@@ -16,8 +16,8 @@ from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.transport_rows import CAP, HIDDEN, dispatch_shape, expected, identity, moved, routes, rows
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Received, Routing
-from tests.distributed.cases import no_payload, same_error
-from tests.helpers import assert_same
+from tests.fixtures.distributed_cases import no_payload, same_error
+from tests.fixtures.helpers import assert_same
 
 TOP_K = 4
 F32 = torch.float32

@@ -21,7 +21,7 @@ from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.testing import distributed
 from ep_moe.weights.optimizer_guard import KEY
-from tests.training_model import CONFIG, CPU, EXPERTS, furthest, made, one_process, run
+from tests.fixtures.training_model import CONFIG, CPU, EXPERTS, furthest, made, one_process, run
 
 STEPS, BOUND = 4, 1e-5
 LAYOUTS = {

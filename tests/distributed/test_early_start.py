@@ -17,7 +17,7 @@ from ep_moe.runtime import devices
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing
-from tests.helpers import integer_routing, moved
+from tests.fixtures.helpers import integer_routing, moved
 
 CONFIG = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4)
 KINDS = {

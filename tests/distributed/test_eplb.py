@@ -21,8 +21,8 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LogicalIds, Routing
-from tests.distributed.cases import batch_of, check_call, everywhere
-from tests.distributed.eplb_cases import (
+from tests.fixtures.distributed_cases import batch_of, check_call, everywhere
+from tests.fixtures.eplb_cases import (
     CONFIG,
     ROW,
     all_alike,
@@ -33,7 +33,7 @@ from tests.distributed.eplb_cases import (
     on_request,
     random_map,
 )
-from tests.helpers import assert_same, integer_expert, moved
+from tests.fixtures.helpers import assert_same, integer_expert, moved
 
 
 @distributed(2, 4)

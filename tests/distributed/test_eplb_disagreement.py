@@ -11,10 +11,10 @@ from ep_moe import ConfigError, ExpertBalancer, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
 from ep_moe.eplb.migration.consensus import RankStatus, State, StatusExchange, Trouble
 from ep_moe.testing import distributed
-from tests.distributed.cases import check_call
-from tests.distributed.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map
-from tests.distributed.eplb_faults import DEADLINE_S, LOST, goes_on, is_off, new_map, raises_everywhere, step_until
-from tests.helpers import fill
+from tests.fixtures.distributed_cases import check_call
+from tests.fixtures.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map
+from tests.fixtures.eplb_faults import DEADLINE_S, LOST, goes_on, is_off, new_map, raises_everywhere, step_until
+from tests.fixtures.helpers import fill
 
 
 @distributed(2, 4)

@@ -15,9 +15,9 @@ from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.migration.slots import SlotStore
 from ep_moe.eplb.migration.transfer import Migration, Mover
 from ep_moe.testing import distributed
-from tests.distributed.cases import check_call, everywhere, same_error
-from tests.distributed.eplb_cases import ROW, assert_slots, context_of, drive, make_layers, on_request
-from tests.distributed.eplb_faults import (
+from tests.fixtures.distributed_cases import check_call, everywhere, same_error
+from tests.fixtures.eplb_cases import ROW, assert_slots, context_of, drive, make_layers, on_request
+from tests.fixtures.eplb_faults import (
     DEADLINE_S,
     LOST,
     busy_map,

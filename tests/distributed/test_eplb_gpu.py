@@ -15,9 +15,9 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
-from tests.distributed.cases import everywhere
-from tests.distributed.eplb_cases import all_alike, assert_slots, make_layers, on_request, random_map
-from tests.distributed.test_layer_static import TOKENS, WIDE, Captured
+from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.eplb_cases import all_alike, assert_slots, make_layers, on_request, random_map
+from tests.fixtures.layer_static import TOKENS, WIDE, Captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 BUDGETS = {"in pieces": 200_000, "all at once": 1 << 30}  # bytes per step; a row has 400,000 to 800,000

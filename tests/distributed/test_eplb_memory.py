@@ -12,9 +12,9 @@ from ep_moe.eplb.migration import staging
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.migration.staging import Staging
 from ep_moe.testing import distributed
-from tests.distributed.cases import same_error
-from tests.distributed.eplb_cases import CONFIG, ROW, assert_slots, context_of, make_layers, on_request, random_map
-from tests.distributed.eplb_faults import LOST, goes_on, new_map, raises_everywhere
+from tests.fixtures.distributed_cases import same_error
+from tests.fixtures.eplb_cases import CONFIG, ROW, assert_slots, context_of, make_layers, on_request, random_map
+from tests.fixtures.eplb_faults import LOST, goes_on, new_map, raises_everywhere
 
 
 @distributed(2)

@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, ExpertMap, InputError, RebalanceError
 from ep_moe.testing import distributed
-from tests.distributed.cases import same_error
-from tests.distributed.eplb_cases import context_of, make_layers, on_request, random_map
+from tests.fixtures.distributed_cases import same_error
+from tests.fixtures.eplb_cases import context_of, make_layers, on_request, random_map
 
 
 @distributed(2)

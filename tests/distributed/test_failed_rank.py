@@ -30,8 +30,8 @@ from ep_moe.parallel.failed import is_out_of_memory
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
-from tests.distributed.cases import check_call, everywhere, same_error
-from tests.helpers import fill
+from tests.fixtures.distributed_cases import check_call, everywhere, same_error
+from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
 DEADLINE_S = 2.0

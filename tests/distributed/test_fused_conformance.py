@@ -4,25 +4,16 @@ are (`torchrun --standalone --nproc-per-node 4 -m pytest tests/distributed/test_
 import pytest
 import torch
 
-from ep_moe.experts.fused import flashinfer_mega
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.fused_contract import check_fused, one_token_too_many
 from ep_moe.types import PhysicalIds, PhysicalRouting
-from tests.mega_emulation import on_the_cpu
-from tests.test_fused_routes import RoutesInside
+from tests.emulations.mega import on_the_cpu
+from tests.fixtures.fused_conformance import ready
+from tests.fixtures.fused_routes import RoutesInside
 
 pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its products at first use
 KINDS = [FlashInferMegaBf16, FlashInferMegaFp8]
-
-
-def ready(kind, layout=None) -> None:
-    """Over the emulation on the CPU; elsewhere skipped, on all ranks alike, where it cannot run."""
-    device = rank_device()
-    if device.type == "cpu":
-        on_the_cpu(kind)
-    elif why := kind.available() or super(flashinfer_mega.FlashInferMega, kind).unsupported_platform(layout, device):
-        pytest.skip(why)
 
 
 @distributed(2, 4)

@@ -21,11 +21,11 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.weights.layouts.mega import MegaBf16
-from tests.distributed.cases import batch_of, everywhere, same_error
-from tests.distributed.eplb_cases import all_alike, assert_slots, on_request, random_map
-from tests.distributed.test_fused_conformance import ready
-from tests.distributed.test_layer_static import TOKENS, WIDE, Captured
-from tests.helpers import integer_routing, moved
+from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
+from tests.fixtures.eplb_cases import all_alike, assert_slots, on_request, random_map
+from tests.fixtures.fused_conformance import ready
+from tests.fixtures.helpers import integer_routing, moved
+from tests.fixtures.layer_static import TOKENS, WIDE, Captured
 
 pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its products at first use
 BF16 = {"experts": "flashinfer_mega_bf16", "quantization": "none", "dtype": torch.bfloat16}

@@ -13,8 +13,8 @@ from ep_moe.integrations.transformers import expert_parallel, idle_step, moe_lay
 from ep_moe.parallel.groups import default_store
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import exclude_experts, sync_gradients
-from tests.checkpoint_files import FAMILIES, quiet, tiny_model
-from tests.distributed.cases import everywhere, same_error
+from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
+from tests.fixtures.distributed_cases import everywhere, same_error
 
 LAYOUTS = {
     2: [{"dp": 2}, {"dp": 2, "ep": 1, "etp": 2}],

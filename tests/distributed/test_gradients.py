@@ -15,8 +15,8 @@ from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, Parall
 from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.cutting import cut
-from tests.distributed.cases import batch_of, batches, everywhere
-from tests.helpers import assert_same, fill, integer_routing, integer_rows
+from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 
 BOUND = 1e-5
 INTEGER = MoEConfig(

@@ -20,8 +20,8 @@ from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, to_pl
 from ep_moe.placement.placement import Placement
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
-from tests.distributed.test_layer_static import CONFIG, on_the_cpu
-from tests.helpers import assert_same, fill, integer_routing, integer_rows, oracle
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
+from tests.fixtures.layer_static import CONFIG, on_the_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs on the CPU")
 KINDS = {"nvlink_p2p": NVLinkP2PDispatcher, "torch_a2a": TorchAll2AllDispatcher}

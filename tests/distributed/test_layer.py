@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens
 from ep_moe.testing import distributed, rank_device
-from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
 
 CONFIG = MoEConfig(
     hidden_size=16, intermediate_size=16, num_experts=10, top_k=3, activation=Activation.RELU2, expert_bias=True

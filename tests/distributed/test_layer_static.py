@@ -9,29 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
-from ep_moe.all2all import flashinfer_nvlink, pplx
+from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, Tokens, Wire
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.errors import ConfigError, InputError
-from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LogicalIds, PeerRows, Received, Routing
-from tests.distributed.cases import check_call
-from tests.flashinfer_nvlink_emulation import communication
-from tests.helpers import fill, integer_routing, integer_rows, oracle
-from tests.peer_memory_emulation import make_memory
-from tests.pplx_emulation import make_all2all
+from ep_moe.types import LogicalIds, Routing
+from tests.fixtures.distributed_cases import check_call
+from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
+from tests.fixtures.layer_static import CONFIG, TOKENS, WIDE, Captured, as_it_arrives, on_the_cpu
 
-CONFIG = MoEConfig(
-    hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2, expert_bias=True
-)
 LAYOUTS = {
     "dp 4": {"dp": 4},
     "tp 4": {"tp": 4},
@@ -40,25 +32,6 @@ LAYOUTS = {
     "dp 4 etp 2": {"dp": 4, "ep": 2, "etp": 2},
     "sharded": {"dp": 2, "tp": 2, "tokens": Tokens.SHARDED},
 }
-
-
-def on_the_cpu(kind, to_peers: bool = False, few_bytes: int = 0) -> None:
-    """Within a rank's process. to_peers: experts write their rows to the ranks that wait for them"""
-    if to_peers:
-        ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, peer_out=True)
-        ReferenceExperts.compute_to_peers = write_to_peers
-    flashinfer_nvlink.communication, pplx.make_all2all = communication, make_all2all
-    dispatcher.make_memory, NVLinkP2PDispatcher.copied_bytes = make_memory, 0  # beside other work, all rows are copied
-    NVLinkP2PDispatcher.few_bytes = few_bytes
-    kind.capabilities = dataclasses.replace(kind.capabilities, devices=frozenset({"cpu"}), dtypes=None)
-    kind.available = classmethod(lambda cls: None)
-    kind.unsupported_platform = classmethod(lambda cls, layout: None)
-
-
-def write_to_peers(experts: ReferenceExperts, received: Received, out: PeerRows) -> None:
-    """NaN in rows without an expert here, which nobody may read."""
-    y = experts.compute(received, None)
-    out.write(y.where((received.local_ids >= 0).any(1, keepdim=True), torch.nan))
 
 
 WAYS = {
@@ -256,45 +229,6 @@ def test_ranks_that_disagree_about_a_step_are_told(world_size):
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------
-
-WIDE = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=10, top_k=3)
-TOKENS = 32
-
-
-class Captured:
-    """A layer captured at TOKENS tokens, and what it must give for others."""
-
-    def __init__(self, layer: MoELayer, tensors: list[dict[str, torch.Tensor]], scheme: str) -> None:
-        self.layer, self.tensors, self.scheme, self.device = layer, tensors, SCHEMES[scheme], layer.device
-        self.x = torch.zeros(TOKENS, WIDE.hidden_size, dtype=torch.bfloat16, device=self.device)
-        ids = torch.full((TOKENS, WIDE.top_k), -1, dtype=torch.int64, device=self.device)
-        self.routing = Routing(LogicalIds(ids), torch.zeros(ids.shape, device=self.device))
-        with torch.no_grad():
-            layer.forward_routed(self.x, self.routing)
-            torch.cuda.synchronize(self.device)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(self.device)):
-                self.y = layer.forward_routed(self.x, self.routing)
-
-    def replay(self, tokens: int, seed: int) -> float:
-        """The largest error over its limit, of `tokens` tokens and empty rows up to the captured number."""
-        generator = torch.Generator().manual_seed(seed)
-        self.x.copy_(torch.randn(TOKENS, WIDE.hidden_size, generator=generator))
-        routing = integer_routing(TOKENS, WIDE, seed)
-        self.routing.ids.copy_(routing.ids)
-        self.routing.ids[tokens:] = -1
-        self.routing.weights.copy_(routing.weights)
-        self.graph.replay()
-        x = as_it_arrives(self.layer, self.x)
-        expected, limit = expected_and_limit(
-            WIDE, self.scheme, self.tensors, x, self.routing.ids, self.routing.weights, torch.bfloat16
-        )
-        assert (self.y[tokens:] == 0).all()
-        return worst(self.y, expected, (1 + dist.get_world_size()) * limit)
-
-
-def as_it_arrives(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
-    return widen_rows(*round_rows(x, layer.wire), layer.wire, x.dtype)
 
 
 on_gpus = pytest.mark.skipif(

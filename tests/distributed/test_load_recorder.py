@@ -9,8 +9,8 @@ from ep_moe import ConfigError, InputError, MoELayer
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.testing import distributed
 from ep_moe.types import LogicalIds, Routing
-from tests.distributed.cases import same_error
-from tests.distributed.eplb_cases import context_of, make_layers
+from tests.fixtures.distributed_cases import same_error
+from tests.fixtures.eplb_cases import context_of, make_layers
 
 
 @distributed(2)

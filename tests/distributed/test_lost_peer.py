@@ -30,8 +30,8 @@ from ep_moe.parallel.device_mark import DeviceMark
 from ep_moe.parallel.flight_recorder import _FEWER_CALLS, FlightRecorder, Step, _compare
 from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.testing import distributed, rank_device
-from tests.distributed.cases import check_call
-from tests.helpers import fill
+from tests.fixtures.distributed_cases import check_call
+from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
 DEADLINE_S = 2.0  # heartbeats come every 0.25 s then; a loaded machine delays them

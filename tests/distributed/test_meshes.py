@@ -19,8 +19,8 @@ from ep_moe import (
 )
 from ep_moe.parallel.mesh import device_mesh
 from ep_moe.testing import distributed, rank_device
-from tests.distributed.eplb_cases import assert_slots, make_layers, on_request, random_map
-from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle, oracle_layer
+from tests.fixtures.eplb_cases import assert_slots, make_layers, on_request, random_map
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle, oracle_layer
 
 CONFIG = MoEConfig(
     hidden_size=16, intermediate_size=16, num_experts=6, top_k=2, activation=Activation.RELU2, expert_bias=True

@@ -17,7 +17,7 @@ from ep_moe.checkpoint.reader import CheckpointSource
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
-from tests.checkpoint_files import tiny_model, written
+from tests.fixtures.checkpoint_files import tiny_model, written
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from ep_moe import EPContext, ParallelConfig
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
-from tests.checkpoint_files import FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model
-from tests.distributed.cases import batch_of
+from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model
+from tests.fixtures.distributed_cases import batch_of
 
 WITH_LOSS = ("mixtral", "qwen3_moe", "gpt_oss")  # the others return logits and leave the loss to the user
 BOUND = 1e-5  # as in test_transformers

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
-from tests.distributed.cases import check_call, everywhere
-from tests.helpers import fill
+from tests.fixtures.distributed_cases import check_call, everywhere
+from tests.fixtures.helpers import fill
 
 EXACT = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
 GATED = dataclasses.replace(EXACT, activation=Activation.GEGLU)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds
-from tests.distributed.cases import batch_of, batches, everywhere
-from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
+from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
 
 EXPERTS = 7
 CONFIGS = [

@@ -10,7 +10,7 @@ from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from tests.helpers import integer_routing, moved
+from tests.fixtures.helpers import integer_routing, moved
 
 EXPERTS = 10
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=EXPERTS, top_k=3)

@@ -7,8 +7,8 @@ import torch
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.bench import rebalance
 from ep_moe.testing import distributed, rank_device
-from tests.distributed.cases import everywhere
-from tests.helpers import fill
+from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2)
 

@@ -15,8 +15,8 @@ from ep_moe.bench.timing import host
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
-from tests.distributed.cases import everywhere, ran
-from tests.distributed.test_captured_layer import SHARED, built, on_gpus, routes, rows, written
+from tests.fixtures.captured_layer import SHARED, built, on_gpus, routes, rows, written
+from tests.fixtures.distributed_cases import everywhere, ran
 
 
 def shifted(x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Routing, RoutingConfig, RoutingMethod, Tokens
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import BiasUpdate, load_balancing_loss, router_logits, router_z_loss
-from tests.distributed.cases import batch_of, batches, everywhere
-from tests.helpers import assert_same, fill
+from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.helpers import assert_same, fill
 
 P = ParallelConfig
 LAYOUTS = {

@@ -9,9 +9,9 @@ from ep_moe.integrations.token_mask import tokens_of
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LogicalIds, Routing
-from tests.checkpoint_files import FAMILIES, quiet, tiny_model
-from tests.distributed.cases import batch_of, everywhere, same_error
-from tests.helpers import assert_same, fill, integer_rows
+from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
+from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
+from tests.fixtures.helpers import assert_same, fill, integer_rows
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, shared_intermediate_size=16)
 LAYOUTS = {

@@ -19,9 +19,9 @@ from ep_moe.config import RoutingMethod
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
-from tests.distributed.cases import everywhere
-from tests.distributed.cases import same_error as same_error_of
-from tests.training_model import (
+from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import same_error as same_error_of
+from tests.fixtures.training_model import (
     CONFIG,
     EXPERTS,
     OPTIMIZERS,

@@ -16,8 +16,8 @@ from ep_moe.integrations import transformers as integration
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from tests.checkpoint_files import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
-from tests.distributed.cases import everywhere
+from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model, written
+from tests.fixtures.distributed_cases import everywhere
 
 
 @pytest.fixture(scope="session")

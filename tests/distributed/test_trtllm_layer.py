@@ -17,8 +17,8 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Activation
-from tests.helpers import integer_routing
-from tests.trtllm_emulation import emulate
+from tests.emulations.trtllm import emulate
+from tests.fixtures.helpers import integer_routing
 
 EXPERTS, BF16 = 10, torch.bfloat16
 SHAPES = {"nvfp4": (512, 256), "mxint4": (256, 512)}  # others: 256, 256

@@ -26,9 +26,9 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.tuned import Measured, Tuned, layer_facts, machine_facts, versions
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from tests.distributed.cases import check_call, everywhere, no_payload, same_error
-from tests.distributed.test_layer_static import WIDE, on_the_cpu
-from tests.helpers import fill, integer_routing, moved
+from tests.fixtures.distributed_cases import check_call, everywhere, no_payload, same_error
+from tests.fixtures.helpers import fill, integer_routing, moved
+from tests.fixtures.layer_static import WIDE, on_the_cpu
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
 on_the_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")

@@ -17,10 +17,10 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert
-from tests.distributed import test_layer_static
-from tests.distributed.cases import everywhere, same_error
-from tests.distributed.test_blackwell_layer import on_the_cpu
-from tests.helpers import assert_same, fill, integer_routing, integer_rows, oracle
+from tests.fixtures import layer_static as test_layer_static
+from tests.fixtures.blackwell_layer import on_the_cpu
+from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
 FP8 = Wire(dispatch="fp8_block")

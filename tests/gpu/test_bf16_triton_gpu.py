@@ -18,7 +18,7 @@ from ep_moe.experts.hopper import gemm_grouped as kernels
 from ep_moe.experts.hopper.gemm_streaming import Ring, product
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from tests.test_bf16_triton import BF16, PLAIN, SMALL, build, check, rows
+from tests.fixtures.bf16_triton import BF16, PLAIN, SMALL, build, check, rows
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -21,6 +21,7 @@ from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, wors
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from tests.fixtures.flashinfer_cutlass_gpu import BF16, DEEPSEEK, GPU, QWEN3, SMALL, rows
 
 REASON = (
     "torch sees no GPU"
@@ -31,11 +32,6 @@ if not REASON and torch.cuda.get_device_capability() != (9, 0):
     REASON = "needs a GPU of compute capability 9.0"
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(600)]
 
-GPU = torch.device("cuda", 0)
-BF16 = torch.bfloat16
-# the share of one rank of four: (config, slots)
-QWEN3 = (MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), 32)
-DEEPSEEK = (MoEConfig(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8), 64)
 GPT_OSS = (
     MoEConfig(
         hidden_size=2944,  # 2880, padded to a multiple of 128
@@ -47,7 +43,6 @@ GPT_OSS = (
     ),
     32,
 )
-SMALL = (MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4), 5)
 
 
 @functools.lru_cache(maxsize=2)
@@ -68,22 +63,6 @@ def build(
         tensors.append(random_expert(config, SCHEMES[scheme], expert, dtype, GPU))
         weights.update_expert(expert, tensors[-1])
     return FlashInferCutlassExperts(config, weights, Workspaces(GPU), options), tensors
-
-
-def rows(config: MoEConfig, slots: int, count: int, dtype: torch.dtype = BF16, seed: int = 0) -> Received:
-    generator = torch.Generator(device=GPU).manual_seed(seed)
-    columns = min(config.top_k, slots)
-    ids = torch.full((count, config.top_k), -1, device=GPU)
-    ids[:, :columns] = torch.rand(count, slots, generator=generator, device=GPU).topk(columns).indices
-    ids = torch.where(torch.rand(ids.shape, generator=generator, device=GPU) < 0.6, -1, ids)
-    return Received(
-        x=torch.randn(count, config.hidden_size, generator=generator, device=GPU).to(dtype),
-        layout=RowLayout.RANK_MAJOR,
-        weighting=Weighting.EXPERTS,
-        handle=None,
-        local_ids=LocalIds(ids),
-        weights=torch.rand(ids.shape, generator=generator, device=GPU) + 0.1,
-    )
 
 
 def check(experts: FlashInferCutlassExperts, tensors: list[dict[str, Tensor]], received: Received) -> float:

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ep_moe.experts.hopper import gemm_fp8_block as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.types import Activation
-from tests import test_fp8_block_kernels as checks
+from tests.fixtures import fp8_block_kernels as checks
 
 pytestmark = pytest.mark.timeout(900)
 HOPPER = torch.cuda.get_device_capability() == (9, 0)

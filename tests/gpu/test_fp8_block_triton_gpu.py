@@ -15,7 +15,7 @@ from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from tests.gpu.test_flashinfer_cutlass_gpu import DEEPSEEK, QWEN3, SMALL, rows
+from tests.fixtures.flashinfer_cutlass_gpu import DEEPSEEK, QWEN3, SMALL, rows
 
 REASON = (
     "torch sees no GPU" if not torch.cuda.is_available() else registry.unsupported_reason("experts", "fp8_block_triton")

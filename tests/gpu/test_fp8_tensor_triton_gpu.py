@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_moe import Activation, MoEConfig
+from ep_moe import Activation
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -21,18 +21,11 @@ from ep_moe.experts.hopper import gemm_grouped as kernels
 from ep_moe.experts.hopper.gemm_grouped import Tiles
 from ep_moe.quant.fp8_tensor_kernels import MatrixScales
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from tests.test_bf16_triton import BF16, SMALL, check, rows
-from tests.test_fp8_tensor_triton import FP8, STATIC, build, rounded
+from tests.fixtures.bf16_triton import BF16, SMALL, check, rows
+from tests.fixtures.fp8_tensor_triton import FP8, STATIC, build, rounded
+from tests.fixtures.fp8_tensor_triton_gpu import COUNTS, DEEPSEEK, FORMS, ODD, QWEN3, exact_sums, operands
 
 pytestmark = pytest.mark.timeout(600)
-
-# the share of one rank of four: (config, slots)
-QWEN3 = (MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), 32)
-DEEPSEEK = (MoEConfig(hidden_size=7168, intermediate_size=2048, num_experts=256, top_k=8), 64)
-ODD = (MoEConfig(hidden_size=384, intermediate_size=640, num_experts=12, top_k=6), 3)  # not powers of two
-# an instruction multiplies 32 numbers of each row, and aligns their products and the sum so far to the largest of them,
-# of which it keeps 14 bits (DeepSeek-V3's report, section 3.3.2)
-DEPTH, KEPT = 32, 2.0**-13
 
 
 @pytest.mark.parametrize("model", [SMALL, ODD, QWEN3, DEEPSEEK], ids=["small", "odd", "qwen3", "deepseek"])
@@ -76,33 +69,6 @@ def test_activations_saturate(count):
     ones = {"x": torch.ones_like(received.x), "weights": torch.ones_like(received.weights)}
     y = experts(dataclasses.replace(received, local_ids=ids, **ones))
     assert torch.equal(y, torch.full_like(y, config.intermediate_size * 448 * 0.25))
-
-
-def exact_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Row by row products in float64 [r, n], and what tensor cores may lose of them. a: [r, k], b: [r, n, k]
-
-    An instruction drops less than KEPT of the largest of its 33 addends from each; that one is the exact one and what
-    was lost before, which compounds.
-    """
-    terms = (a.unsqueeze(1) * b).unflatten(2, (-1, DEPTH))
-    within = terms.sum(3)
-    largest = torch.maximum(terms.abs().amax(3), (within.cumsum(2) - within).abs())
-    share = (DEPTH + 1) * KEPT
-    return within.sum(2), share * largest.sum(2) * (1 + share) ** within.shape[2]
-
-
-FORMS = [Tiles(16), Tiles(96), Tiles(112), Tiles(144), Tiles(192, stages=3)]
-COUNTS = (130, 0, 1, 64, 129, 700)  # the last: more tiles of a program, so that buffers are used again
-
-
-def operands(n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """a, b, ends, and each row's expert."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    counts = torch.tensor(COUNTS, device="cuda")
-    a = torch.randn(sum(COUNTS), k, generator=generator, device="cuda").to(dtype)
-    b = torch.randn(len(COUNTS), n, k, generator=generator, device="cuda").to(dtype)
-    expert = torch.repeat_interleave(torch.arange(len(COUNTS), device="cuda"), counts)
-    return a, b, counts.cumsum(0).int(), expert
 
 
 @pytest.mark.parametrize("spare", [0, 120], ids=["every multiprocessor", "a few"])

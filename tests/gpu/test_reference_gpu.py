@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
-from tests.helpers import assert_same, fill, integer_routing, integer_rows, moved
-from tests.test_experts import bound, experts, local_ids, loop, parameters, received, shape
+from tests.fixtures.experts import bound, experts, local_ids, loop, parameters, received, shape
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 

@@ -3,7 +3,7 @@ module.
 
 `flashinfer.fused_moe.cutlass_fused_moe` allocates three tensors that this path never reads at each call and looks the
 tactic up by the autotuner; the operator below hands the same arguments to the same compiled `run_moe`, in the order
-of `RUN_MOE` (tests/test_flashinfer_signature.py holds it against FlashInfer's own source).
+of `RUN_MOE` (tests/unit/experts/flashinfer/test_flashinfer_signature.py holds it against FlashInfer's own source).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """FlashInfer's TRTLLM MoE entries as one torch operator. The only file that calls them.
 
 What each entry wants is in `arguments`: one dict of keyword arguments, bound against FlashInfer's own signatures by
-tests/test_trtllm_signature.py. Facts are those of FlashInfer 0.7.2: fused_moe/core.py for the arguments,
-csrc/trtllm_fused_moe_kernel_launcher.cu for shapes and dtypes, RoutingKernel.cuh for ids.
-"""
+tests/unit/experts/flashinfer/test_trtllm_signature.py. Facts are those of FlashInfer 0.7.2: fused_moe/core.py for the
+arguments, csrc/trtllm_fused_moe_kernel_launcher.cu for shapes and dtypes, RoutingKernel.cuh for ids."""
 
 from __future__ import annotations
 

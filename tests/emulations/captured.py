@@ -1,0 +1,70 @@
+"""A layer whose captured calls are made again without a GPU, on the tensors that they were recorded with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.execution import captured as captured_calls
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.types import LogicalIds, Routing
+from tests.emulations.graph import RecordableCall
+from tests.fixtures.helpers import assert_same
+
+CPU = torch.device("cpu")
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, shared_intermediate_size=16)
+COUNTED = 1  # where the router's routes are made inside, the number of tokens is copied too
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """On one rank, in float32, with random numbers: sums in another order would show."""
+    monkeypatch.setattr(captured_calls, "Recorder", RecordableCall)
+    monkeypatch.setattr(RecordableCall, "replays", 0)
+    able = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
+    monkeypatch.setattr(ReferenceExperts, "capabilities", able)
+    with EPContext.local(CPU) as context:
+        yield MoELayer(CONFIG, context)
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool:
+    """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit: among as many
+    rows as were recorded, since on a CPU sums over columns depend on how many rows there are."""
+    before, tokens = RecordableCall.replays, x.numel() // CONFIG.hidden_size
+    with torch.no_grad():
+        y = layer(x) if routing is None else layer.forward_routed(x, routing)
+        count = RecordableCall.replays - before
+        calls = layer.captured._calls.get((None, routing is not None))
+        call = calls.serving(tokens) if count and calls is not None else None
+        if call is None or call.inputs.most == tokens:
+            assert_same(y, layer.run(x, routing))
+        else:
+            assert_same(y, among(layer, call.inputs.most, x, routing))
+    assert y.shape == x.shape
+    assert y.is_contiguous()
+    return count == 1
+
+
+def among(layer: MoELayer, most: int, x: Tensor, routing: Routing | None) -> Tensor:
+    """The call's result with rows behind it that no expert is asked for."""
+    tokens = x.numel() // CONFIG.hidden_size
+    wide = torch.zeros(most, CONFIG.hidden_size, dtype=x.dtype)
+    wide[:tokens] = x.reshape(tokens, CONFIG.hidden_size)
+    chosen = layer.router(wide) if routing is None else routing
+    ids, weights = torch.full((most, CONFIG.top_k), -1), torch.ones(most, CONFIG.top_k)
+    ids[:tokens], weights[:tokens] = chosen.ids[:tokens], chosen.weights[:tokens]
+    return layer.run(wide, Routing(LogicalIds(ids), weights))[:tokens].view(x.shape)
+
+
+def served(layer: MoELayer) -> list:
+    ((_, calls),) = layer.captured._calls.items()
+    assert calls.sizes == [call.inputs.most for call in calls.calls]
+    return calls.calls

@@ -1,0 +1,50 @@
+"""In the place of CUDA graphs: what makes a recorded call again, on the tensors that it was recorded with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.execution import captured
+from ep_moe.execution.graph_inputs import InputMemory
+from ep_moe.experts.reference import ReferenceExperts
+from tests.fixtures.layer_static import on_the_cpu
+
+GRAPHS = captured.Recorder
+
+
+class RecordableCall:
+    """A `Recorder`. replays: how many there were"""
+
+    replays, here, among = 0, True, vars(GRAPHS)["among"]
+
+    def __init__(self, device: torch.device, workspaces) -> None:
+        self.stream = None
+        self.memory = InputMemory()
+
+    @classmethod
+    def unsupported_reason(cls, device: torch.device) -> str | None:
+        return None
+
+    def warm(self, call) -> None:
+        call()
+
+    def record(self, call):
+        assert not torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        out = call()
+
+        def replay() -> None:
+            RecordableCall.replays += 1
+            out.copy_(call())
+
+        return replay, out
+
+
+def stand_in() -> None:
+    """Within a rank's process."""
+    on_the_cpu(NVLinkP2PDispatcher)
+    captured.Recorder, RecordableCall.replays = RecordableCall, 0
+    ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)

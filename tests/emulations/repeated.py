@@ -1,0 +1,183 @@
+"""Repeated calls without a GPU: a driver that writes down what its binaries are given, and a stand-in for graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.all2all.nvlink_p2p import dispatcher
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.errors import BackendUnavailable
+from ep_moe.execution import repeated
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import Links
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.placement.placement import Placement
+from ep_moe.types import LogicalIds, Routing
+from tests.fixtures.launches import Driver
+
+CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
+MOST = 3  # tokens
+CPU = torch.device("cpu")
+
+
+def make_memory(rank_group, device, size: int) -> SimpleNamespace:
+    local = torch.zeros(size, dtype=torch.uint8)
+    return SimpleNamespace(local=local, peers=[local], addresses=torch.tensor([local.data_ptr()]))
+
+
+class Allocations(TorchDispatchMode):
+    """Whether any operation gives what lies nowhere among what it was given."""
+
+    seen = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        found = {t.untyped_storage().data_ptr() for t in tree_leaves(out) if isinstance(t, Tensor)}
+        self.seen = self.seen or not found <= given
+        return out
+
+
+class Recording:
+    """In the place of a `Recorder`, and of its graphs. recorded: how many there were"""
+
+    here, recorded = True, 0
+    unsupported_reason = staticmethod(lambda device: None)
+
+    def __init__(self, made: Driver) -> None:
+        self.driver = made
+
+    def among(self, made, device, workspaces) -> Recording:
+        return self
+
+    def graph_of(self, launch, first, last) -> Callable[..., None]:
+        driver, self.recorded = self.driver, self.recorded + 1
+        before = driver.found, driver.functions
+        driver.found, driver.functions = [], []
+        with Allocations() as allocations:
+            launch()
+        if allocations.seen:
+            raise BackendUnavailable("it allocates")
+        made = list(zip(driver.found, driver.functions, strict=True))
+        driver.found, driver.functions = before
+        assert changed(made[0][0], first) == made[0][0], "what was recorded is what was given"
+        assert changed(made[-1][0], last) == made[-1][0]
+
+        def launch_again(first, last, stream) -> None:
+            for number, (found, function) in enumerate(made):
+                found = changed(found, first) if number == 0 else found
+                found = changed(found, last) if number == len(made) - 1 else found
+                driver.found.append(found)
+                driver.functions.append(function)
+
+        return launch_again
+
+
+def changed(found: tuple, given: list[int] | tuple[int, ...]) -> tuple:
+    """A launch with other first arguments; what is None is none of a binary's."""
+    places = [place for place, value in enumerate(found[2:], 2) if value is not None][: len(given)]
+    other = list(found)
+    for place, value in zip(places, given, strict=True):
+        other[place] = value
+    return tuple(other)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What a GPU and its driver would be asked, with everything on the CPU: nothing is computed."""
+    from triton.runtime import driver
+
+    made, tables = Driver(), Placement._tables
+
+    def unpinned(self, expert_map):
+        with mock.patch.object(torch.Tensor, "is_cuda", False):
+            return tables(self, expert_map)
+
+    monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr(repeated, "Recorder", Recording(made))
+    monkeypatch.setattr(Placement, "_tables", unpinned)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+    monkeypatch.setattr(dispatcher, "make_memory", make_memory)
+    monkeypatch.setattr(NVLinkP2PDispatcher, "unsupported_platform", classmethod(lambda cls, layout: None))
+    anywhere = {"devices": frozenset({"cpu"})}
+    able = dataclasses.replace(NVLinkP2PDispatcher.capabilities, **anywhere)
+    monkeypatch.setattr(NVLinkP2PDispatcher, "capabilities", able)
+    anywhere |= {"min_compute_capability": None, "max_compute_capability": None}
+    for kernel in (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8DynamicTritonExperts, Fp8TensorTritonExperts):
+        able = dataclasses.replace(kernel.capabilities, **anywhere)
+        monkeypatch.setattr(kernel, "capabilities", able)
+        monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))
+    return made
+
+
+@pytest.fixture
+def context():
+    layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
+    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder, max_tokens=MOST) as made:
+        yield made
+
+
+def built(context: EPContext, config: MoEConfig = CONFIG, **asked) -> MoELayer:
+    asked = {"all2all": "nvlink_p2p", "experts": "bf16_triton", "dtype": torch.bfloat16} | asked
+    return MoELayer(config, context, **asked)
+
+
+@pytest.fixture
+def layer(driver, context):
+    """One whose calls are noted."""
+    made = built(context)
+    for _ in range(2):
+        forward(made, *given(1))
+    assert len(made.repeated) == 1
+    return made
+
+
+def given(tokens: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Routing]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, CONFIG.hidden_size, generator=generator).bfloat16()
+    ids = torch.rand(tokens, CONFIG.num_experts, generator=generator).topk(CONFIG.top_k).indices.to(dtype)
+    return x, Routing(LogicalIds(ids), torch.rand(ids.shape, generator=generator))
+
+
+@torch.no_grad()
+def forward(layer: MoELayer, x: Tensor, routing: Routing | None) -> Tensor:
+    return layer(x) if routing is None else layer.forward_routed(x, routing)
+
+
+def repeats(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
+    """Whether such a call is repeated."""
+    with mock.patch.object(MoELayer, "run", autospec=True, side_effect=MoELayer.run) as run:
+        out = forward(layer, x, routing)
+    assert out.shape == x.shape
+    assert out.dtype == x.dtype
+    return not run.called
+
+
+def every_other(tensor: Tensor) -> Tensor:
+    """The same numbers, one step apart."""
+    wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same numbers, beginning between two multiples of 16 bytes."""
+    room = torch.zeros(tensor.numel() + 16, dtype=tensor.dtype)
+    start = (-room.data_ptr() % 16) // tensor.itemsize + 1
+    return room[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)

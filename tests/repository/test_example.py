@@ -1,0 +1,32 @@
+"""examples/train.py as docs/how-to/training.md starts it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_moe.parallel.groups import TorchrunEnv
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(ranks: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ran = subprocess.run(
+        [*command, "examples/train.py", *arguments], cwd=ROOT, text=True, capture_output=True, timeout=110,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout
+
+
+@pytest.mark.skipif(TorchrunEnv.present(), reason="starts torchrun itself")
+@pytest.mark.timeout(240)
+def test_a_run_of_2_ranks_goes_on_with_4(tmp_path):
+    first = torchrun(2, "--steps", "4", "--save", str(tmp_path / "checkpoint"))
+    assert first.count("loss") == 4
+    second = torchrun(4, "--steps", "8", "--resume", str(tmp_path / "checkpoint"), "--check")
+    assert second.count("loss") == 4
+    assert "4 ranks and one process agree" in second

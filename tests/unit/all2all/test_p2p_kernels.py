@@ -1,0 +1,322 @@
+"""The Triton forms of `nvlink_p2p.reference` against the torch forms, which define them: all ranks in one process, one
+after the other, so that nobody waits (the flags say that all others have come)."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from ep_moe.all2all.base import DispatchShape
+from ep_moe.all2all.nvlink_p2p import reference
+from ep_moe.all2all.nvlink_p2p.buffers import Workspace
+from ep_moe.config import Wire
+from ep_moe.quant.fp8_rows import round_by
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.quant.wire import round_rows
+from ep_moe.testing.transport_rows import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
+from ep_moe.types import PhysicalIds, PhysicalRouting
+from tests.fixtures.fp8_block_kernels import DEVICE
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.quant import fp8_rows_triton
+from tests.fixtures.p2p_kernels import FEW, others_told, workspaces
+
+
+def told(made: list[Workspace], rank: int, phase: int) -> bool:
+    return all(int(workspace.places["flags"][phase, rank]) == int(made[rank].sequence[0]) for workspace in made)
+
+
+def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(17 * rank + tokens)
+    x = torch.randn(tokens, shape.hidden_size, generator=generator).to(shape.dtype)
+    ids = torch.randint(-2, shape.num_physical + 2, (tokens, shape.top_k), generator=generator).to(ids_dtype)
+    routing = PhysicalRouting(PhysicalIds(ids), torch.rand(ids.shape, generator=generator))
+    return (*round_rows(x, shape.wire), routing)
+
+
+@pytest.mark.parametrize("way", ["given", "written", "copied"])  # the answers
+@pytest.mark.parametrize("blocks", [2, 16])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "wire",
+    [Wire(), Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR, NVFP4, Wire(combine="fp8")],
+    ids=lambda wire: f"{wire.dispatch}, {wire.combine}",
+)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), [
+    (2, 1, 128, torch.bfloat16), (3, 3, 384, torch.float16), (4, 8, 256, torch.float32), (4, 2, 2304, torch.bfloat16),
+])  # fmt: skip
+def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way, monkeypatch):
+    monkeypatch.setattr(bulk, "_TILE", 2)  # several programs send ids
+    shape = DispatchShape(
+        hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire
+    )
+    bound = 7
+    found, wanted, copy = workspaces(shape, DEVICE), workspaces(shape, "cpu"), way == "copied"
+    for rank in range(ranks):
+        x, scale, routing = batch(shape, rank, (7, 0, 3, 5)[rank], ids_dtype)
+        for made in (found, wanted):
+            others_told(made, rank, 0)
+        if copy:
+            reference.send_copies(wanted[rank], x, scale, routing, bound)
+        else:
+            reference.send(wanted[rank], x, scale, routing, bound, blocks)
+        there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
+        scale = None if scale is None else scale.to(DEVICE)
+        if copy:
+            for ours, theirs in zip(found, wanted, strict=True):  # as the engines do
+                ours.places["rows"].copy_(theirs.places["rows"])
+            bulk.announce(found[rank], scale, there, bound)
+        else:
+            bulk.send(found[rank], x.to(DEVICE), scale, there, bound, blocks)
+        assert all(told(made, rank, phase) for made in (found, wanted) for phase in (0, 2))
+    for ours, theirs in zip(found, wanted, strict=True):
+        ids = theirs.places["ids"]
+        sent = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
+        for name in ("rows", "ids", "weights", "scales"):
+            mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
+            chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are nobody's
+            assert torch.equal(mine[chosen], wished[chosen]), name
+        assert ours.sequence.tolist() == [1, 0, 0, 0, 0], "one call, and the count is ready for the next"
+        generator = torch.Generator().manual_seed(theirs.rank)
+        theirs.places["answers"].copy_(answers(theirs, generator))
+        ours.places["answers"].copy_(theirs.places["answers"])
+    for ours, theirs in zip(found, wanted, strict=True):
+        if way == "given":
+            reference.give(theirs, bound)
+            bulk.give(ours, bound)
+        else:
+            reference.give_copies(theirs, bound)
+        if way == "copied":
+            reference.tell_given(theirs)
+            bulk.tell_given(ours)
+            assert told(found, ours.rank, 1)
+    for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
+        if way == "given":  # rows that nobody wants are left alone
+            both = (each.places["arrived"].cpu().float() for each in (found[rank], wanted[rank]))
+            mine, wished = (arrived.nan_to_num(99.0) for arrived in both)
+            assert torch.equal(mine, wished)
+            assert not mine[-2:].any(), "beyond the bound"
+        else:
+            found[rank].places["arrived"].copy_(wanted[rank].places["arrived"])
+        if way != "copied":
+            others_told(wanted, rank, 1)
+            others_told(found, rank, 1)
+        expected = reference.receive(wanted[rank], tokens, bound, tell=way != "copied")
+        out = found[rank].sums(tokens)
+        bulk.receive(found[rank], out, bound, tell=way != "copied")
+        assert all(told(made, rank, 1) for made in (found, wanted))
+        assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+        assert out.dtype == dtype
+    for ours in found:
+        assert ours.sequence.tolist() == [1, 0, 1, 0, 0], "it is the last one"
+
+
+def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
+    """Small whole numbers, whose sums are exact: the interpreter loses a carry in rounding
+    (`tests/unit/quant/test_fp8_rows_triton.py`). A row of NaN; in E4M3, of which it knows no NaN, larger and smaller
+    ones."""
+    made = torch.randint(-8, 9, workspace.places["answers"].shape, generator=generator).float()
+    if workspace.dispatch_shape.wire.combine == "plain":
+        made[2] = torch.nan if workspace.rank else -0.0
+    else:
+        made[:, 3:6] = torch.tensor([1000.0, -2000.0, 2.0**-9])
+    return made
+
+
+def stale_cells(workspace: Workspace) -> None:
+    """As a call left them that had number 7."""
+    for name in ("row_packets", "answer_packets"):
+        workspace.places[name].fill_(7 << 32)
+    workspace.sequence[2] = 7
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [Wire(), Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR, NVFP4, Wire(combine="fp8")],
+    ids=lambda wire: f"{wire.dispatch}, {wire.combine}",
+)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype", "ids_dtype"), [
+    (2, 1, 128, torch.bfloat16, torch.int64), (3, 3, 384, torch.float16, torch.int32),
+    (4, 8, 256, torch.float32, torch.int64), (4, 2, 2304, torch.bfloat16, torch.int32),
+])  # fmt: skip
+def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
+    """Each half of all ranks before the next half of any, as on a GPU nobody waits for what has not set out. Rows of
+    fp8 wires come plain in the second call, and answers are written to the peers."""
+    shape = DispatchShape(
+        hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire
+    )
+    found, wanted = workspaces(shape, DEVICE), workspaces(shape, "cpu")
+    for ours in found:
+        stale_cells(ours)
+    for call in range(2):
+        bound = FEW - call
+        sent = []
+        for rank, theirs in enumerate(wanted):
+            x, scale, routing = batch(shape, rank, (bound, 0, 3, 5)[rank], ids_dtype)
+            there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
+            sent.append((x.to(DEVICE), None if scale is None else scale.to(DEVICE), there))
+            if call and wire in FP8_WIRES:
+                plain = torch.randn(len(x), hidden, generator=torch.Generator().manual_seed(rank)).to(dtype).to(DEVICE)
+                sent[-1] = (plain, None, there)
+                x, scale = (None if part is None else part.cpu() for part in rounded(plain, wire))
+            others_told(wanted, rank, 0)
+            reference.send(theirs, x, scale, routing, bound, 1)
+        for rank, ours in enumerate(found):
+            low_latency.send(ours, *sent[rank], bound, take=False)
+            assert ours.sequence.tolist() == [8 + call, 0, 7 + call, 0, 0]
+        for rank, ours in enumerate(found):
+            low_latency.send(ours, *sent[rank], bound, put=False)
+        for ours, theirs in zip(found, wanted, strict=True):
+            ids = theirs.places["ids"]
+            here = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)[: ranks * bound]
+            for name in ("rows", "ids", "weights", "scales"):
+                mine, wished = ours.places[name][: ranks * bound].cpu(), theirs.places[name][: ranks * bound]
+                chosen = here if name in ("rows", "scales") else slice(None)
+                assert torch.equal(mine[chosen].view(torch.uint8), wished[chosen].view(torch.uint8)), name
+            assert torch.equal(ours.sent[:bound].cpu(), theirs.sent[:bound])
+            beyond = ours.places["row_packets"][:, bound:] >> 32
+            assert beyond.shape[1] == call
+            assert not (beyond == 8 + call).any(), "tokens beyond the bound"
+            generator = torch.Generator().manual_seed(theirs.rank)
+            theirs.places["answers"].copy_(answers(theirs, generator))
+            ours.places["answers"].copy_(theirs.places["answers"])
+        results = []
+        for theirs in wanted:
+            reference.give(theirs, bound)
+        for rank, ours in enumerate(found):
+            tokens = (bound, 0, 3, 5)[rank]
+            out = torch.full((tokens, hidden), 9.0, dtype=dtype, device=DEVICE)
+            if call:  # answers are written by whoever has them, and not sent by `receive`
+                rows = ours.places["answers"][: ranks * bound]
+                travelling = rows if wire.combine == "plain" else round_by(rows, 1.0)
+                ours._by_packets(ours.peer_out(bound)).write(travelling)
+            else:
+                low_latency.receive(ours, out, bound, take=False)
+            results.append(out)
+            assert bool((results[-1] == 9).all())
+        for rank, ours in enumerate(found):
+            others_told(wanted, rank, 1)
+            expected = reference.receive(wanted[rank], len(results[rank]), bound, tell=True)
+            out = results[rank]
+            low_latency.receive(ours, out, bound, put=False)
+            assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
+            assert ours.sequence.tolist() == [8 + call, 0, 8 + call, 0, 0]
+
+
+FP8_WIRES = [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR]
+TOKENS = (7, 0, 3)  # of each rank, under a bound of 7
+
+
+def routed(shape: DispatchShape, rank: int, tokens: int) -> PhysicalRouting:
+    """Some routes of no expert, and a token without any."""
+    there = routes(rank, tokens, shape.num_ranks, shape.top_k)
+    there.ids[2:3] = -1
+    return moved(there, torch.device(DEVICE))
+
+
+def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By the kernels, in a launch of their own: `round_rows` on GPUs."""
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+    if wire.input_scale is not None:
+        fp8_rows_triton.round_by(x, wire.input_scale, out)
+        return out, None
+    scale = torch.empty(len(x), ROW_FORMATS[wire.dispatch].scales(x.shape[1]), device=DEVICE)
+    fp8_rows_triton.round_blocks(x, out, scale)
+    return out, scale
+
+
+@pytest.mark.parametrize("wire", FP8_WIRES, ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("hidden", [128, 384, 2304])
+@pytest.mark.parametrize("blocks", [2, 16])
+def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
+    """All bytes that a call leaves behind, on all ranks."""
+    shape = DispatchShape(
+        hidden_size=hidden, top_k=2, slots_per_rank=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
+    )
+    found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
+    for rank, tokens in enumerate(TOKENS):
+        x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(rank))
+        x = x.mul(torch.logspace(-4, 2, hidden)).to(dtype)
+        x[3:4], x[4:5, 100], x[1:2, 60], x[6:7] = 0, torch.nan, torch.inf, 6e4
+        x, routing = x.to(DEVICE), routed(shape, rank, tokens)
+        for made in (found, wanted):
+            others_told(made, rank, 0)
+        bulk.send(found[rank], x, None, routing, 7, blocks)
+        bulk.send(wanted[rank], *rounded(x, wire), routing, 7, blocks)
+    for ours, theirs in zip(found, wanted, strict=True):
+        for name, place in theirs.places.items():
+            assert torch.equal(ours.places[name].view(torch.uint8), place.view(torch.uint8)), name
+        assert torch.equal(ours.memory.local, theirs.memory.local), "nothing between the places"
+        assert ours.sequence.tolist() == [1, 0, 0, 0, 0]
+        assert ours.places["rows"].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("wire", FP8_WIRES, ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
+    """Numbers that are exact; plain rows to the torch form, and rounded ones."""
+    shape = DispatchShape(
+        hidden_size=512, top_k=2, slots_per_rank=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
+    )
+    made = found, plain, before = [workspaces(shape, device) for device in (DEVICE, "cpu", "cpu")]
+    for rank, tokens in enumerate(TOKENS):
+        x, there = rows(rank, tokens, dtype, wire), routed(shape, rank, tokens)
+        routing = PhysicalRouting(PhysicalIds(there.ids.cpu()), there.weights.cpu())
+        for each in made:
+            others_told(each, rank, 0)
+        bulk.send(found[rank], x.to(DEVICE), None, there, 7, 4)
+        for workspace, given in ((plain[rank], (x, None)), (before[rank], round_rows(x, wire))):
+            if copies:
+                reference.send_copies(workspace, *given, routing, 7)
+            else:
+                reference.send(workspace, *given, routing, 7, 4)
+    for ours, theirs, third in zip(*made, strict=True):
+        assert torch.equal(theirs.memory.local, third.memory.local)
+        ids = theirs.places["ids"]
+        here = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
+        assert here.any()
+        for name in ("rows", "scales"):
+            mine, wished = ours.places[name].cpu()[here], theirs.places[name][here]
+            assert torch.equal(mine.view(torch.uint8), wished.view(torch.uint8)), name
+
+
+def test_numbers_may_overflow():
+    """2**31 calls are four days of a busy server."""
+    shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
+    for workspace in (made := workspaces(shape, DEVICE)):
+        workspace.sequence[2] = 2**31 - 1
+    x, _, routing = batch(shape, 0, 1, torch.int64)
+    there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
+    for _ in range(2):
+        others_told(made, 0, 0)
+        bulk.send(made[0], x.to(DEVICE), None, there, 1, 1)
+        others_told(made, 0, 1)
+        bulk.receive(made[0], made[0].sums(1), 1, tell=True)
+    assert made[0].sequence.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0, 0]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
+@pytest.mark.parametrize("form", [reference, bulk], ids=["torch", "triton"])
+def test_numbers_of_old_calls_are_awaited_no_less(form):
+    """By their difference they would seem to be later ones, once 2**31 calls have gone by packets, which count and tell
+    nothing: a day of a server that only decodes."""
+    shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
+    ours = workspaces(shape, DEVICE)[0]
+    ours.sent.fill_(-1)
+    ours.sequence.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0, 0]))
+    ours.places["flags"][1] = torch.tensor([6 - 2**31, 5])
+    out = ours.sums(1)
+    given = (ours, out, 1) if form is bulk else (ours, 1, 1)
+    waiting = threading.Thread(target=form.receive, args=given, kwargs={"tell": False}, daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive(), "for the peer, whose number is of an old call"
+    ours.places["flags"][1, 1] = 6 - 2**31
+    waiting.join(60)
+    assert not waiting.is_alive()

@@ -1,0 +1,170 @@
+"""Ids that `send` places on its way against those that were placed before it, on all ranks; on a CPU in Triton's
+interpreter, one rank after the other, so that nobody waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_moe.all2all.base import DispatchShape
+from ep_moe.all2all.nvlink_p2p.buffers import Workspace
+from ep_moe.placement.deferred import DeferredRouting
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.placement import Placement
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
+from tests.fixtures.fp8_block_kernels import DEVICE
+from tests.fixtures.p2p_kernels import others_told, workspaces
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+
+
+def rotated(expert_map: ExpertMap) -> ExpertMap:
+    """Every expert on the next rank."""
+    slots, slots_per_rank = expert_map.physical_to_logical, expert_map.slots_per_rank
+    return ExpertMap(
+        physical_to_logical=slots[slots_per_rank:] + slots[:slots_per_rank],
+        num_experts=expert_map.num_experts,
+        num_ranks=4,
+    )
+
+
+SENDERS = ["by kernel", "by packets", "announced"]
+PRESENT, MOST = (4, 0, 2, 3), 4  # tokens of each rank, and their bound
+HIDDEN = 1280  # a row by packets in two pieces
+
+
+class Placing:
+    """A rank's placement by the torch form, and one whose tables kernels take; the tensors of a captured call."""
+
+    def __init__(self, expert_map: ExpertMap, rank: int, top_k: int, ids_dtype: torch.dtype) -> None:
+        self.before, self.late = [Placement(expert_map, ep_rank=rank).to(device) for device in ("cpu", DEVICE)]
+        self.rank, self.tokens, self.experts = rank, PRESENT[rank], expert_map.num_experts
+        self.ids = torch.full((9, top_k), 1, dtype=ids_dtype, device=DEVICE)  # of the other rows, which nobody reads
+        self.weights = torch.ones(9, top_k, device=DEVICE)
+        self.x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(DEVICE)
+        self.tables = self.late.tables
+
+    def draw(self, seed: int) -> None:
+        """Picks of none and of unknown experts among them, and some twice."""
+        generator = torch.Generator().manual_seed(100 * seed + self.rank)
+        ids = torch.randint(-3, self.experts + 3, (self.tokens, self.ids.shape[1]), generator=generator)
+        ids[3:4], ids[1:2, -1:] = -1, self.experts
+        self.ids[: self.tokens] = ids.to(self.ids)
+        self.weights[: self.tokens] = torch.rand(ids.shape, generator=generator).to(DEVICE)
+
+    @property
+    def x_here(self) -> torch.Tensor:
+        return self.x[: self.tokens]
+
+    def placed_before(self) -> PhysicalRouting:
+        ids, weights = self.ids[: self.tokens], self.weights[: self.tokens]
+        there = self.before(Routing(LogicalIds(ids.cpu()), weights.cpu()))
+        return PhysicalRouting(PhysicalIds(there.ids.to(DEVICE)), weights)
+
+    def routing(self) -> DeferredRouting:
+        return DeferredRouting(LogicalIds(self.ids[: self.tokens]), self.weights[: self.tokens], self.tables)
+
+    def put(self, expert_map: ExpertMap) -> None:
+        for placement in (self.before, self.late):
+            placement.update(expert_map)
+
+
+def send_all(sender: str, made: list[Workspace], calls: list[tuple[torch.Tensor, PhysicalRouting]]) -> None:
+    for workspace, (x, routing) in zip(made, calls, strict=True):
+        others_told(made, workspace.rank, 0)
+        if sender == "by kernel":
+            bulk.send(workspace, x, None, routing, MOST, 3)
+        elif sender == "announced":
+            bulk.announce(workspace, None, routing, MOST)
+        else:
+            low_latency.send(workspace, x, None, routing, MOST, take=False)
+    for workspace, (x, routing) in zip(made, calls, strict=True):
+        if sender == "by packets":
+            low_latency.send(workspace, x, None, placed_already(routing), MOST, put=False)
+        workspace.sequence[2] = workspace.sequence[0]
+
+
+def placed_already(routing: PhysicalRouting) -> PhysicalRouting:
+    """For the half that reads none: a GPU sends and takes in one launch."""
+    return PhysicalRouting(PhysicalIds(torch.zeros_like(routing.weights, dtype=torch.int64)), routing.weights)
+
+
+def valid_picks(placing: Placing) -> torch.Tensor:
+    ids = placing.ids[: placing.tokens].flatten().long().cpu()
+    return torch.bincount(ids[(ids >= 0) & (ids < placing.experts)], minlength=placing.experts)
+
+
+@pytest.mark.parametrize("sender", SENDERS)
+@pytest.mark.parametrize(("first", "later", "top_k", "ids_dtype"), [
+    (ExpertMap.linear(12, 4), ExpertMap.round_robin(12, 4), 1, torch.int32),
+    (ExpertMap.redundant(10, 4, 6), rotated(ExpertMap.redundant(10, 4, 6)), 3, torch.int64),
+    (ExpertMap.redundant(6, 4, 10), rotated(ExpertMap.redundant(6, 4, 10)), 4, torch.int32),
+    (ExpertMap.uneven([7, 1, 3, 2]), ExpertMap.uneven([7, 1, 3, 2]), 3, torch.int64),
+])  # fmt: skip
+def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
+    """All bytes that a call leaves behind, on all ranks, and loads; again on the same tensors after others were written
+    there: ids, then tables, then that nothing is counted."""
+    shape = DispatchShape(
+        hidden_size=HIDDEN,
+        top_k=top_k,
+        slots_per_rank=first.slots_per_rank,
+        num_ranks=4,
+        dtype=torch.bfloat16,
+        max_tokens=9,
+    )
+    found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
+    ranks = [Placing(first, rank, top_k, ids_dtype) for rank in range(4)]
+    counted = [torch.zeros(first.num_experts, dtype=torch.int64) for _ in ranks]
+    for number, change in enumerate(("first", "ids", "tables", "counting")):
+        for placing in ranks:
+            if change != "tables":
+                placing.draw(number)
+            else:
+                placing.put(later)
+            if change == "counting":
+                for placement in (placing.before, placing.late):
+                    placement.counting.zero_()
+        for workspace in (*found, *wanted):
+            workspace.sent.fill_(99)
+        send_all(sender, wanted, [(placing.x_here, placing.placed_before()) for placing in ranks])
+        send_all(sender, found, [(placing.x_here, placing.routing()) for placing in ranks])
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert torch.equal(ours.memory.local, theirs.memory.local), change
+            assert torch.equal(ours.sent, theirs.sent), change
+            assert (ours.sent[:MOST] < 99).all()
+        for placing, sum_ in zip(ranks, counted, strict=True):
+            sum_ += valid_picks(placing) * (change != "counting")
+            assert torch.equal(placing.late.expert_load.cpu(), sum_), "once per pick"
+            assert torch.equal(placing.late.expert_load.cpu(), placing.before.expert_load), change
+            assert torch.equal(placing.late.slot_load.cpu(), placing.before.slot_load), change
+
+
+@pytest.mark.parametrize("sender", SENDERS[:2])
+def test_ids_that_were_materialized_are_sent_as_they_are(sender):
+    """And they are counted no second time."""
+    expert_map = ExpertMap.redundant(10, 4, 6)
+    shape = DispatchShape(
+        hidden_size=HIDDEN,
+        top_k=3,
+        slots_per_rank=expert_map.slots_per_rank,
+        num_ranks=4,
+        dtype=torch.bfloat16,
+        max_tokens=9,
+    )
+    found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
+    ranks = [Placing(expert_map, rank, 3, torch.int64) for rank in range(4)]
+    for placing in ranks:
+        placing.draw(0)
+    routings = [placing.routing() for placing in ranks]
+    looked = [routing.materialize().ids for routing in routings]
+    send_all(sender, found, [(placing.x_here, routing) for placing, routing in zip(ranks, routings, strict=True)])
+    for placing, routing, ids in zip(ranks, routings, looked, strict=True):
+        before = placing.placed_before()
+        assert torch.equal(ids, before.ids)
+        assert routing.materialize().ids is ids, "they are kept"
+        assert torch.equal(placing.late.slot_load.cpu(), placing.before.slot_load)
+    send_all(sender, wanted, [(placing.x_here, placing.placed_before()) for placing in ranks])
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.memory.local, theirs.memory.local)

@@ -1,0 +1,353 @@
+"""Checkpoints in E4M3 with a scale a matrix or a row: bytes kept where a layer is quantised alike, numbers else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ep_moe import EPContext, MoEConfig, MoELayer, Wire
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.formats import PerExpert, find_format
+from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, largest_input_scale, load_layers
+from ep_moe.errors import CheckpointError
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.weights.cutting import cut
+from tests.fixtures.checkpoint_files import same_bytes, stored
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+HIDDEN, INNER, EXPERTS = 96, 64, 3
+BLOCK = "model.layers.0.mlp"
+CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=2)
+PROJECTIONS = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+SCALES = {"gate_proj": 0.5, "up_proj": 0.5, "down_proj": 0.75}
+
+
+def linear(rows: int, columns: int, seed: int, scale: Tensor, input_scale: float | None) -> dict[str, Tensor]:
+    """One quantised matrix by its names in a file."""
+    numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 40
+    found = {"weight": numbers.clamp(-448, 448).to(FP8), "weight_scale": scale}
+    return found if input_scale is None else found | {"input_scale": torch.tensor(input_scale)}
+
+
+def experts(up: float = 0.5, *, by_row: bool = False, calibrated: bool = True) -> list[dict[str, dict[str, Tensor]]]:
+    found = []
+    for e in range(EXPERTS):
+        matrices = {}
+        for i, (name, shape) in enumerate(PROJECTIONS.items()):
+            scale = torch.tensor((1 + e) * (up if name == "up_proj" else SCALES[name]))
+            if by_row:
+                scale = (scale * (1 + torch.arange(shape[0]) % 5)).unsqueeze(1).bfloat16()
+            matrices[name] = linear(*shape, 10 * e + i, scale, 0.01 * (1 + e) + 0.001 * i if calibrated else None)
+        found.append(matrices)
+    return found
+
+
+def save(folder, matrices=None, *, without: str = "") -> list:
+    matrices = matrices or experts()
+    tensors = {f"{BLOCK}.gate.weight": torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))}
+    for e, projections in enumerate(matrices):
+        for name, parts in projections.items():
+            tensors |= {f"{BLOCK}.experts.{e}.{name}.{part}": tensor for part, tensor in parts.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if name != without}, folder / SINGLE)
+    return matrices
+
+
+def load(folder, quantization: str) -> MoELayer:
+    layer = MoELayer(CONFIG, EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
+    load_layers({0: layer}, folder, "qwen3_moe", progress=False)
+    return layer
+
+
+def numbers(matrix: dict[str, Tensor]) -> Tensor:
+    scale = matrix["weight_scale"].float()
+    return matrix["weight"].float() * (scale.reshape(-1, 1) if scale.numel() > 1 else scale)
+
+
+def as_ours(projections: dict[str, dict[str, Tensor]], scheme: str) -> dict[str, Tensor]:
+    """Canonical tensors of a file's, where gate and up have one scale: gate first."""
+    gate, up, down = (projections[name] for name in PROJECTIONS)
+    whole = {
+        "w13": torch.cat([m["weight"].view(torch.uint8) for m in (gate, up)]).view(FP8),
+        "w13_scale": gate["weight_scale"],
+        "w2": down["weight"],
+        "w2_scale": down["weight_scale"],
+    }
+    if scheme == "fp8_static":
+        whole |= {"w13_input_scale": max(gate["input_scale"], up["input_scale"])}
+        whole |= {"w2_input_scale": down["input_scale"]}
+    return whole
+
+
+@pytest.mark.parametrize("one", [(), (1,)], ids=["[]", "[1]"])
+@pytest.mark.parametrize(
+    ("scheme", "calibrated"), [("fp8_static", True), ("fp8_dynamic", True), ("fp8_dynamic", False)]
+)
+def test_bytes_are_kept(scheme, calibrated, one, tmp_path):
+    given = experts(calibrated=calibrated)
+    matrices = [{n: {p: t.reshape(t.shape or one) for p, t in m.items()} for n, m in e.items()} for e in given]
+    save(tmp_path, matrices)
+    layer = load(tmp_path, scheme)
+    for e, projections in enumerate(given):
+        found, wanted = stored(layer, e), as_ours(projections, scheme)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert same_bytes(found[name], tensor), (e, name)
+
+
+@pytest.mark.parametrize("etp", [2, 4])
+def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
+    matrices = save(tmp_path)
+    source = CheckpointSource(tmp_path)
+    found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
+    assert isinstance(found, PerExpert)
+    whole = as_ours(matrices[1], "fp8_static")
+    for rank in range(etp):
+        inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
+        before = source.bytes_read
+        piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "fp8_static")
+        for name, tensor in whole.items():
+            assert same_bytes(piece[name], cut(CONFIG, name, tensor, etp, rank)), name
+        assert source.bytes_read - before == (whole["w13"].numel() + whole["w2"].numel()) // etp + 6 * 4
+        plain = found.read(source, BLOCK, CONFIG, 1, inner)
+        for name in ("w13", "w2"):
+            assert torch.equal(plain[name], cut(CONFIG, name, SCHEMES["fp8_static"].dequantize(whole, name), etp, rank))
+
+
+@pytest.mark.parametrize("larger", ["gate", "up"])
+def test_gate_and_up_under_two_scales(larger, tmp_path):
+    """The half with the larger keeps its bytes; the other is within half a step of E4M3 under that scale: 2**-4 of
+    itself, or half of the smallest number."""
+    matrices = save(tmp_path, experts(0.4 if larger == "gate" else 0.7))
+    layer = load(tmp_path, "fp8_static")
+    kept = 0 if larger == "gate" else 1
+    for e, projections in enumerate(matrices):
+        own = stored(layer, e)
+        halves = [projections[name] for name in ("gate_proj", "up_proj")]
+        assert own["w13_scale"] == halves[kept]["weight_scale"]
+        assert same_bytes(own["w13"].chunk(2)[kept], halves[kept]["weight"])
+        wanted = numbers(halves[1 - kept])
+        found = SCHEMES["fp8_static"].dequantize(own, "w13").chunk(2)[1 - kept]
+        assert not torch.equal(found, wanted)
+        least = 2.0**-10 * float(own["w13_scale"])
+        assert ((found - wanted).abs() <= (wanted.abs() * 2.0**-4).clamp(min=least) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["a matrix", "a row"])
+@pytest.mark.parametrize("quantization", ["none", "fp8_dynamic", "mxfp8"])
+def test_numbers_are_kept_in_another_scheme(quantization, by_row, tmp_path):
+    """With a scale a row fp8_dynamic is another one, too."""
+    matrices = save(tmp_path, experts(by_row=by_row))
+    layer, scheme = load(tmp_path, quantization), SCHEMES[quantization]
+    for e, projections in enumerate(matrices):
+        gate, up, down = (numbers(projections[name]) for name in PROJECTIONS)
+        for name, tensor in (("w13", torch.cat([gate, up])), ("w2", down)):
+            wanted = tensor
+            if by_row or quantization != "fp8_dynamic":
+                wanted = scheme.weights.dequantize(scheme.weights.quantize(tensor, torch.bfloat16))
+            assert torch.equal(scheme.dequantize(stored(layer, e), name), wanted), (e, name)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (HIDDEN,), (HIDDEN, 1)], ids=str)
+def test_any_part_of_a_matrix_is_read(shape, tmp_path):
+    scale = (1 + torch.arange(HIDDEN) % 7).float()[: 1 if len(shape) == 0 or shape == (1,) else HIDDEN].reshape(shape)
+    matrices = experts()
+    matrices[0]["down_proj"]["weight_scale"] = scale
+    whole = numbers(save(tmp_path, matrices)[0]["down_proj"])
+    source, name = CheckpointSource(tmp_path), f"{BLOCK}.experts.0.down_proj.weight"
+    assert source.shape(name) == (HIDDEN, INNER)
+    assert torch.equal(source.read(name, slice(5, 9), slice(3, 21)), whole[5:9, 3:21])
+    assert torch.equal(source.read(name), whole)
+
+
+def test_the_scale_that_rows_travel_under(tmp_path):
+    """The largest of gate's and up's, in all layers; of no other projection."""
+    matrices = save(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    tensors |= {f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_scale": torch.tensor([0.25])}
+    others = ("mlp.shared_experts.gate_proj", "self_attn.q_proj", "mlp.experts.1.down_proj", "mlp.gate_proj")
+    tensors |= {f"model.layers.0.{name}.input_scale": torch.tensor(9.0) for name in others}
+    save_file(tensors, tmp_path / SINGLE)
+    assert largest_input_scale(tmp_path, "qwen3_moe") == 0.25
+    del tensors[f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_scale"]
+    save_file(tensors, tmp_path / SINGLE)
+    expected = max(float(e[name]["input_scale"]) for e in matrices for name in ("gate_proj", "up_proj"))
+    assert largest_input_scale(tmp_path, "qwen3_moe") == expected
+
+
+def scales_of_others(block: str) -> dict[str, Tensor]:
+    """A layer that predicts more tokens, an expert that no layer has, and names that end alike."""
+    names = (
+        "model.layers.3.mlp.experts.0.gate_proj",
+        f"{block}.experts.8.up_proj",
+        f"{block}.experts.0.down_proj",
+        f"{block}.shared_experts.gate_proj",
+        f"model.mtp.layers.0.{block.removeprefix('model.layers.0.')}.experts.0.gate_proj",
+        f"mtp.{block}.experts.0.gate_proj",
+        f"{block}.experts.0.lora.gate_proj",
+        "model.layers.0.self_attn.q_proj",
+    )
+    return {f"{name}.input_scale": torch.tensor(5.0) for name in names}
+
+
+def test_layers_that_the_model_has_not(tmp_path):
+    matrices = save(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    expected = max(float(e[name]["input_scale"]) for e in matrices for name in ("gate_proj", "up_proj"))
+    save_file(tensors | {"model.layers.3.mlp.experts.0.up_proj.input_scale": torch.tensor(5.0)}, tmp_path / SINGLE)
+    assert largest_input_scale(tmp_path, "qwen3_moe") == 5.0
+    assert largest_input_scale(tmp_path, "qwen3_moe", layers=[0]) == expected
+    for config in ({"num_hidden_layers": 3}, {"text_config": {"num_hidden_layers": 3}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert largest_input_scale(tmp_path, "qwen3_moe") == expected
+    save_file(tensors | scales_of_others(BLOCK), tmp_path / SINGLE)
+    assert largest_input_scale(tmp_path, "qwen3_moe", num_experts=EXPERTS) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (torch.tensor(float("nan")), "must be finite"),
+        (torch.tensor(float("inf")), "must be finite"),
+        (torch.tensor(-1.0), "must be finite and at least 0"),
+        (torch.tensor(1, dtype=torch.uint8), "must be factors in float32, .*got U8"),
+        (torch.tensor(1).to(FP8), "must be factors in float32, .*got F8_E4M3"),
+    ],
+)
+def test_input_scales_are_numbers(number, sentence, tmp_path):
+    matrices = experts()
+    matrices[1]["gate_proj"]["input_scale"] = number
+    save(tmp_path, matrices)
+    with pytest.raises(CheckpointError, match=rf"experts\.1\.gate_proj\.input_scale {sentence}"):
+        largest_input_scale(tmp_path, "qwen3_moe")
+
+
+def test_one_input_scale_for_each_matrix(tmp_path):
+    """The larger of two numbers, or of two names, was taken for the range of rows."""
+    matrices = experts()
+    matrices[1]["gate_proj"]["input_scale"] = torch.tensor([0.25, 5.0])
+    save(tmp_path, matrices)
+    with pytest.raises(CheckpointError, match=r"experts\.1\.gate_proj\.input_scale must have shape \[\], got \[2\]"):
+        largest_input_scale(tmp_path, "qwen3_moe")
+    matrices = experts()
+    matrices[1]["gate_proj"]["activation_scale"] = torch.tensor(5.0)
+    save(tmp_path, matrices)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.input_scale is there, and .*activation_scale too; remove"):
+        largest_input_scale(tmp_path, "qwen3_moe")
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, ()), (torch.float64, (1,)), (torch.float16, (1, 1))])
+def test_input_scales_of_any_float_dtype(dtype, shape, tmp_path):
+    matrices = experts()
+    matrices[1]["gate_proj"]["input_scale"] = torch.tensor(0.25, dtype=dtype).reshape(shape)
+    save(tmp_path, matrices)
+    assert largest_input_scale(tmp_path, "qwen3_moe") == 0.25
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_what_was_not_calibrated_has_no_such_scale(family, tmp_path):
+    save(tmp_path, experts(calibrated=False))
+    with pytest.raises(CheckpointError, match="has no input scales of experts: it was not calibrated"):
+        largest_input_scale(tmp_path, family)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_an_expert_that_calibration_never_reached_is_named(tmp_path):
+    save(tmp_path, without=f"{BLOCK}.experts.2.up_proj.input_scale")
+    sentence = r"experts\.2\.up_proj\.input_scale is missing.*calibrate with more data, or choose fp8_dynamic"
+    with pytest.raises(CheckpointError, match=sentence):
+        load(tmp_path, "fp8_static")
+    load(tmp_path, "fp8_dynamic")  # which needs none
+
+
+@pytest.mark.parametrize("options", [{"calibrated": False}, {"by_row": True}], ids=["no input scales", "a scale a row"])
+def test_what_was_not_calibrated_so_is_refused(options, tmp_path):
+    save(tmp_path, experts(**options))
+    with pytest.raises(CheckpointError, match=r"quantization fp8_static needs calibrated input scales.*fp8_dynamic"):
+        load(tmp_path, "fp8_static")
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8_dynamic", "fp8_static"])
+@pytest.mark.parametrize(("change", "found"), [
+    (lambda parts: parts.update(weight_scale=torch.ones(INNER, 3)), r"\[64, 3\]"),
+    (lambda parts: parts.update(weight_scale=torch.ones(HIDDEN)), r"\[96\]"),
+    (lambda parts: parts.pop("weight_scale"), "nothing"),
+])  # fmt: skip
+def test_other_shapes_of_scales_are_refused(change, found, quantization, tmp_path):
+    matrices = experts()
+    change(matrices[1]["gate_proj"])
+    save(tmp_path, matrices)
+    sentence = rf"experts\.1\.gate_proj\.weight is float8 of shape \[64, 96\].*can be read, got {found} in .*_scale"
+    with pytest.raises(CheckpointError, match=sentence):
+        load(tmp_path, quantization)
+
+
+def test_one_matrix_with_scales_of_rows_is_refused_where_bytes_are_kept(tmp_path):
+    matrices = experts()
+    matrices[2]["down_proj"]["weight_scale"] = torch.ones(HIDDEN, 1)
+    save(tmp_path, matrices)
+    with pytest.raises(
+        CheckpointError, match=r"experts\.2\.down_proj\.weight_scale must have shape \[\], got \[96, 1\]"
+    ):
+        load(tmp_path, "fp8_dynamic")
+    load(tmp_path, "none")
+
+
+# --- a whole model --------------------------------------------------------------------------------------------------
+
+
+def exported(tensors: dict[str, Tensor], *, by_row: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All matrices of the layers but routers' in E4M3: (file, what it stands for)."""
+    file, plain = {}, {}
+    for name, tensor in tensors.items():
+        file[name] = plain[name] = tensor
+        if ".layers." not in name or tensor.dim() != 2 or name.endswith("mlp.gate.weight"):
+            continue
+        scale = tensor.abs().amax(1, keepdim=True) / 448 if by_row else tensor.abs().amax() / 448
+        file[name], file[f"{name}_scale"] = (tensor / scale).to(FP8), scale
+        file[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.01)
+        plain[name] = file[name].float() * scale
+    return file, plain
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["a matrix", "a row"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_load_pretrained(family, by_row, tmp_path):
+    """Plain blocks give what transformers gives on the numbers; shared experts and attention are read as numbers."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import AutoModelForCausalLM
+
+    from ep_moe.integrations.transformers import calibrated_wire, load_pretrained, moe_layers
+    from tests.fixtures.checkpoint_files import quiet, saved_twice, tiny_model
+    from tests.fixtures.checkpoint_files import save as save_model
+
+    quiet()
+    save_model(tiny_model(family, hidden_size=64), tmp_path / "source")
+    file, plain = exported(load_file(tmp_path / "source" / SINGLE), by_row=by_row)
+    how = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+    if not by_row:
+        file |= scales_of_others("model.layers.0.mlp")
+        # deepseek_v3: a layer that is dense in the model
+        file |= {"model.layers.0.mlp.experts.0.gate_proj.input_scale": torch.tensor(5.0)} if "deep" in family else {}
+    saved_twice(tmp_path, file, plain, how)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()(tokens).logits
+        found = load_pretrained(tmp_path / "quantised", EPContext.local(CPU), dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    if not by_row:
+        context = EPContext.local(CPU)
+        wire = calibrated_wire(tmp_path / "quantised", context)
+        assert wire == Wire(dispatch="fp8_tensor", input_scale=float(torch.tensor(0.01)))
+        asked = {"quantization": "fp8_static", "wire": wire, "dtype": torch.bfloat16}
+        model = load_pretrained(tmp_path / "quantised", context, **asked)
+        own = stored(moe_layers(model)[-1], 1)
+        number = max(int(name.split(".")[2]) for name in file if ".experts.1.up" in name)
+        assert torch.equal(own["w2_scale"], file[f"model.layers.{number}.mlp.experts.1.down_proj.weight_scale"])
+        assert same_bytes(own["w2"], file[f"model.layers.{number}.mlp.experts.1.down_proj.weight"])

@@ -1,0 +1,439 @@
+"""A model's folder: tied weights as transformers ties them, files that are broken, names that leave it, code in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
+from ep_moe.checkpoint.reader import INDEX, SINGLE, CheckpointSource
+from ep_moe.checkpoint.unread import unexpected
+from ep_moe.integrations.transformers import load_pretrained, read_config, read_moe_config
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.checkpoint_files import quiet, save, tiny_model, written
+
+transformers = pytest.importorskip("transformers")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    return written(tmp_path_factory.getbasetemp())
+
+
+def local():
+    return EPContext.local(torch.device("cpu"))
+
+
+def load(folder, **options):
+    return load_pretrained(folder, local(), progress=False, **options)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=torch.arange(24).reshape(2, 12)).logits
+
+
+# --- tied weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied")
+    save(tiny_model("qwen3_moe"), folder)
+    return folder
+
+
+def with_tensors(source, folder, change):
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+    return folder
+
+
+TIES = {
+    "no head": (lambda t: t.pop(HEAD, None), True),
+    "an equal head": (lambda t: t.update({HEAD: t[EMBEDDING].clone()}), True),
+    "another head": (lambda t: t.update({HEAD: t[EMBEDDING] + 1.0}), False),
+    "one number apart": (lambda t: (t.update({HEAD: t[EMBEDDING].clone()}), t[HEAD][3, 3].add_(1.0)), False),
+    "no embedding": (lambda t: t.update({HEAD: t.pop(EMBEDDING)}), True),
+}
+
+
+@pytest.mark.parametrize("what", TIES)
+def test_tied_weights_are_those_of_transformers(what, tied, tmp_path):
+    quiet()
+    change, stays = TIES[what]
+    folder = with_tensors(tied, tmp_path / "model", change)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load(folder, dtype=torch.float32)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == stays
+    assert (wanted.lm_head.weight is wanted.model.embed_tokens.weight) == stays
+    torch.testing.assert_close(logits(model), logits(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_must_be_there(tied, tmp_path):
+    neither = with_tensors(tied, tmp_path / "neither", lambda t: [t.pop(name, None) for name in (HEAD, EMBEDDING)])
+    with pytest.raises(CheckpointError, match=rf"{HEAD} and {EMBEDDING} are missing"):
+        load(neither)
+    apart = with_tensors(tied, tmp_path / "apart", lambda t: t.pop(HEAD, None))
+    change(tie_word_embeddings=False)(apart)
+    with pytest.raises(CheckpointError, match=rf"{HEAD} must have shape \[64, 32\], got nothing"):
+        load(apart)
+
+
+def test_weights_that_the_model_has_no_place_for_are_one_warning(tied, tmp_path):
+    more = {
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(32),
+        "model.layers.7.input_layernorm.weight": torch.ones(32),
+        "model.layers.8.input_layernorm.weight": torch.ones(32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "score.weight": torch.ones(2, 32),
+    }
+    folder = with_tensors(tied, tmp_path / "model", lambda t: t.update(more))
+    with pytest.warns(UserWarning, match="is not loaded") as found:
+        load(folder)
+    (said,) = [str(one.message) for one in found if "is not loaded" in str(one.message)]
+    assert "model.layers.0.self_attn.q_proj.bias, model.layers.{n}.input_layernorm.weight (2 tensors)" in said
+    assert "score.weight" in said
+    assert "inv_freq" not in said
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_parts_are_those_of_a_multimodal_model(nested, tied, tmp_path):
+    """They are ignored where config.json has a text model in another, at whatever depth."""
+    more = {name: torch.ones(32) for name in ("vision_model.norm.weight", "model.visual.merger.norm.weight")}
+    folder = with_tensors(
+        tied, tmp_path / "model", lambda t: t.update(more | {"model.layers.7.norm.weight": torch.ones(32)})
+    )
+    model = load(tied)
+    if nested:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"model_type": "other", "text_config": config}))
+    said = unexpected(model, CheckpointSource(folder), ["model.layers.0.mlp", "model.layers.1.mlp"])
+    assert said is not None
+    assert "model.layers.7.norm.weight" in said
+    assert all((name in said) != nested for name in more)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4_text"])
+def test_a_whole_model_is_loaded_without_a_word(family, checkpoints):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(checkpoints[f"{family} shards"].folder)
+
+
+# --- broken files ------------------------------------------------------------------------------------------------
+
+
+def change(where="config.json", **fields):
+    def write(folder):
+        found = json.loads((folder / where).read_text())
+        (folder / where).write_text(json.dumps(found | fields))
+
+    return write
+
+
+def text(file, content):
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def without(field):
+    def write(folder):
+        found = json.loads((folder / "config.json").read_text())
+        del found[field]
+        (folder / "config.json").write_text(json.dumps(found))
+
+    return write
+
+
+def other_dtype(folder):
+    """A dtype in the header that no torch has: the sizes are right."""
+    path = next(folder.glob("*.safetensors"))
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].replace(b'"F32"', b'"X32"')
+    path.write_bytes(data[:8] + header + data[8 + length :])
+
+
+DEEP = b'{"a":' * 50_000
+CONFIG = "config.json"
+# what is done -> what the sentence says
+BROKEN = {
+    "deep config": (text(CONFIG, DEEP), r"config\.json is nothing that transformers can read: RecursionError"),
+    "deep config that ends": (text(CONFIG, b'{"a":' * 800 + b"1" + b"}" * 800), r"config\.json"),
+    "list": (text(CONFIG, b"[1]"), r"config\.json is nothing .*must hold an object, got list"),
+    "empty config": (text(CONFIG, b""), r"config\.json is nothing"),
+    "no utf-8": (text(CONFIG, b"\xff\xfe{"), r"config\.json is nothing"),
+    "no model_type": (without("model_type"), r"config\.json is nothing"),
+    "model_type 5": (change(model_type=5), r"config\.json is nothing"),
+    "model_type list": (change(model_type=["mixtral"]), r"config\.json is nothing"),
+    "hidden_size -1": (change(hidden_size=-1), r"config\.json: hidden_size must be a positive integer, got -1"),
+    "hidden_size 0": (change(hidden_size=0), r"config\.json: hidden_size must be a positive integer, got 0"),
+    "hidden_size 32.5": (change(hidden_size=32.5), r"config\.json.*hidden_size"),
+    "hidden_size text": (change(hidden_size="32"), r"config\.json.*hidden_size"),
+    "hidden_size null": (change(hidden_size=None), r"config\.json.*hidden_size"),
+    "hidden_size true": (change(hidden_size=True), r"config\.json.*hidden_size"),
+    "hidden_size NaN": (
+        change(hidden_size=float("nan")),
+        r"config\.json: hidden_size must be a finite number, got nan",
+    ),
+    "epsilon NaN": (change(rms_norm_eps=float("nan")), r"config\.json: rms_norm_eps must be a finite number, got nan"),
+    "vocab_size -5": (change(vocab_size=-5), r"config\.json: vocab_size must be a positive integer, got -5"),
+    "no layers": (change(num_hidden_layers=0), r"config\.json: num_hidden_layers must be a positive integer, got 0"),
+    "heads 0": (change(num_attention_heads=0), r"config\.json: num_attention_heads must be a positive integer, got 0"),
+    "experts -8": (change(num_local_experts=-8), r"config\.json: num_local_experts must be a positive integer, got -8"),
+    "more picks than experts": (change(num_experts_per_tok=9), r"config\.json: MoEConfig\.top_k must not exceed"),
+    "hidden_act": (change(hidden_act="siluu"), r"config\.json: hidden_act must be one of silu, .*got 'siluu'"),
+    "hidden_act 3": (change(hidden_act=3), r"config\.json.*hidden_act"),
+    "dtype int64": (change(dtype="int64"), r"config\.json: dtype must be one of bfloat16, .*got 'int64'"),
+    "dtype float8": (
+        change(dtype="float8_e4m3fn"),
+        r"config\.json: dtype must be one of bfloat16, .*got 'float8_e4m3fn'",
+    ),
+    "dtype nonsense": (change(torch_dtype="float33"), r"config\.json: torch_dtype must be .*'float33'"),
+    "dtype a module": (change(dtype="nn"), r"config\.json: dtype must be one of .*'nn'"),
+    "dtype a number": (change(dtype=5), r"config\.json: dtype must be one of .*got 5"),
+    "rope nonsense": (change(rope_parameters={"rope_type": "twisted", "rope_theta": 1e4}), r"config\.json"),
+    "generation not JSON": (text("generation_config.json", b"{"), r"generation_config\.json is nothing"),
+    "generation list": (text("generation_config.json", b"[]"), r"generation_config\.json is nothing"),
+    "generation deep": (text("generation_config.json", DEEP), r"generation_config\.json is nothing"),
+    "index 5": (
+        text(INDEX, b'{"weight_map": {"lm_head.weight": 5}}'),
+        r"weight_map\['lm_head\.weight'\] must be the .*5",
+    ),
+    "index deep": (text(INDEX, DEEP), rf"{INDEX} is not a safetensors index: RecursionError"),
+    "index leaves": (
+        text(INDEX, b'{"weight_map": {"a": "../x.safetensors"}}'),
+        r"'\.\./x\.safetensors', which is outside",
+    ),
+    "no file": (lambda f: (f / SINGLE).unlink(), "holds neither"),
+    "cut file": (lambda f: os.truncate(f / SINGLE, 5000), "not a readable safetensors file"),
+    "cut header": (lambda f: os.truncate(f / SINGLE, 100), "not a readable safetensors file"),
+    "empty file": (text(SINGLE, b""), "not a readable safetensors file"),
+    "no safetensors": (text(SINGLE, b"garbage" * 1000), "not a readable safetensors file"),
+    "unknown dtype": (other_dtype, SINGLE),
+}
+
+
+def broken(folder, what):
+    BROKEN[what][0](folder)
+    return BROKEN[what][1]
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_is_one_sentence(what, checkpoints, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["mixtral single"].folder, folder)
+    pattern = broken(folder, what)
+    with pytest.raises((CheckpointError, ConfigError), match=pattern) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["hidden_size -1", "list", "deep config", "dtype int64", "hidden_act", "heads 0"])
+def test_a_configuration_alone(what, checkpoints, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["mixtral single"].folder, folder)
+    pattern = broken(folder, what)
+    with local() as context, pytest.raises((CheckpointError, ConfigError), match=pattern):
+        read_moe_config(folder, context)
+
+
+@pytest.mark.parametrize("path", [5, None, "", "a\0b", "x" * 5000, b"bytes", ["list"]])
+def test_paths_that_are_none(path):
+    with pytest.raises(EPMoEError, match="folder"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["block_sparse_moe.experts.1.w3.weight", "block_sparse_moe.gate.weight", "self_attn.q_proj.weight"]
+)
+def test_numbers_that_a_dtype_cannot_hold(name, checkpoints, tmp_path):
+    """They became infinite without a word."""
+    shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / SINGLE)
+    full = next(one for one in tensors if one.endswith(f"layers.1.{name}"))
+    tensors[full][0, 0] = -1e6
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    load(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(
+        CheckpointError, match=r"has numbers up to 1e\+06, and torch\.float16 ends at 6\.55e\+04; choose"
+    ):
+        load(tmp_path, dtype=torch.float16)
+
+
+def test_dtypes_that_no_model_has(checkpoints):
+    with pytest.raises(ConfigError, match=r"dtype must be torch\.bfloat16, .*got torch\.int8"):
+        load(checkpoints["mixtral single"].folder, dtype=torch.int8)
+
+
+ON_ONE_RANK = ("deep config", "heads 0", "hidden_act", "dtype int64", "generation list", "index 5", "cut file")
+
+
+@distributed(2)
+def test_a_broken_file_of_one_rank_is_one_sentence_on_all(checkpoints):
+    """Also where its peer goes on meanwhile, making layers."""
+    good = checkpoints["mixtral single"].folder
+    with tempfile.TemporaryDirectory() as place, EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
+        for what in ON_ONE_RANK:
+            folder = Path(place) / what
+            shutil.copytree(good, folder)
+            pattern = BROKEN[what][1]
+            if dist.get_rank() == 1:
+                broken(folder, what)
+            with pytest.raises((CheckpointError, ConfigError), match=rf"rank 1: .*{pattern}") as caught:
+                load_pretrained(folder, context, progress=False)
+            said = [None, None]
+            dist.all_gather_object(said, (type(caught.value).__name__, str(caught.value)))
+            assert said[0] == said[1], what
+        assert load_pretrained(good, context, progress=False) is not None  # they are in step
+
+
+class Surprise(Exception):
+    pass
+
+
+@distributed(2)
+def test_any_exception_of_one_rank_is_raised_on_all(checkpoints):
+    """Of any type, wherever loading is."""
+    from ep_moe.integrations import transformers as integration
+
+    good = checkpoints["mixtral single"].folder
+    with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
+        for owner, name in (
+            (integration, "_checked_config"),
+            (integration, "_on_meta"),
+            (integration, "expert_parallel"),
+            (integration, "read_generation_config"),
+            (integration, "_load_rest"),
+            (CheckpointSource, "shape"),
+            (CheckpointSource, "read"),
+        ):
+            for error in (Surprise("what is this"), RecursionError("what is this"), KeyError("what is this")):
+                with pytest.MonkeyPatch.context() as patch:
+
+                    def fail(*_, error=error, **__):
+                        raise error
+
+                    if dist.get_rank() == 1:
+                        patch.setattr(owner, name, fail)
+                    with pytest.raises(CheckpointError, match=rf"rank 1: .*{type(error).__name__}: .?what is this"):
+                        load_pretrained(good, context, progress=False)
+
+
+# --- names that leave the folder ---------------------------------------------------------------------------------
+
+
+def moved(folder, elsewhere, name):
+    """The weights out of the folder, and an index that names them."""
+    elsewhere.mkdir()
+    shutil.move(folder / SINGLE, elsewhere / "x.safetensors")
+    names = load_file(elsewhere / "x.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
+
+
+def indexed(folder, *left_out, single=False):
+    """The weights as one shard, and an index that leaves some out."""
+    tensors = load_file(folder / SINGLE)
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, folder / "one.safetensors")
+    names = dict.fromkeys(tensors.keys() - set(left_out), "one.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    if not single:
+        (folder / SINGLE).unlink()
+
+
+def test_tensors_that_the_index_does_not_name(checkpoints, tmp_path):
+    """A tied head was taken from the embedding in silence, though the shard has another."""
+    shutil.copytree(checkpoints["qwen3_moe single"].folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / SINGLE) | {"lm_head.weight": torch.randn(64, 32)}
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    indexed(tmp_path, "lm_head.weight")
+    with pytest.warns(UserWarning, match=rf"lm_head\.weight, model.*q_proj\.bias is not loaded: {INDEX} does not name"):
+        load(tmp_path)
+
+
+def test_a_single_file_beside_shards_is_refused(checkpoints, tmp_path):
+    """transformers reads the single file, and the shards were read here."""
+    shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
+    indexed(tmp_path, single=True)
+    with pytest.raises(CheckpointError, match=rf"holds {SINGLE}, and {INDEX} with other files; remove the one"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other/x.safetensors", "{other}/x.safetensors", "a/../../other/x.safetensors"])
+def test_names_that_leave_the_folder(name, checkpoints, tmp_path):
+    folder, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(checkpoints["mixtral single"].folder, folder)
+    moved(folder, other, name.format(other=other))
+    with pytest.raises(CheckpointError, match=r"x\.safetensors', which is outside the folder; put the file into"):
+        load(folder)
+
+
+def test_links(checkpoints, tmp_path):
+    """Into the folder and to a cache's blobs they are followed, elsewhere they are not."""
+    good, other = checkpoints["mixtral single"].folder, tmp_path / "other"
+    shutil.copytree(good, other)
+    for name in ("model", "inside", "cache/models--org--model/snapshots/abc"):
+        shutil.copytree(good, tmp_path / name)
+        (tmp_path / name / SINGLE).unlink()
+    (tmp_path / "model" / SINGLE).symlink_to(other / SINGLE)
+    with pytest.raises(CheckpointError, match=r"is a link to .*other.*, outside the folder; copy the file"):
+        load(tmp_path / "model")
+    (tmp_path / "through").symlink_to(other)  # the folder itself may be a link
+    load(tmp_path / "through")
+    (tmp_path / "inside" / "weights").mkdir()
+    shutil.copy(Path(good) / SINGLE, tmp_path / "inside" / "weights")
+    (tmp_path / "inside" / SINGLE).symlink_to(f"weights/{SINGLE}")
+    load(tmp_path / "inside")
+    # as huggingface_hub lays it out: a snapshot's link to a blob, which may be a link to one that repositories share
+    repository = tmp_path / "cache" / "models--org--model"
+    (repository / "blobs").mkdir()
+    (tmp_path / "cache" / "blobs" / "ab").mkdir(parents=True)
+    shutil.copy(Path(good) / SINGLE, tmp_path / "cache" / "blobs" / "ab" / "shared")
+    (repository / "blobs" / "etag").symlink_to("../../blobs/ab/shared")
+    (repository / "snapshots" / "abc" / SINGLE).symlink_to("../../blobs/etag")
+    load(repository / "snapshots" / "abc")
+
+
+# --- code of the repository --------------------------------------------------------------------------------------
+
+
+def planted(folder, **fields):
+    """Code that says it ran, by a file."""
+    (folder / "configuration_own.py").write_text(
+        f"open({str(folder / 'it ran')!r}, 'w')\nfrom transformers import MixtralConfig as Own\n"
+    )
+    change(auto_map={"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "configuration_own.Own"}, **fields)(
+        folder
+    )
+
+
+def test_a_models_own_code_is_not_run(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["mixtral single"].folder, folder)
+    planted(folder)
+    load(folder)  # transformers has the class
+    planted(folder, model_type="own_kind")
+    with pytest.raises(CheckpointError, match=r"config\.json: model_type 'own_kind' .*needs code of its repository"):
+        read_config(folder)
+    assert not (folder / "it ran").exists()
+
+
+def test_every_from_pretrained_states_it():
+    """Those of the package that could run code."""
+    for file in (Path(__file__).parents[3] / "ep_moe").rglob("*.py"):
+        for line in file.read_text().splitlines():
+            if "from_pretrained(" in line and "Auto" in line:
+                assert "trust_remote_code=False" in line, f"{file}: {line}"

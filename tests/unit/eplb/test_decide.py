@@ -1,0 +1,141 @@
+"""What the planning thread does beside the plan: the digest, the ways, and breaths between them."""
+
+import dataclasses
+import threading
+import time
+from itertools import pairwise
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_moe import ConfigError, EPLBConfig, ExpertMap, MoEConfig
+from ep_moe.eplb import H200, LayerTime, traffic, verdict
+from ep_moe.eplb.migration import background as decide
+from ep_moe.eplb.migration.background import Background, Decision, laid_out
+from ep_moe.eplb.migration.pieces import pieces
+from ep_moe.eplb.migration.schedule import transfer_schedule
+from tests.fixtures.pieces import pairs
+
+unhurried = settings(deadline=None)
+BASE = ExpertMap(3, 2, (0, 1, 2, -1))
+
+
+@pytest.mark.parametrize(
+    "maps",
+    [
+        (BASE,),
+        (BASE, BASE, BASE),
+        (BASE, ExpertMap(3, 2, (0, 1, -1, 2))),
+        (ExpertMap(3, 2, (0, 1, -1, 2)), BASE),
+        (BASE, ExpertMap(3, 2, (0, 1, 2, -1), allow_duplicates=True)),
+        (BASE, ExpertMap(3, 1, (0, 1, 2, -1))),
+        (BASE, ExpertMap(3, 2, (0, 1, 2, -1, -1, -1))),
+    ],
+)
+def test_a_digest_is_of_all_maps(maps):
+    digest = Decision((BASE, BASE)).digest
+    assert digest == Decision((BASE, ExpertMap(3, 2, (0, 1, 2, -1)))).digest
+    assert -(2**63) <= digest < 2**63
+    assert Decision(maps).digest != digest
+
+
+@unhurried
+@given(pairs(), st.integers(1, 4), st.integers(1, 3))
+def test_laid_out_breathes_and_that_changes_nothing(maps, most, layers):
+    old, new = maps
+    way = [old, *pieces(old, new, most)]
+    expected = tuple(transfer_schedule(a, b, 0, row_bytes=8, budget=16) for a, b in pairwise(way))
+    placement, slept = mock.Mock(), []
+    with mock.patch.object(decide, "_STRETCH_S", 0.0), mock.patch.object(decide.time, "sleep", slept.append):
+        found = laid_out(
+            lambda: Decision((new,) * layers),
+            [(placement, old, 8)] * layers,
+            rank=0,
+            budget=16,
+            commit=8 * most,
+            ranks_per_node=old.num_ranks,
+        )
+    assert found.itineraries == (expected,) * layers
+    assert placement.check.mock_calls == [mock.call(new)] * layers
+    assert len(slept) >= layers * (2 + 2 * len(expected))
+
+
+def test_who_starts_a_thread_does_not_wait_for_it():
+    """Its first act is a breath: Python would run it for milliseconds else, before `Thread.start` returns."""
+    order = []
+    real = time.sleep
+    with mock.patch.object(decide.time, "sleep", lambda seconds: (order.append("breath"), real(seconds))):
+        background = Background(lambda: order.append("call") or threading.current_thread().name)
+        background._thread.join()
+    assert order == ["breath", "call"]
+    assert background.result() == "ep_moe eplb plan"
+
+
+# --- the decision ---------------------------------------------------------------------------------------------------
+
+MOE = MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=8, top_k=2)
+NOW = [ExpertMap.linear(8, 4)] * 2
+THEN = [ExpertMap.redundant(8, 4, 0), ExpertMap.from_ranks([[0, 2], [1, 3], [4, 6], [5, 7]], 8)]
+SIZE = 1000
+LOAD = np.zeros((2, 8), np.int64)
+LOAD[:, :2] = 1_000_000  # both on rank 0: the second layer's new map halves it
+
+
+def decided(load=LOAD, planner=lambda load, current: THEN, **config):
+    return decide.decide(load, NOW, planner, EPLBConfig(interval=100, window=50, **config), MOE, SIZE)
+
+
+def test_without_a_machine_a_plan_is_carried_out():
+    assert decided() == Decision(tuple(THEN))
+    assert decided(planner=lambda load, current: iter(THEN)).maps == tuple(THEN)
+
+
+def test_without_load_nothing_is_planned():
+    def planner(load, current):
+        raise AssertionError("it has nothing to go by")
+
+    assert decided(np.zeros_like(LOAD), planner) == Decision(tuple(NOW))
+
+
+@pytest.mark.parametrize("maps", [[], THEN[:1], [*THEN, BASE]])
+def test_a_planner_returns_a_map_for_each_layer(maps):
+    with pytest.raises(ConfigError, match=f"the planner must return a map per layer, 2, got {len(maps)}"):
+        decided(planner=lambda load, current: maps)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_price_is_that_of_a_step(nodes):
+    """Loads are of a window of 50 steps, and ranks of a node stand next to each other."""
+    found = decided(machine=H200, nodes=nodes)
+    rest = {"ranks_per_node": 4 // nodes}
+    time = dataclasses.replace(LayerTime.of(MOE, H200), expert_bytes=SIZE)
+    moved = traffic(NOW, THEN, expert_bytes=SIZE, **rest)
+    assert found.price == verdict(LOAD / 50, NOW, THEN, moved=moved, time=time, within_steps=100, **rest)
+    assert found.price.accepted
+    assert found.maps == tuple(THEN)
+
+
+def test_what_does_not_pay_is_not_carried_out():
+    found = decided(planner=lambda load, current: [ExpertMap.round_robin(8, 4)] * 2, machine=H200, load=LOAD * 0 + 1)
+    assert not found.price.accepted
+    assert found.maps == tuple(NOW)
+
+
+def test_a_planner_that_writes_into_its_load_does_not_change_the_price():
+    def careless(load, current):
+        load[:] = load[:, ::-1]
+        return [ExpertMap.round_robin(8, 4)] * 2
+
+    kept = LOAD.copy()
+    assert decided(planner=careless, machine=H200) == decided(planner=lambda *_: careless(LOAD.copy(), 0), machine=H200)
+    assert (kept == LOAD).all()
+
+
+@pytest.mark.parametrize("maps", [[BASE], [BASE, BASE, BASE], [BASE, None], "ab"])
+def test_maps_of_the_user_are_one_for_each_layer(maps):
+    with pytest.raises(ConfigError, match=f"move_to needs an ExpertMap per layer, 2, got {len(maps)}"):
+        decide.given(maps, 2)
+    assert decide.given([BASE, BASE], 2) == Decision((BASE, BASE))

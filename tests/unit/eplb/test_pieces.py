@@ -1,0 +1,107 @@
+"""Changes of map in pieces: every map on the way is whole, and no larger a step than cycles need."""
+
+from itertools import combinations, pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ep_moe import ExpertMap, Placement
+from ep_moe.eplb.migration.pieces import pieces
+from ep_moe.eplb.migration.schedule import changed_slots, transfer_schedule
+from ep_moe.placement.expert_map import EMPTY
+from tests.fixtures.pieces import pairs
+
+unhurried = settings(deadline=None)
+
+
+def writes(old: ExpertMap, new: ExpertMap) -> int:
+    return max(len(changed_slots(old, new, rank)) for rank in range(old.num_ranks))
+
+
+@unhurried
+@given(pairs(), st.integers(1, 8))
+def test_every_map_on_the_way_is_whole(maps, most):
+    old, new = maps
+    way = pieces(old, new, most)
+    assert (way[-1] is new) if old != new else way == []
+    for before, after in pairwise([old, *way]):
+        assert before != after
+        for expert in range(old.num_experts):
+            # all of an expert's slots, or none of them, if it leaves any for another
+            counts = {one.replica_count[expert] for one in (old, new)}
+            assert after.replica_count[expert] >= min(counts)
+            assert after.replica_count[expert] <= max(counts)
+        for slot, expert in enumerate(after.physical_to_logical):
+            assert expert in (old.physical_to_logical[slot], new.physical_to_logical[slot])
+    assert sum(writes(a, b) for a, b in pairwise([old, *way])) >= writes(old, new)
+
+
+@unhurried
+@given(pairs())
+def test_pieces_are_as_small_as_cycles_allow(maps):
+    """With room for one slot a piece holds one group, and no group can be cut: some expert would be nowhere."""
+    old, new = maps
+    way = pieces(old, new, 1)
+    for before, after in pairwise([old, *way]):
+        changed = [
+            i
+            for i, (a, b) in enumerate(zip(before.physical_to_logical, after.physical_to_logical, strict=True))
+            if a != b
+        ]
+        if writes(before, after) > 1:
+            moved = {after.physical_to_logical[slot] for slot in changed} - {EMPTY}
+            assert moved & {before.physical_to_logical[slot] for slot in changed}, "nothing held them together"
+
+
+def test_a_rotation_comes_in_pieces_of_the_size_asked_for():
+    old = ExpertMap.linear(32, 4)
+    new = ExpertMap(32, 4, old.physical_to_logical[-8:] + old.physical_to_logical[:-8])
+    for most, count in ((1, 8), (2, 4), (3, 3), (8, 1), (100, 1)):
+        way = pieces(old, new, most)
+        assert len(way) == count
+        assert all(writes(a, b) <= most for a, b in pairwise([old, *way]))
+    placement = Placement(old)
+    for placed in pieces(old, new, 2):
+        placement.update(placed)
+
+
+def test_a_cycle_stays_whole():
+    old, new = ExpertMap.linear(6, 2), ExpertMap.from_ranks([[1, 2, 3], [4, 5, 0]], 6)
+    assert pieces(old, new, 1) == [new]
+
+
+def test_pieces_move_no_byte_twice():
+    old = ExpertMap.linear(32, 4)
+    new = ExpertMap(32, 4, old.physical_to_logical[-8:] + old.physical_to_logical[:-8])
+    way = [old, *pieces(old, new, 3)]
+    parts = [transfer_schedule(a, b, 0, row_bytes=64, budget=1 << 20) for a, b in pairwise(way)]
+    assert sum(len(part.moves.transfers) for part in parts) == len(
+        transfer_schedule(old, new, 0, row_bytes=64, budget=1 << 20).moves.transfers
+    )
+
+
+def test_beside_a_cycle_that_is_too_large_only_other_ranks_write():
+    old = ExpertMap.from_ranks([[0, 1, 5], [2, 3, 5], [2, 4, 5]], 6)
+    new = ExpertMap.from_ranks([[1, 0, 4], [2, 3, 5], [3, 4, 5]], 6)
+    between = ExpertMap.from_ranks([[1, 0, 5], [2, 3, 5], [3, 4, 5]], 6)
+    assert pieces(old, new, 1) == pieces(old, new, 2) == [between, new]
+    assert pieces(old, new, 3) == [new]
+
+
+@st.composite
+def replaced(draw):
+    """Two maps whose replicas differ, each rank's first slots being the same."""
+    ranks, own, spare = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    experts = st.lists(st.integers(0, ranks * own - 1), min_size=spare, max_size=spare)
+    flats = [[e for r in range(ranks) for e in [*range(r * own, (r + 1) * own), *draw(experts)]] for _ in range(2)]
+    return [ExpertMap(ranks * own, ranks, tuple(flat), allow_duplicates=True) for flat in flats]
+
+
+@unhurried
+@given(pairs() | replaced(), st.integers(1, 8))
+def test_no_two_pieces_could_be_one(maps, most):
+    old, new = maps
+    way = [old, *pieces(old, new, most)]
+    written = [[len(changed_slots(a, b, rank)) for rank in range(old.num_ranks)] for a, b in pairwise(way)]
+    for one, other in combinations(written, 2):
+        assert any(a and b and a + b > most for a, b in zip(one, other, strict=True)), (one, other)

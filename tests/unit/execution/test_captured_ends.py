@@ -1,0 +1,159 @@
+"""What ends captured calls, without a GPU (`captured_emulation`), and what replays are to load, steps and the host."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from ep_moe import InputError, MoELayer
+from ep_moe.types import LogicalIds, Routing
+from tests.emulations.captured import CONFIG, layer, replayed, rows  # noqa: F401 (a fixture)
+from tests.emulations.graph import RecordableCall
+from tests.fixtures.helpers import fill, integer_routing
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
+
+
+def other_parameter(layer: MoELayer) -> None:
+    layer.router.weight = nn.Parameter(torch.randn_like(layer.router.weight))
+
+
+def other_data(layer: MoELayer) -> None:
+    layer.expert_weights.w13.data = torch.randn_like(layer.expert_weights.w13)
+
+
+def other_router(layer: MoELayer) -> None:
+    layer.router = type(layer.router)(CONFIG)
+
+
+def assigned(layer: MoELayer) -> None:
+    tensors = {name: torch.randn_like(tensor) for name, tensor in layer.shared_experts.state_dict().items()}
+    layer.shared_experts.load_state_dict(tensors, assign=True)
+
+
+def inner(layer: MoELayer) -> None:
+    """As an adapter that wraps a matrix."""
+    layer.shared_experts.adapter = nn.Identity()
+
+
+def one_more(layer: MoELayer) -> None:
+    layer.shared_experts.register_parameter("more", nn.Parameter(torch.ones(1)))
+
+
+def retuned(layer: MoELayer) -> None:
+    layer.tune([4])
+
+
+@pytest.mark.parametrize("change", [other_parameter, other_data, other_router, assigned, inner, one_more, retuned])
+def test_what_takes_the_place_of_what_was_captured(change, layer):
+    layer.capture([4])
+    assert replayed(layer, rows(4))
+    change(layer)
+    assert not replayed(layer, rows(4))
+    layer.capture([4])
+    assert replayed(layer, rows(4, seed=1))
+
+
+def test_a_new_capture_forgets_what_is_gone(layer):
+    layer.capture([4])
+    other_data(layer)
+    layer.capture([2])
+    assert not replayed(layer, rows(4))
+    assert replayed(layer, rows(2))
+    assert len(layer.captured) == 1
+
+
+def test_another_dtype(layer):
+    layer.capture([4])
+    layer.to(torch.bfloat16)
+    with torch.no_grad():
+        assert layer(rows(4).bfloat16()).dtype == torch.bfloat16
+        with pytest.raises(InputError, match="x must be bfloat16 as the layer is"):
+            layer(rows(4))
+    assert not RecordableCall.replays
+
+
+def test_what_changes_in_place_is_seen(layer):
+    layer.capture([4])
+    for seed in range(2):
+        fill(layer, lambda config, expert, seed: {"w13": torch.randn(32, 16), "w2": torch.randn(16, 16)}, seed)
+        assert replayed(layer, rows(4, seed=seed))
+
+
+def test_the_context_tunes_all_its_layers(layer):
+    twin = MoELayer(CONFIG, layer.context)
+    for each in (layer, twin):
+        each.capture([4])
+    layer.context.tune([4])
+    assert not len(layer.captured)
+    assert not len(twin.captured), "of the same shape, and so not measured"
+
+
+def test_the_context_captures_all_its_layers(layer):
+    twin = MoELayer(CONFIG, layer.context)
+    layer.context.capture([4])
+    layer.context.capture_routed([2, 1])
+    for each in (layer, twin):
+        assert len(each.captured) == 3
+        assert replayed(each, rows(3))
+        assert replayed(each, rows(2), integer_routing(2, CONFIG, 0))
+        assert not replayed(each, rows(3), integer_routing(3, CONFIG, 0))
+
+
+def test_after_the_context(layer):
+    layer.capture([4])
+    layer.context.destroy()
+    assert not len(layer.captured)
+    assert not layer.context.recorders
+    with torch.no_grad(), pytest.raises(RuntimeError, match="this EPContext was destroyed"):
+        layer(rows(4))
+
+
+def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
+    layer.capture_routed([4])
+    layer.capture([4])  # with routes of the layer's own
+    assert not any(layer.stats().expert_load)
+    one = Routing(LogicalIds(torch.tensor([[0, 1, -1]] * 4)), torch.ones(4, 3))
+    with torch.no_grad():
+        layer.forward_routed(rows(4), one)
+        assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
+        with layer.no_stats():
+            layer.forward_routed(rows(4), one)
+    assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
+    assert RecordableCall.replays == 2
+
+
+def python_calls(call) -> int:
+    made = 0
+
+    def seen(frame, event, argument) -> None:
+        nonlocal made
+        made += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return made
+
+
+def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
+    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 25 are
+    within the 60 us that an eager call may cost."""
+    routing = integer_routing(4, CONFIG, 0)
+    x = rows(4)
+    with torch.no_grad():
+        layer.forward_routed(x, routing)
+        uncaptured = python_calls(lambda: layer.forward_routed(x, routing))
+        monkeypatch.setattr(RecordableCall, "record", lambda self, call: (lambda: None, call()))
+        layer.capture_routed([4])
+        layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
+        replayed = python_calls(lambda: layer.forward_routed(x, routing))
+    assert replayed <= 25, replayed
+    assert uncaptured > 4 * replayed, uncaptured

@@ -1,0 +1,71 @@
+"""Activation checkpointing: what backward computes again is no load, and gradients are those of a run without it."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ep_moe import MoELayer
+from ep_moe.placement.deferred import DeferredRouting
+from ep_moe.placement.placement import Placement
+from tests.fixtures.helpers import fill
+from tests.fixtures.single_layer import context, routing, shape  # noqa: F401  (a fixture)
+
+
+def run(layer: MoELayer, how: dict | None):
+    layer.zero_grad()
+    layer.placement.reset_load()
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    h = x
+    for _ in range(2):  # the layer twice in a model, as blocks are checkpointed one by one
+        h = h + (layer(h) if how is None else checkpoint(layer, h, **how))
+    h.square().sum().backward()
+    loads = [layer.placement.expert_load.clone(), layer.placement.slot_load.clone()]
+    return loads, [x.grad, *(p.grad.clone() for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_load_is_counted_once_and_gradients_are_equal(reentrant, context):  # noqa: F811
+    layer = fill(MoELayer(shape(shared_intermediate_size=12), context, dtype=torch.float32))
+    loads, gradients = run(layer, None)
+    assert loads[0].sum() == 2 * 7 * 2
+    again, found = run(layer, {"use_reentrant": reentrant})
+    for actual, expected in zip([*again, *found], [*loads, *gradients], strict=True):
+        assert torch.equal(actual, expected)
+
+
+class _OnGpu(torch.Tensor):
+    """Ids that say they are on a GPU, for what is handed to kernels there."""
+
+    is_cuda = True
+
+
+def test_kernels_are_handed_a_zero(context):  # noqa: F811
+    """On a GPU the sending kernel counts, by what lies in `counting`."""
+    layer = MoELayer(shape(), context, dtype=torch.float32)
+    seen = []
+
+    def place(x):
+        given = routing(3)
+        placed = layer.placement(type(given)(given.ids.as_subclass(_OnGpu), given.weights))
+        assert isinstance(placed, DeferredRouting)
+        seen.append((placed.tables.counting, layer.placement.counting))
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(place, x, use_reentrant=False).sum().backward()
+    (first, own), (again, _) = seen
+    assert first is own
+    assert int(own) == 1, "what captured graphs read stays"
+    assert int(again) == 0
+    assert again.device == own.device
+
+
+def test_no_stats_stays_in_force_within_backward(context):  # noqa: F811
+    layer = MoELayer(shape(), context, dtype=torch.float32)
+    x = torch.ones(3, 16, requires_grad=True)
+    with layer.no_stats():
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert not layer.placement.expert_load.any()
+    assert isinstance(layer.placement, Placement)
+    layer(x)
+    assert int(layer.placement.expert_load.sum()) == 6

@@ -1,0 +1,178 @@
+"""What repeated calls launch, without a GPU (`repeated_emulation`): what the layer launches."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe import ExpertMap, MoELayer, Wire
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.execution import repeated
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.placement.deferred import DeferredRouting
+from ep_moe.placement.placement import Placement
+from ep_moe.router import Router
+from ep_moe.types import Routing
+from tests.emulations.repeated import CONFIG, MOST, built, context, driver, forward, given, layer, repeats, shifted  # noqa: F401 (fixtures)
+from tests.fixtures.launches import INTERPRETED, Driver
+
+pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="stands in for a GPU, and compiles")
+KINDS = {
+    "bf16": {},
+    "answers in fp8": {"wire": Wire(combine="fp8")},
+    "answers given": {},
+    "fp8 in blocks": {
+        "experts": "fp8_block_triton", "quantization": "fp8_block", "wire": Wire(dispatch="fp8_block"),
+    },
+    "fp8 without calibration": {"experts": "fp8_dynamic_triton", "quantization": "fp8_dynamic"},
+    "fp8 rows without calibration": {
+        "experts": "fp8_dynamic_triton", "quantization": "fp8_dynamic", "wire": Wire(dispatch="fp8_row"),
+    },
+    "fp8 per tensor": {
+        "experts": "fp8_tensor_triton", "quantization": "fp8_static",
+        "wire": Wire(dispatch="fp8_tensor", input_scale=0.1),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
+@pytest.mark.parametrize("experts", KINDS)
+def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, context, monkeypatch):
+    """In the same order, the same binaries with the same arguments, but for where the sums go."""
+    monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)
+    if experts == "answers given":
+        able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
+        monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
+    layer = built(context, **KINDS[experts])
+    more = {"answers given": few_bytes == 0, "fp8 without calibration": True}  # to send; to round
+    for _ in range(2):
+        forward(layer, *given(MOST, dtype=ids))
+    for tokens in (1, MOST, 0, 2):
+        x, routing = given(tokens, tokens, ids)
+        for rows in (x, x.view(tokens, 1, CONFIG.hidden_size)):
+            assert repeats(layer, rows, routing)
+            made = launches(driver, layer, layer.forward_routed, rows, routing)
+            assert made == launches(driver, layer, layer.run, rows, routing)
+            assert len(made[0]) == 5 + more.get(experts, False)
+
+
+@torch.no_grad()
+def launches(
+    driver: Driver, layer: MoELayer, call: Callable[..., Tensor], x: Tensor, routing: Routing, *, sums: bool = True
+) -> tuple:
+    """All that a call launches, but for where the sums go, which is where they are returned; and what the ledger has
+    then. sums: whether they are all that is returned"""
+    driver.found.clear(), driver.functions.clear()
+    before = layer.context.flight_recorder.number
+    out = call(x, routing)
+    assert out.shape == x.shape
+    assert layer.context.flight_recorder.number == before + 2
+    last = driver.found[-1]
+    assert not sums or last[2] == out.data_ptr()
+    return driver.functions[:], driver.found[:-1], last[:2], last[3:], layer.context.flight_recorder.newest[1:]
+
+
+def test_layers_in_turns_under_bounds_and_maps_that_change(driver, context):
+    """Two that share the transport's memory, and one with its own: each call launches what its layer would."""
+    draw, made = random.Random(0), []
+    layers = [built(context), built(context), built(context, **KINDS["fp8 in blocks"])]
+    for step in range(300):
+        layer, bound = draw.choice(layers), draw.randint(1, MOST)
+        x, routing = given(draw.randint(0, bound), step, draw.choice((torch.int32, torch.int64)))
+        x = x if draw.random() < 0.8 else shifted(x)
+        if draw.random() < 0.1:
+            layer.placement.update(draw.choice((layer.placement.expert_map, ExpertMap.linear(CONFIG.num_experts, 1))))
+        if draw.random() < 0.05:
+            layer.expert_weights.w2.data = layer.expert_weights.w2.data.clone()
+        with context.token_limit(bound):
+            made.append(repeats(layer, x, routing))
+            found, expected = (launches(driver, layer, call, x, routing) for call in (layer.forward_routed, layer.run))
+        if x.data_ptr() % 16:  # copies lie where there is room
+            assert not made[-1], step
+        else:
+            assert found == expected, step
+    assert 100 < sum(made) < 250
+
+
+def test_a_router_of_ours_chooses_before(layer, driver):
+    x, _ = given(2)
+    with torch.no_grad():
+        expected = layer.router(x)
+    assert repeats(layer, x, None)
+    send = driver.found[-5]
+    assert send[2] == x.data_ptr()
+    assert send[2 + 9] == 2, "tokens"
+    seen = []
+    layer.router.register_forward_hook(lambda module, args, out: seen.append(out))
+    assert repeats(layer, x.view(1, 2, -1), None)
+    assert torch.equal(seen[0].ids, expected.ids)
+    assert driver.found[-5][4:6] == (seen[0].ids.data_ptr(), seen[0].weights.data_ptr())
+
+    class Other(Router):
+        def forward(self, x: Tensor) -> Routing:
+            return given(len(x))[1]
+
+    layer.router = Other(CONFIG, dtype=torch.bfloat16)
+    assert not repeats(layer, x, None)
+    layer.repeated.drop()
+    assert [repeats(layer, x, None) for _ in range(3)] == [False] * 3
+    assert len(layer.repeated) == 0
+
+
+@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
+def test_shared_experts_are_called_behind_few_rows(few_bytes, driver, context, monkeypatch):
+    """Many travel beside them. Nothing is computed here but what is shared."""
+    monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)
+    monkeypatch.setattr(repeated.torch, "empty_like", torch.zeros_like)
+    config = dataclasses.replace(CONFIG, shared_intermediate_size=64)
+    layer = built(context, config)
+    x, routing = given(2)
+    for _ in range(2):
+        forward(layer, x, routing)
+    for rows in (x, x.view(2, 1, -1)):
+        assert repeats(layer, rows, routing) == (few_bytes > 0) == (len(layer.repeated) > 0)
+        if few_bytes:
+            with torch.no_grad():
+                assert torch.equal(forward(layer, rows, routing), layer.shared_experts(x).view(rows.shape))
+                found = launches(driver, layer, layer.forward_routed, rows, routing, sums=False)
+                assert found == launches(driver, layer, layer.run, rows, routing, sums=False)
+
+
+def test_whoever_looks_at_the_placement_goes_on_looking(layer, driver):
+    seen = []
+    hook = layer.placement.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    x, routing = given(1, 5)
+    assert repeats(layer, x, routing)
+    assert seen == [routing]
+    hook.remove()
+    twice = 2 * routing.weights
+    hook = layer.placement.register_forward_hook(
+        lambda module, args, out: DeferredRouting(out.logical, twice, out.tables)
+    )
+    assert repeats(layer, x, routing)
+    assert driver.found[-5][5] == twice.data_ptr()
+    hook.remove()
+    layer.placement.register_forward_hook(lambda module, args, out: out.materialize())
+    assert not repeats(layer, x, routing)
+
+
+def test_the_map_in_force(layer, driver):
+    """Tables are rewritten in place."""
+    x, routing = given(1)
+    assert repeats(layer, x, routing)
+    tables = [table.data_ptr() for table in layer.placement.tables[:5]]
+    assert list(driver.found[-5][6:11]) == tables
+    layer.placement.update(layer.placement.expert_map)
+    assert repeats(layer, x, routing)
+    layer.placement = Placement(layer.placement.expert_map, ep_rank=1)  # which chooses other replicas
+    assert [repeats(layer, x, routing) for _ in range(2)] == [False, True]

@@ -1,0 +1,290 @@
+"""Which calls are repeated, what they leave behind, and what ends it, without a GPU (`repeated_emulation`)."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe import ConfigError, EPContext, InputError, MoELayer, Wire
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.config import RoutingConfig
+from ep_moe.errors import BackendUnavailable
+from ep_moe.execution import repeated
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import Links
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.placement.placement import Placement
+from ep_moe.runtime.profiling import StageTimes
+from ep_moe.types import LogicalIds, Routing
+from tests.emulations.repeated import (  # noqa: F401 (fixtures)
+    CONFIG,
+    CPU,
+    MOST,
+    built,
+    context,
+    driver,
+    every_other,
+    forward,
+    given,
+    layer,
+    repeats,
+    shifted,
+)
+from tests.fixtures.launches import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="stands in for a GPU, and compiles")
+
+
+# --- which calls ----------------------------------------------------------------------------------------------------
+
+
+def test_from_the_third_on(driver, context):
+    layer = built(context)
+    assert layer.dispatcher.again(MOST) is None
+    assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
+    assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, False, True]
+    with context.token_limit(2):
+        assert [repeats(layer, *given(2, seed)) for seed in range(4)] == [False, False, True, True]
+    assert repeats(layer, *given(3))
+
+
+def test_calls_unlike_others_have_nothing_recorded_again(layer):
+    x, routing = given(2)
+    for _ in range(5):
+        assert not repeats(layer, shifted(x), routing)
+        assert repeats(layer, x, routing)
+    assert repeated.Recorder.recorded == 1
+
+
+def test_nothing_is_recorded_in_a_capture_of_somebody_elses(driver, context):
+    layer = built(context)
+    with mock.patch.object(repeated, "capturing", return_value=True):
+        assert [repeats(layer, *given(1)) for _ in range(4)] == [False] * 4
+    assert repeated.Recorder.recorded == 0
+
+
+def test_memory_that_another_thread_was_given_meanwhile(driver, context):
+    layer, graph_of = built(context), repeated.Recorder.graph_of
+    with mock.patch.object(
+        repeated.Recorder, "graph_of", side_effect=[BackendUnavailable("it allocates")] * 2
+    ) as tried:
+        assert [repeats(layer, *given(1)) for _ in range(3)] == [False] * 3
+    assert tried.call_count == 2
+    assert repeated.Recorder.graph_of == graph_of
+    assert [repeats(layer, *given(1)) for _ in range(2)] == [False, True]
+
+
+def test_few_are_kept(driver, context, monkeypatch):
+    monkeypatch.setattr(repeated, "_CALLS", 2)
+    layer = built(context)
+    for bound in (1, 2, 3):
+        with context.token_limit(bound):
+            assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
+    assert len(layer.repeated) == 1
+    for bound in (1, 2, 1, 2):  # each forgets the other, which was seen once, and not what was recorded
+        with context.token_limit(bound):
+            assert not repeats(layer, *given(1))
+    with context.token_limit(3):
+        assert repeats(layer, *given(1))
+
+
+def test_compiled_graphs_note_nothing(driver, context):
+    layer = built(context)
+    for _ in range(2):
+        forward(layer, *given(1))
+    layer.repeated.drop()
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True), torch.no_grad():
+        layer.repeated.note(layer, given(1)[1])
+    assert len(layer.repeated) == 0
+
+
+@pytest.mark.parametrize("change", [every_other, shifted])
+@pytest.mark.parametrize("which", ["x", "ids", "weights"])
+def test_tensors_that_binaries_do_not_take(which, change, layer):
+    x, routing = given(2)
+    parts = {"x": x, "ids": routing.ids, "weights": routing.weights}
+    parts[which] = change(parts[which])
+    assert not repeats(layer, parts["x"], Routing(LogicalIds(parts["ids"]), parts["weights"]))
+    assert repeats(layer, x, routing)
+
+
+WRONG = {
+    "dtype of x": lambda x, r: (x.float(), r),
+    "hidden size": lambda x, r: (x[:, :128].contiguous(), r),
+    "no tensor": lambda x, r: (x.tolist(), r),
+    "tokens of the ids": lambda x, r: (x, Routing(r.ids[:1], r.weights)),
+    "tokens of the weights": lambda x, r: (x, Routing(r.ids, r.weights[:1])),
+    "routes": lambda x, r: (x, Routing(r.ids[:, :1].contiguous(), r.weights[:, :1].contiguous())),
+    "dtype of the weights": lambda x, r: (x, Routing(r.ids, r.weights.double())),
+    "dtype of the ids": lambda x, r: (x, Routing(r.ids.short(), r.weights)),
+    "ids that are none": lambda x, r: (x, Routing(r.ids.tolist(), r.weights)),
+    "weights that are none": lambda x, r: (x, Routing(r.ids, r.weights.tolist())),
+    "no routing": lambda x, r: (x, (r.ids, r.weights)),
+    "too many tokens": lambda x, r: given(MOST + 1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_as_ever(name, layer):
+    x, routing = WRONG[name](*given(2))
+    with torch.no_grad(), pytest.raises(InputError):
+        layer.forward_routed(x, routing)
+
+
+def test_the_meta_device_is_refused_as_ever(layer):
+    x, routing = given(2)
+    for wrong in ((x.to("meta"), routing), (x, Routing(routing.ids.to("meta"), routing.weights))):
+        with torch.no_grad(), pytest.raises(InputError):
+            layer.forward_routed(*wrong)
+
+
+def with_gradients(layer):
+    return torch.enable_grad()
+
+
+def profiled(layer):
+    return torch.autograd.profiler.profile()
+
+
+def timed(layer):
+    return mock.patch.object(layer.context, "stage_times", StageTimes(CPU))
+
+
+def with_shared_experts(layer):
+    return mock.patch.object(layer, "shared_experts", torch.nn.Identity())
+
+
+def on_another_stream(layer):
+    return mock.patch.object(repeated, "current_stream", return_value=5)
+
+
+def after_another_stream(layer):
+    return mock.patch.object(layer.dispatcher.buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
+
+
+def captured(layer):
+    return mock.patch.object(repeated, "capturing", return_value=True)
+
+
+def compiled(layer):
+    return mock.patch.object(torch.compiler, "_is_compiling_flag", True)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [with_gradients, profiled, timed, with_shared_experts, on_another_stream, after_another_stream, captured, compiled],
+)
+def test_states_in_which_the_layer_runs(state, layer):
+    x, routing = given(1)
+    with (
+        mock.patch.object(layer.dispatcher.buffer_pool.made[0], "follow"),
+        mock.patch.object(MoELayer, "run", autospec=True, return_value=x) as run,
+        mock.patch.object(Placement, "forward", side_effect=AssertionError("it was placed for nothing")),
+        torch.no_grad(),
+        state(layer),
+    ):
+        layer.forward_routed(x, routing)
+    assert run.called
+    assert repeats(layer, x, routing)
+
+
+def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
+    x, routing = given(1)
+    buffer_slot = layer.dispatcher.buffer_pool.made[0]
+    buffer_slot.busy = True
+    assert not repeats(layer, x, routing)
+    buffer_slot.busy = False
+    assert repeats(layer, x, routing)
+
+
+def test_inside_another_forward_it_is_refused_as_ever(layer):
+    with layer.context.entered("other"), pytest.raises(RuntimeError, match="not re-entrant"):
+        forward(layer, *given(1))
+
+
+def test_what_the_watch_found_is_raised(layer):
+    layer.context.flight_recorder.refuse("lost")
+    with pytest.raises(InputError, match="lost"):
+        forward(layer, *given(1))
+
+
+def test_with_inference_mode(layer):
+    x, routing = given(1)
+    with torch.inference_mode():
+        assert layer.forward_routed(x, routing).is_inference()
+    assert not forward(layer, x, routing).is_inference()
+
+
+# --- what ends it ---------------------------------------------------------------------------------------------------
+
+
+def test_other_weights_are_noted_anew(layer, driver):
+    x, routing = given(1)
+    layer.expert_weights.w13.data.fill_(1)
+    assert repeats(layer, x, routing), "written in place"
+    layer.expert_weights.w13.data = torch.ones_like(layer.expert_weights.w13)
+    assert [repeats(layer, x, routing) for _ in range(3)] == [False, False, True]
+    assert layer.expert_weights.w13.data_ptr() in driver.found[-4]
+
+
+def test_what_is_tuned_is_noted_anew(layer):
+    layer.use(layer.experts, [])
+    assert len(layer.repeated) == 0
+    assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
+
+
+def test_nothing_is_kept_of_a_context_that_ended(driver):
+    layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
+    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder, max_tokens=MOST) as context:
+        layer = built(context)
+        for _ in range(3):
+            forward(layer, *given(1))
+    assert len(layer.repeated) == 0
+    with pytest.raises(RuntimeError, match="destroyed"):
+        forward(layer, *given(1))
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["parts", "ranks agree", "weight on input", "another transport", "another kernel", "rounded before", "widened"],
+)
+def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeypatch):
+    config, asked = CONFIG, {}
+    if why == "parts":
+        asked["pipeline"] = 2
+    elif why == "weight on input":
+        config = dataclasses.replace(CONFIG, top_k=1, routing=RoutingConfig(weight_on_input=True))
+    elif why == "another kernel":
+        able = dataclasses.replace(Bf16TritonExperts.capabilities, cuda_graph=False)
+        monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
+    elif why == "rounded before":
+        asked["wire"] = Wire(dispatch="mxfp8")
+    elif why == "ranks agree":
+        monkeypatch.setattr(context.tokens, "whole", False)
+    elif why == "widened":
+        asked["wire"] = Wire(dispatch="fp8_block")
+    try:
+        layer = built(context, config, **asked)
+    except ConfigError as error:
+        pytest.fail(str(error))
+    if why == "another transport":
+        monkeypatch.setattr(NVLinkP2PDispatcher, "again", lambda *given: None)
+    x, routing = given(1)
+    routing = Routing(
+        LogicalIds(routing.ids[:, : config.top_k].contiguous()), routing.weights[:, : config.top_k].clone()
+    )
+    with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
+        for _ in range(6):
+            assert not repeats(layer, x, routing)
+    assert len(layer.repeated) == 0
+    assert repeated.Recorder.recorded in (0, 3), "what cannot be recorded is asked no more"

@@ -1,0 +1,338 @@
+"""`flashinfer_trtllm` with errors planted, each of which a check must see."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from ep_moe import Activation, MoEConfig
+from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.experts.flashinfer.trtllm import FlashInferTrtllmExperts
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.weights.layouts import trtllm
+from ep_moe.weights.layouts.trtllm import LAYOUTS
+from tests.fixtures.trtllm_experts import (  # noqa: F401 (a fixture)
+    SLOTS,
+    TOP_K,
+    build,
+    emulated,
+    rows,
+    shape,
+    times_the_limit,
+)
+
+each_scheme = pytest.mark.parametrize("name", trtllm_op.ENTRIES)
+SHUFFLED = [name for name in LAYOUTS if LAYOUTS[name].shuffled]
+SWIZZLED = [name for name in LAYOUTS if LAYOUTS[name].swizzled]
+BLOCKED = [name for name in LAYOUTS if LAYOUTS[name].blocked]
+CALIBRATED = ("fp8_static", "nvfp4")
+
+
+def ratio(name: str, config: MoEConfig | None = None) -> float:
+    config = config or shape()
+    experts, tensors = build(config, name)
+    return times_the_limit(experts, tensors, rows(hidden=config.hidden_size))
+
+
+def before_call(monkeypatch, change) -> None:
+    """Let `change(arguments)` change what the kernel is given."""
+    call = trtllm_op.call
+
+    def planted(entry: str, **given) -> None:
+        change(given)
+        call(entry, **given)
+
+    monkeypatch.setattr(trtllm_op, "call", planted)
+
+
+@each_scheme
+def test_nothing_planted(name):
+    assert ratio(name) <= 1
+
+
+# --- in the weights -------------------------------------------------------------------------------------------------
+
+
+@each_scheme
+def test_swapped_halves_are_seen(name, monkeypatch):
+    experts, tensors = build(shape(), name)
+    for expert, own in enumerate(tensors):
+        swapped = {key: t.roll(len(t) // 2, 0) if key.startswith("w13") and t.dim() else t for key, t in own.items()}
+        plain = {key: t.view(torch.uint8) if t.itemsize == 1 else t for key, t in own.items()}
+        for key, t in plain.items():
+            if key.startswith("w13") and t.dim():
+                swapped[key] = t.roll(len(t) // 2, 0).view(own[key].dtype)
+        experts.weights.update_expert(expert, swapped)
+    assert times_the_limit(experts, tensors, rows()) > 1
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda a: a.value)
+def test_rows_that_are_not_shuffled_are_seen(name, activation, monkeypatch):
+    if name == "mxint4" and activation is Activation.RELU2:
+        activation = Activation.SWIGLU_CLAMPED
+    monkeypatch.setattr(trtllm, "shuffle_rows", lambda tensor, gated: tensor)
+    assert ratio(name, shape(activation)) > 1
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_a_gate_and_an_up_that_are_not_interleaved_are_seen(name, monkeypatch):
+    shuffle = trtllm.shuffle_rows
+    monkeypatch.setattr(trtllm, "shuffle_rows", lambda tensor, gated: shuffle(tensor, gated=False))
+    assert ratio(name) > 1
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_a_gate_before_its_up_is_seen(name, monkeypatch):
+    shuffle = trtllm.shuffle_rows
+
+    def planted(tensor: Tensor, gated: bool) -> Tensor:
+        whole = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        rolled = whole.roll(len(whole) // 2, 0).view(tensor.dtype) if gated else tensor
+        return shuffle(rolled, gated=gated)
+
+    monkeypatch.setattr(trtllm, "shuffle_rows", planted)
+    assert ratio(name) > 1
+
+
+def test_gate_first_blocks_are_seen(monkeypatch):
+    monkeypatch.setattr(trtllm, "swap_halves", lambda tensor: tensor)
+    assert ratio("fp8_block") > 1
+
+
+@pytest.mark.parametrize("name", SWIZZLED)
+def test_scales_that_are_not_swizzled_are_seen(name, monkeypatch):
+    monkeypatch.setattr(trtllm, "arrange", lambda scales, layout: scales)
+    assert ratio(name) > 1
+
+
+@pytest.mark.parametrize("name", SWIZZLED)
+def test_scales_that_stay_while_their_rows_move_are_seen(name, monkeypatch):
+    stored = trtllm.Trtllm._stored
+
+    def planted(self, key: str, tensor: Tensor) -> Tensor:
+        if not key.endswith("_scale") or not tensor.dim():
+            return stored(self, key, tensor)
+        return trtllm.arrange(tensor, trtllm.ScaleLayout.SWIZZLED_128X4)
+
+    monkeypatch.setattr(trtllm.Trtllm, "_stored", planted)
+    assert ratio(name) > 1
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_rows_that_are_not_in_blocks_are_seen(name, monkeypatch):
+    config = dataclasses.replace(shape(inner=512), hidden_size=512)  # two blocks of INT4
+    assert ratio(name, config) <= 1
+    monkeypatch.setattr(trtllm, "block_major", lambda tensor: tensor.reshape(-1, len(tensor), 128 // tensor.itemsize))
+    assert ratio(name, config) > 1
+
+
+@pytest.mark.parametrize("name", trtllm_op.FP4)
+def test_a_bias_in_another_order_is_seen(name, monkeypatch):
+    stored = trtllm.Trtllm._stored
+
+    def planted(self, key: str, tensor: Tensor) -> Tensor:
+        return tensor.float() if key == "w13_bias" else stored(self, key, tensor)
+
+    assert ratio(name, shape(bias=True)) <= 1
+    monkeypatch.setattr(trtllm.Trtllm, "_stored", planted)
+    assert ratio(name, shape(bias=True)) > 1
+
+
+@pytest.mark.parametrize("which", ["w13", "w2"])
+@pytest.mark.parametrize("name", [name for name in trtllm_op.ENTRIES if name != "none"])
+def test_a_scale_twice_as_large_is_seen(name, which):
+    experts, tensors = build(shape(), name)
+    stored = experts.weights.get_parameter(f"{which}_scale")
+    if stored.dtype == torch.uint8:
+        stored.add_(1)  # E8M0
+    else:
+        stored.copy_((stored.float() * 2).clamp(max=448).to(stored.dtype))
+    assert times_the_limit(experts, tensors, rows()) > 1
+
+
+# --- in derived scales ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", range(3), ids=["output1", "gate", "output2"])
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda a: a.value)
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_a_wrong_output_scale_is_seen(name, activation, which, monkeypatch):
+    output_scales = trtllm_op.output_scales
+
+    def planted(*given):
+        found = list(output_scales(*given))
+        found[which] = found[which] * 2
+        return tuple(found)
+
+    monkeypatch.setattr(trtllm_op, "output_scales", planted)
+    assert ratio(name, shape(activation)) > 1
+
+
+@pytest.mark.parametrize("key", ["w13_global_scale", "w2_global_scale"])
+def test_another_experts_global_scale_is_seen(key):
+    experts, tensors = build(shape(), "nvfp4")
+    stored = experts.weights.get_parameter(key)
+    stored.copy_(stored.roll(1, 0))
+    assert times_the_limit(experts, tensors, rows()) > 1
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_each_experts_own_input_scale_for_the_first_product_is_seen(name, monkeypatch):
+    """The rows have one scale, the largest: an expert that scales by its own is wrong."""
+    output_scales = trtllm_op.output_scales
+
+    def planted(scheme, stored, gated):
+        first, gate, second = output_scales(scheme, stored, gated)
+        share = stored["w13_input_scale"] / stored["w13_input_scale"].amax(0)
+        return first * (share if gated else 1), gate * share, second
+
+    experts, tensors = build(shape(), name)
+    for expert, own in enumerate(tensors):  # far apart, whatever the bound
+        own["w13_input_scale"] = own["w13_input_scale"] * (1 + expert % 2)
+        experts.weights.update_expert(expert, own)
+    assert times_the_limit(experts, tensors, rows()) <= 1
+    monkeypatch.setattr(trtllm_op, "output_scales", planted)
+    assert times_the_limit(experts, tensors, rows()) > 1
+
+
+def test_the_gate_left_out_of_a_gated_first_scale_is_seen(monkeypatch):
+    output_scales = trtllm_op.output_scales
+    monkeypatch.setattr(trtllm_op, "output_scales", lambda scheme, stored, gated: output_scales(scheme, stored, False))
+    for name in CALIBRATED:
+        assert ratio(name) > 1
+
+
+def test_a_bias_that_is_not_brought_to_the_sums_of_codes_is_seen(monkeypatch):
+    def planted(given):
+        given["gemm1_bias"] = given["gemm1_bias"] * given["output1_scale_gate_scalar"].unsqueeze(1)
+
+    before_call(monkeypatch, planted)
+    assert ratio("nvfp4", shape(bias=True)) > 1
+
+
+@pytest.mark.parametrize("which", ["gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"])
+@pytest.mark.parametrize("name", [name for name in trtllm_op.ENTRIES if name != "fp8_static"])
+def test_each_missing_clamp_constant_is_seen(name, which, monkeypatch):
+    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_alpha=3.0)
+    before_call(monkeypatch, lambda given: given.update({which: None}))
+    assert ratio(name, config) > 1
+
+
+@pytest.mark.parametrize("which", ["gemm1_beta", "gemm1_clamp_limit"])
+def test_a_clamp_in_units_of_values_is_seen_under_nvfp4(which, monkeypatch):
+    def planted(given):
+        given[which] = given[which] * given["output1_scale_gate_scalar"]
+
+    before_call(monkeypatch, planted)
+    assert ratio("nvfp4", shape(Activation.SWIGLU_CLAMPED)) > 1
+
+
+# --- in the call ----------------------------------------------------------------------------------------------------
+
+
+@each_scheme
+def test_ids_that_are_one_off_are_seen(name, monkeypatch):
+    def planted(given):
+        packed = given["topk_ids"]
+        local = (packed >> 16) < SLOTS
+        given["topk_ids"] = torch.where(local, ((packed >> 16) + 1) % SLOTS << 16 | packed & 0xFFFF, packed)
+
+    before_call(monkeypatch, planted)
+    assert ratio(name) > 1
+
+
+def test_an_offset_of_one_is_seen(monkeypatch):
+    """The routes of none are then routes of the last expert."""
+    before_call(monkeypatch, lambda given: given.update(local_expert_offset=1))
+    with pytest.raises(AssertionError, match="one row has an expert twice"):
+        ratio("nvfp4")
+
+
+def test_a_pick_of_none_that_names_a_local_expert_is_seen(monkeypatch):
+    pack = trtllm_op.pack
+    monkeypatch.setattr(trtllm_op, "pack", lambda ids, weights, slots, out: pack(ids.clamp(min=0), None, slots, out))
+    with pytest.raises(AssertionError, match="one row has an expert twice"):
+        ratio("none")
+
+
+def test_minus_one_in_a_packed_id_is_seen(monkeypatch):
+    pack = trtllm_op.pack
+    monkeypatch.setattr(trtllm_op, "pack", lambda ids, weights, slots, out: pack(ids, weights, -1, out))
+    with pytest.raises(AssertionError, match="ids must be in"):
+        ratio("none")
+
+
+def test_a_weights_sign_that_runs_into_the_id_is_seen(monkeypatch):
+    def planted(ids, weights, slots, out):
+        bits = weights.to(torch.bfloat16).view(torch.int16).int()  # not masked
+        out.copy_(torch.where(ids < 0, slots << 16, (ids << 16) | bits))
+
+    monkeypatch.setattr(trtllm_op, "pack", planted)
+    with pytest.raises(AssertionError):
+        assert ratio("none") <= 1
+
+
+def test_weights_in_half_precision_are_seen(monkeypatch):
+    def planted(ids, weights, slots, out):
+        bits = weights.half().view(torch.int16).int() & 0xFFFF
+        out.copy_(torch.where(ids < 0, slots << 16, (ids << 16) | bits))
+
+    monkeypatch.setattr(trtllm_op, "pack", planted)
+    assert ratio("none") > 1
+
+
+def test_weights_of_the_next_row_are_seen(monkeypatch):
+    def planted(given):
+        packed = given["topk_ids"]
+        given["topk_ids"] = (packed & ~0xFFFF) | (packed.roll(1, 0) & 0xFFFF)
+
+    before_call(monkeypatch, planted)
+    assert ratio("none") > 1
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4_mxfp8", "fp8_block"])
+def test_row_scales_of_the_next_row_are_seen(name, monkeypatch):
+    def planted(given):
+        scale = given["hidden_states_scale"]
+        raw = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+        given["hidden_states_scale"] = raw.roll(1, 1 if name == "fp8_block" else 0).view(scale.dtype)
+
+    before_call(monkeypatch, planted)
+    assert ratio(name) > 1
+
+
+def test_row_scales_that_are_not_turned_are_refused(monkeypatch):
+    def planted(given):
+        given["hidden_states_scale"] = given["hidden_states_scale"].T.contiguous()
+
+    before_call(monkeypatch, planted)
+    with pytest.raises(AssertionError, match="hidden_states_scale must have shape"):
+        ratio("fp8_block")
+
+
+@pytest.mark.parametrize("name", ["none", "mxfp8"])
+def test_weights_said_not_to_be_shuffled_are_refused(name, monkeypatch):
+    before_call(monkeypatch, lambda given: given.update(use_shuffled_weight=False))
+    with pytest.raises(AssertionError, match=r"BlockMajorK|shuffled"):
+        ratio(name)
+
+
+@pytest.mark.parametrize("experts", [TOP_K, SLOTS + 1])
+def test_a_number_of_experts_that_the_launcher_refuses_is_refused(experts, monkeypatch):
+    monkeypatch.setattr(trtllm_op, "expert_count", lambda slots, top_k: experts)
+    with pytest.raises(AssertionError, match=r"expert offset and count|divisible by 4"):
+        ratio("fp8_block")
+
+
+def test_a_kernel_of_another_layout_is_seen(monkeypatch):
+    monkeypatch.setitem(trtllm.LAYOUTS, "mxfp8", LAYOUTS["fp8_static"])
+    assert ratio("mxfp8") > 1
+
+
+def test_schemes_are_those_of_the_capabilities():
+    assert set(LAYOUTS) == set(trtllm_op.ENTRIES) == FlashInferTrtllmExperts.capabilities.schemes
+    assert SCHEMES.keys() >= LAYOUTS.keys()

@@ -1,0 +1,116 @@
+"""A fused kernel that routes inside, in a layer: a stand-in for FlashInfer's monolithic ones, in plain torch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_moe import (
+    BackendUnavailable,
+    ConfigError,
+    EPContext,
+    ExpertMap,
+    MoEConfig,
+    MoELayer,
+    RankLayout,
+    registry,
+)
+from ep_moe.config import RoutingConfig, RoutingMethod
+from ep_moe.errors import InputError
+from ep_moe.experts.fused.base import FusedGeometry, RouterLogits
+from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.router import Router
+from ep_moe.selection.explain import choose, explain
+from ep_moe.types import LogicalIds, Routing
+from tests.fixtures.fused_routes import RoutesInside
+from tests.fixtures.helpers import fill
+
+CPU = torch.device("cpu")
+CONFIG = MoEConfig(
+    hidden_size=16,
+    intermediate_size=16,
+    num_experts=6,
+    top_k=2,
+    shared_intermediate_size=16,
+    routing=RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True, float32_logits=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    def entry_points(*, group):
+        own = SimpleNamespace(name="routes_inside", value="tests.unit.experts.fused.test_fused_routes:RoutesInside")
+        return [own] if group == "ep_moe.fused" else []
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    registry._plugins.cache_clear()
+    yield
+    registry._plugins.cache_clear()
+
+
+def layer_of(**options) -> MoELayer:
+    torch.manual_seed(0)
+    layer = MoELayer(CONFIG, EPContext.local(CPU), **{"experts": "routes_inside"} | options)
+    with torch.no_grad():
+        layer.router.e_score_correction_bias.uniform_(-1, 1)
+    return fill(layer).requires_grad_(False)
+
+
+def test_it_gives_what_routing_and_experts_give():
+    layer, other = layer_of(), layer_of(experts="reference")
+    x = torch.randn(7, 16)
+    assert layer.choice.all2all == "inside"
+    torch.testing.assert_close(layer(x), other(x), rtol=1e-4, atol=1e-4)
+    assert layer(x[:0]).shape == (0, 16)
+    with torch.no_grad():
+        layer.router.e_score_correction_bias.neg_()
+    assert not torch.allclose(layer(x), other(x)), "the correction bias is not heard"
+
+
+def test_what_has_no_meaning_for_it_is_refused_by_name():
+    layer = layer_of()
+    x, ids = torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(InputError, match="experts=routes_inside routes inside: call forward"):
+        layer.forward_routed(x, Routing(LogicalIds(ids), ids.float()))
+    with pytest.raises(ConfigError, match="experts=routes_inside routes inside and counts no load"):
+        layer.stats()
+    with pytest.raises(ConfigError, match=r"experts=routes_inside routes inside, as .*Router does; .* got function"):
+        layer_of(router=lambda x: Routing(LogicalIds(ids), ids.float()))
+    assert layer_of(router=Router(CONFIG))(x).shape == (3, 16)
+    assert layer(x).shape == (3, 16), "a refused call does not end the context"
+
+
+def test_maps_that_it_does_not_see_are_refused():
+    placed = ExpertMap.from_ranks([[5, 4, 3, 2, 1, 0]], 6)
+    with pytest.raises(BackendUnavailable, match=r"serves the linear expert map without replicas alone, not ExpertMap"):
+        layer_of(expert_map=placed)
+    layer = layer_of()
+    layer.placement.update(placed)  # as a balancer would
+    with pytest.raises(InputError, match="routes inside: call forward, under the map of construction"):
+        layer(torch.randn(3, 16))
+
+
+def test_several_ranks_are_refused():
+    layout = RankLayout(world=2, rank=0, dp=2, ep=2)
+    with pytest.raises(BackendUnavailable, match="it has no all2all inside and serves one rank, ep=2"):
+        choose(CONFIG, layout, CPU, torch.float32, experts="routes_inside")
+    rows = explain(CONFIG, RankLayout(world=1, rank=0), CPU, torch.float32)
+    assert [row.status for row in rows if row.experts == "routes_inside"] == ["possible"]
+
+
+@pytest.mark.parametrize(
+    ("routed", "sentence"),
+    [
+        (RouterLogits(torch.zeros(3, 5)), r"logits must be \[T, E\] = \[3, 6\], got \[3, 5\]"),
+        (torch.zeros(3, 6), "routes inside and takes RouterLogits, got Tensor"),
+    ],
+)
+def test_a_call_of_another_kind(routed, sentence):
+    layer = layer_of()
+    kernel = layer.experts
+    sizes = {"hidden_size": 16, "top_k": 2, "slots_per_rank": 6, "num_ranks": 1, "dtype": torch.float32}
+    assert layer.dispatch_shape == FusedGeometry(**sizes, kernel="routes_inside", intermediate_size=16)
+    alone = RoutesInside(CONFIG, layer.expert_weights, RankGroup.alone(), layer.dispatch_shape)
+    for each in (kernel, alone):
+        with pytest.raises(InputError, match=sentence):
+            each(torch.zeros(3, 16), routed)

@@ -1,0 +1,287 @@
+"""`bf16_triton` against the float64 oracle, and `fp8_block_triton` with few rows; on a CPU the kernels for few rows in
+Triton's interpreter.
+
+`tests/gpu/test_bf16_triton_gpu.py` calls the same checks with a model's sizes, and on Hopper the large products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.fixtures.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
+
+from ep_moe import Activation
+from ep_moe.experts.hopper import gemm_skinny
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.gemm_streaming import FEW, FEW_E4M3, FEW_LARGE, ring_for
+from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.schemes import PLAIN
+from ep_moe.runtime.workspace import Workspaces
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.types import LocalIds, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
+from tests.fixtures.bf16_triton import (
+    BF16,
+    CUT_OFF,
+    DEVICE,
+    SMALL,
+    build,
+    check,
+    check_peers,
+    rows,
+    sorted_first,
+)
+
+if not torch.cuda.is_available():
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    _dot = InterpreterBuilder.create_dot
+
+    def _wide_dot(self, a, b, *rest):
+        """The interpreter (3.6) holds bf16 as integers, and multiplies those."""
+        a, b = (self.create_fp_ext(one, tl.float32) if one.dtype.scalar == tl.bfloat16 else one for one in (a, b))
+        return _dot(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = _wide_dot
+    gemm_skinny.DENSE = gemm_skinny.UNSORTED  # what the interpreter can run; it has no Gluon and no CUDA
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, sorted_first(65), sorted_first(130)], ids=str)
+def test_within_the_bound(count):
+    experts, tensors = build(*SMALL)
+    check(experts, tensors, rows(*SMALL, count))
+
+
+@pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
+@pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
+def test_every_activation(activation, count):
+    config = dataclasses.replace(SMALL[0], activation=activation)
+    experts, tensors = build(config, SMALL[1])
+    check(experts, tensors, rows(config, SMALL[1], count))
+
+
+@pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
+def test_every_row_on_one_expert(count):
+    experts, tensors = build(*SMALL)
+    received = rows(*SMALL, count)
+    received.local_ids.fill_(-1)[:, 1] = 4
+    check(experts, tensors, received)
+
+
+@pytest.mark.parametrize("kind", [Bf16TritonExperts, Fp8BlockTritonExperts])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_fewer_picks_than_experts(count, kind):
+    """A program for each route: several of one expert, of none, of weight 0, of other ranks."""
+    experts, tensors = build(SMALL[0], 12, kind)
+    received = rows(SMALL[0], 12, count, empty=0.0)
+    received.local_ids[:, 0] = 7  # all rows' own, after another's in the first one
+    received.local_ids[0] = torch.tensor([3, 7, 11, -1], device=DEVICE)
+    check(experts, tensors, received)
+    received.weights[0, 1] = 0.0  # the first route of 7 is none, and the next one stands for it
+    wire = torch.where(received.local_ids < 0, 52, received.local_ids + 40).int()  # 52: the next rank's
+    y = experts(dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40)))
+    none = received.local_ids.clone()
+    none[0, 1] = -1
+    assert torch.equal(y, check(experts, tensors, dataclasses.replace(received, local_ids=LocalIds(none))))
+
+
+@pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
+def test_no_rows_of_ours(count):
+    experts, tensors = build(*SMALL)
+    check(experts, tensors, rows(*SMALL, count, empty=1.0))
+    assert experts(rows(*SMALL, 0)).shape == (0, SMALL[0].hidden_size)
+
+
+@pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
+def test_ids_as_they_travelled(count):
+    """Others' experts, ids beyond all, and routes of weight 0 are none; a route of ours may stand anywhere."""
+    experts, _ = build(*SMALL)
+    received = rows(*SMALL, count)
+    base, local = 40, received.local_ids
+    others = torch.where(torch.arange(local.shape[1], device=DEVICE) % 2 == 0, 3, base + SMALL[1])
+    wire = torch.where(local < 0, others, local + base).int()
+    weights = received.weights.clone()
+    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])  # ours by its id, nobody's by its weight
+    weights[:, 3] = torch.where(local[:, 3] < 0, 0.0, weights[:, 3])
+    travelled = dataclasses.replace(
+        received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), base), weights=weights
+    )
+    assert torch.equal(experts(travelled), experts(received))
+
+
+@pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
+def test_weights_are_left_to_combine(count):
+    """One row per pair, as CONTIGUOUS transports deliver them."""
+    experts, tensors = build(*SMALL)
+    counts = torch.tensor([count, 0, 3, 1, 7], device=DEVICE)
+    total = int(counts.sum())
+    received = Received(
+        x=rows(*SMALL, total).x,
+        layout=RowLayout.CONTIGUOUS,
+        weighting=Weighting.COMBINE,
+        handle=None,
+        expert_offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
+    )
+    ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), counts).unsqueeze(1)
+    expected, limit = expected_and_limit(SMALL[0], PLAIN, tensors, received.x, ids, None, BF16)
+    assert worst(experts(received), expected, CUT_OFF * limit) <= 1
+
+
+def test_passes_of_few_rows_give_the_same_answer():
+    whole, tensors = build(*SMALL)
+    parts, _ = build(*SMALL, chunk_rows=7)
+    received = rows(*SMALL, 60)
+    check(whole, tensors, received)
+    check(parts, tensors, received)
+
+
+@pytest.mark.parametrize("kind", [Bf16TritonExperts, Fp8BlockTritonExperts])
+@pytest.mark.parametrize(
+    ("ranks", "rank", "bound", "chunk"),
+    [
+        (1, 0, 3, 100),
+        (2, 1, 1, 100),
+        (4, 2, 6, 100),
+        sorted_first(4, 3, 24, 100),
+        (4, 1, 24, 48),
+        (3, 2, 9, 5),
+        (2, 0, 40, 30),
+    ],
+)
+def test_written_to_peers(kind, ranks, rank, bound, chunk):
+    experts, _ = build(*SMALL, kind, chunk_rows=chunk)
+    received = rows(*SMALL, ranks * bound)
+    received.weights[::3] = 0.0  # with a weight of 0 a row is written, for whoever sent it reads it
+    check_peers(experts, received, ranks, rank)
+    wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
+    check_peers(
+        experts, dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40)), ranks, rank
+    )
+
+
+@pytest.mark.parametrize("count", [1, 40, 90], ids=str)
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda a: a.value)
+def test_blocks_within_the_bound(activation, count):
+    config = dataclasses.replace(SMALL[0], activation=activation)
+    experts, tensors = build(config, SMALL[1], Fp8BlockTritonExperts)
+    received = rows(config, SMALL[1], count)
+    check(experts, tensors, received)
+
+
+@pytest.mark.parametrize("count", [40, 90], ids=str)
+def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
+    experts, _ = build(*SMALL, Fp8BlockTritonExperts)
+    received = rows(*SMALL, count)
+    if DEVICE.type == "cpu":  # whose casts to E4M3 differ from torch's: values that both hold
+        data, scale = round_blocks(received.x)
+        wide = (data.float().unflatten(-1, (-1, 128)) * 2**-4).flatten(-2)
+        received = dataclasses.replace(received, x=wide.to(BF16))
+    data, scale = round_blocks(received.x)
+    y = experts(dataclasses.replace(received, x=data, x_scale=scale, format="fp8_block"))
+    assert torch.equal(y, experts(received))
+
+
+def test_how_a_call_is_cut():
+    of, of_blocks = gemm_skinny.TileConfig.of, gemm_skinny.TileConfig.of_blocks
+    assert [of(count, 0).first.stages for count in (gemm_skinny.FEWEST, gemm_skinny.FEWEST + 1)] == [6, 4]
+    assert [of_blocks(count, 1000, 2048, 1).first.block_n for count in (64, 65)] == [64, 128]
+    assert of(gemm_skinny.FEWEST, 1000) is not None
+    assert of(gemm_skinny.FEWEST + 1, gemm_skinny.DENSE) is None
+    assert of(gemm_skinny.UNSORTED, 0) is not None
+    assert of(gemm_skinny.UNSORTED + 1, 0) is None
+    qwen, deepseek = (1, 1536, 2048), (1, 4096, 7168)
+    for shape, dtype, few in (
+        (qwen, BF16, FEW), (qwen, torch.float8_e4m3fn, FEW_E4M3), (deepseek, BF16, FEW_LARGE),
+        (deepseek, torch.float8_e4m3fn, FEW_LARGE),
+    ):  # fmt: skip
+        w13 = torch.empty(shape, dtype=dtype, device="meta")
+        assert [ring_for(count, w13).rows for count in (10, 22, 23, few)] == [16, 32, 64, 64]
+        assert ring_for(few + 1, w13) is None
+    light = gemm_skinny.LIGHT
+    assert not of_blocks(gemm_skinny.UNSORTED, 1000, 7168, 2 * light).sort
+    assert [of_blocks(10000, count, 2048, light).first.block_m for count in (10, 11)] == [16, 64]
+    assert of_blocks(10000, gemm_skinny.FEW_BLOCKS + 1, 2048, light) is None
+    assert of_blocks(10000, 1, 2176, light) is None
+    assert of_blocks(10000, 10, 2048, 2 * light) is not None
+    assert of_blocks(10000, 11, 2048, 2 * light) is None
+
+
+@pytest.mark.parametrize(
+    "moved", ["x", "ids", "weights", "weighting", "out", "count", "experts", "wire", "scratch", "peers"]
+)
+def test_a_call_on_other_memory_is_not_taken_for_an_earlier_one(moved):
+    """What is launched again for rows that lie where others lay. moved: what is not as it was"""
+    experts, _ = build(*SMALL)
+    received = rows(*SMALL, 6)
+    out = torch.zeros_like(received.x)
+    to: torch.Tensor | PeerRows = home(out[:3], out[3:]) if moved == "peers" else out
+    for seed in range(3):  # the first is seen, the second recorded, the third launched again
+        ahead = rows(*SMALL, 6, seed)
+        for name in ("x", "local_ids", "weights"):
+            getattr(received, name).copy_(getattr(ahead, name))
+        out.zero_()
+        experts(received, to)
+        assert torch.equal(out, build(*SMALL)[0](received)), f"call {seed}"
+    out.zero_()
+    other, given, weights, block = rows(*SMALL, 6, 7), received, experts.weights, torch.zeros_like(out[3:])
+    match moved:
+        case "x":
+            given = dataclasses.replace(received, x=other.x)
+        case "ids":
+            given = dataclasses.replace(received, local_ids=other.local_ids)
+        case "weights":
+            given = dataclasses.replace(received, weights=other.weights)
+        case "weighting":
+            given = dataclasses.replace(received, weighting=Weighting.COMBINE)
+        case "out":
+            out = to = torch.zeros_like(out)
+        case "count":
+            given, to = part_of(received, 4), out[:4]
+        case "experts":
+            for name, parameter in list(weights.named_parameters()):
+                setattr(weights, name, torch.nn.Parameter(parameter.detach() * 2, requires_grad=False))
+        case "wire":
+            wire = WireIds(PhysicalIds(received.local_ids), 1)
+            given = dataclasses.replace(received, local_ids=None, wire_ids=wire)
+        case "scratch":
+            experts.workspaces.reserve(experts.workspace_bytes() + 1)
+            experts.workspace().fill_(255)
+        case "peers":
+            to = home(out[:3], block)
+    expected = Bf16TritonExperts(experts.config, weights, Workspaces(DEVICE))(given)
+    experts(given, to)
+    if moved == "peers":
+        assert not out[3:].any(), "of peers that are not this call's"
+        out = torch.cat([out[:3], block])
+    assert torch.equal(out[: len(expected)], expected)
+    assert not out[len(expected) :].any(), "behind the rows of this call"
+    written = bool((experts.workspace()[:1024] != 255).any())
+    assert moved != "scratch" or written, "scratch memory of before"
+
+
+def test_scales_on_other_memory_are_not_taken_for_earlier_ones():
+    experts, _ = build(*SMALL, Fp8BlockTritonExperts)
+    received = rows(*SMALL, 6)
+    data, scale = round_blocks(received.x)
+    given = dataclasses.replace(received, x=data, x_scale=scale, format="fp8_block")
+    out = torch.zeros_like(received.x)
+    for _ in range(3):
+        experts(given, out)
+    experts(dataclasses.replace(given, x_scale=2 * scale), out)
+    assert torch.equal(out, build(*SMALL, Fp8BlockTritonExperts)[0](dataclasses.replace(given, x_scale=2 * scale)))
+
+
+def home(*blocks: torch.Tensor) -> PeerRows:
+    return PeerRows(blocks, torch.tensor([block.data_ptr() for block in blocks], device=DEVICE), 0, 0)
+
+
+def part_of(received: Received, count: int) -> Received:
+    names = ("x", "local_ids", "weights")
+    return dataclasses.replace(received, **{name: getattr(received, name)[:count] for name in names})

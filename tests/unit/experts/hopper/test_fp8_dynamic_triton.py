@@ -1,0 +1,147 @@
+"""`fp8_dynamic_triton` against the float64 oracle, and where it goes the way of `fp8_block_triton` against that on the
+same numbers, bit for bit; on a CPU in Triton's interpreter. More rows: tests/gpu/test_fp8_dynamic_triton_gpu.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe import Activation
+from ep_moe.experts.base import Experts
+from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.schemes import SCHEMES, Scheme
+from ep_moe.runtime import nvrtc
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
+from tests.fixtures.bf16_triton import BF16, CUT_OFF, DEVICE, SMALL, check_peers, rows, sorted_first
+from tests.fixtures.fp8_dynamic_triton import BY_ROW, apart, both, build, by_row, scales_apart
+
+
+@pytest.fixture(autouse=True)
+def compiles(monkeypatch):
+    """What NVRTC compiles is for more rows."""
+    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+
+
+def in_blocks_only(experts: Experts) -> Experts:
+    """As where no NVRTC is."""
+    experts._compiles = False
+    return experts
+
+
+def within(y, scheme: Scheme, tensors, x, received: Received) -> None:
+    given = received.local_ids, received.weights, BF16
+    expected, limit = expected_and_limit(SMALL[0], scheme, tensors, x, *given)
+    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 60])
+@pytest.mark.parametrize("travelled", [False, True])
+def test_few_rows_with_one_scale_each(count, travelled):
+    """Plain ones are rounded first; those that came rounded are read as they are."""
+    experts = build(Fp8DynamicTritonExperts, SMALL[0], tensors := scales_apart(*SMALL))
+    received = apart(rows(*SMALL, count))
+    given, x = received, received.x
+    if travelled:
+        given = by_row(received)
+        assert given.x_scale is not None
+        x = given.x.float() * given.x_scale
+    out = torch.full_like(received.x, torch.nan)
+    within(experts(given, out), BY_ROW, tensors, x, received)
+
+
+@pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
+def test_every_activation_of_few_rows(activation):
+    config = dataclasses.replace(SMALL[0], activation=activation)
+    tensors = scales_apart(config, SMALL[1])
+    received = apart(rows(config, SMALL[1], 20))
+    y = build(Fp8DynamicTritonExperts, config, tensors)(received)
+    expected, limit = expected_and_limit(
+        config, BY_ROW, tensors, received.x, received.local_ids, received.weights, BF16
+    )
+    assert worst(y, expected, CUT_OFF * limit) <= 1
+
+
+def test_ids_as_they_travelled_and_peers():
+    experts = build(Fp8DynamicTritonExperts, SMALL[0], scales_apart(*SMALL))
+    received = rows(*SMALL, 24)
+    wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
+    there = dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40))
+    assert torch.equal(experts(there), experts(received))
+    check_peers(experts, there, 3, 1)
+
+
+@pytest.mark.parametrize("count", [1, 3, 60])
+def test_the_bits_of_the_same_numbers_in_blocks(count):
+    dynamic, block, tensors = both()
+    received = rows(*SMALL, count)
+    y = in_blocks_only(dynamic)(received)
+    assert torch.equal(y, block(received))
+    within(y, SCHEMES["fp8_block"], tensors, received.x, received)
+
+
+@pytest.mark.parametrize("count", [40, sorted_first(130), sorted_first(2000)], ids=str)
+def test_rows_that_travelled_in_blocks(count):
+    dynamic, block, _ = both()
+    received = rows(*SMALL, count)
+    data, scale = round_blocks(received.x)
+    travelled = dataclasses.replace(received, x=data, x_scale=scale, format="fp8_block")
+    assert torch.equal(dynamic(travelled), block(travelled))
+
+
+@pytest.mark.parametrize("count", [1, 40, sorted_first(130), sorted_first(2000)], ids=str)
+def test_one_scale_of_a_row_stands_for_each_of_its_blocks(count):
+    """Where kernels want one for each 128 columns."""
+    dynamic, block, tensors = both()
+    received = apart(rows(*SMALL, count))
+    travelled = by_row(received)
+    assert travelled.x_scale is not None
+    blocks = travelled.x_scale.repeat(1, SMALL[0].hidden_size // 128)
+    y = in_blocks_only(dynamic)(travelled)
+    assert torch.equal(y, block(dataclasses.replace(travelled, x_scale=blocks, format="fp8_block")))
+    within(y, SCHEMES["fp8_block"], tensors, travelled.x.float() * travelled.x_scale, received)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="grouped rows are multiplied by kernels for Hopper")
+@pytest.mark.parametrize("weighting", list(Weighting), ids=lambda w: w.value)
+def test_grouped_rows(weighting):
+    dynamic, block, tensors = both()
+    counts = torch.tensor([40, 0, 7, 1, 33], device=DEVICE)
+    x = torch.randn(int(counts.sum()), SMALL[0].hidden_size, device=DEVICE).to(BF16)
+    weights = torch.rand(len(x), device=DEVICE) if weighting is Weighting.EXPERTS else None
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    received = Received(x, RowLayout.CONTIGUOUS, weighting, None, weights=weights, expert_offsets=offsets)
+    y = dynamic(received)
+    assert torch.equal(y, block(received))
+    travelled = by_row(received)
+    assert travelled.x_scale is not None
+    blocks = travelled.x_scale.repeat(1, SMALL[0].hidden_size // 128)
+    wanted = block(dataclasses.replace(travelled, x_scale=blocks, format="fp8_block"))
+    assert torch.equal(dynamic(travelled), wanted)
+    ids = torch.repeat_interleave(torch.arange(len(counts), device=DEVICE), counts).unsqueeze(1)
+    flat = dataclasses.replace(
+        received, local_ids=LocalIds(ids), weights=None if weights is None else weights.unsqueeze(1)
+    )
+    within(y, SCHEMES["fp8_block"], tensors, x, flat)
+
+
+def test_what_goes_by_row():
+    """Rows of bf16 layers that are not grouped, plain or with a scale each, where the GEMM for many compiles."""
+    dynamic, half = both()[0], both(torch.float16)[0]
+    received = rows(*SMALL, 60)
+    data, scale = round_blocks(received.x)
+    assert dynamic._by_row(received)
+    assert dynamic._by_row(by_row(received))
+    assert not dynamic._by_row(dataclasses.replace(received, x=data, x_scale=scale, format="fp8_block"))
+    assert not dynamic._by_row(dataclasses.replace(received, layout=RowLayout.CONTIGUOUS))
+    assert not half._by_row(received)
+    assert not in_blocks_only(dynamic)._by_row(received)

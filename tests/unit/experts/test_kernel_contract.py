@@ -1,0 +1,169 @@
+"""Every kernel in the tree against the public contract, and errors that it must see."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+from ep_moe import Activation, registry
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.testing import check_experts
+from ep_moe.testing.kernel_contract import computed_on
+from ep_moe.types import Received
+from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES
+from tests.fixtures.flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+
+
+@pytest.mark.timeout(400)  # float64 on a CPU that other processes may share
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4_fp8"])
+def test_reference_quantised(scheme):
+    assert check_experts(ReferenceExperts, device="cpu", schemes=[scheme], activations=[Activation.SWIGLU]) == 6
+
+
+def test_reference_with_every_activation():
+    assert check_experts(ReferenceExperts, device=CPU, schemes=["none"]) == 24
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="emulated, on the CPU")
+@pytest.mark.parametrize("scheme", ["none", "mxfp4_fp8"])
+def test_flashinfer_cutlass_emulated(scheme, emulated):
+    only = [Activation.SWIGLU_CLAMPED]
+    assert check_experts(FlashInferCutlassExperts, device=CPU, schemes=[scheme], activations=only) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize(
+    "name",
+    ["bf16_triton", "flashinfer_cutlass", "fp8_block_triton", "fp8_dynamic_triton", "fp8_tensor_triton", "reference"],
+)
+def test_on_a_gpu(name, monkeypatch):
+    monkeypatch.undo()
+    if why := registry.unsupported_reason("experts", name):
+        pytest.skip(why)
+    assert check_experts(registry.load("experts", name), device=GPU) > 0
+
+
+def test_only_what_a_gpu_computes_is_tried_on_it():
+    everywhere = {"none", "fp8_static", "fp8_dynamic"}
+    for found, computed in (((9, 0), set(SM90_SCHEMES)), ((10, 0), everywhere.union(SM100_SCHEMES)), ((8, 0), set())):
+        with mock.patch("torch.cuda.get_device_capability", return_value=found):
+            assert set(computed_on(GPU, FlashInferCutlassExperts)) == computed
+    assert set(computed_on(CPU, FlashInferCutlassExperts)) == {*SM90_SCHEMES, *SM100_SCHEMES}
+
+
+# --- errors that it must see ----------------------------------------------------------------------------------------
+
+
+class Wrong(ReferenceExperts):
+    """Changes what it was given, or what it returns."""
+
+    def compute(self, received, out):
+        y = self.after(super().compute(self.before(received), None), received)
+        return y if out is None else out.copy_(y)
+
+    def before(self, received: Received) -> Received:
+        return received
+
+    def after(self, y, received):
+        return y
+
+
+class WeightsIgnored(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, weights=None if received.weights is None else received.weights * 0 + 1)
+
+
+class NextExpert(Wrong):
+    def before(self, received):
+        ids = received.local_ids
+        return dataclasses.replace(received, local_ids=torch.where(ids >= 0, (ids + 1) % 5, ids))
+
+
+class EmptyRowsKept(Wrong):
+    def after(self, y, received):
+        return torch.where((received.local_ids < 0).all(1, keepdim=True), received.x, y)
+
+
+class NotInPlace(ReferenceExperts):
+    def compute(self, received, out):
+        return super().compute(received, None)
+
+
+class NanSpreads(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, x=received.x + 0 * received.x.sum(0))
+
+
+class Drifts(Wrong):
+    calls = 0
+
+    def after(self, y, received):
+        type(self).calls += 1
+        return y * (1 + 2.0**-7 * (type(self).calls % 2)) if self.options.deterministic else y
+
+
+class InputConsumed(Wrong):
+    def after(self, y, received):
+        received.x.zero_()
+        return y
+
+
+class EightChoicesAreTooMany(Wrong):
+    def after(self, y, received):
+        return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 8 else y
+
+
+class RowsWithoutGradient(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, x=received.x.detach())
+
+
+class WeightsWithoutGradient(Wrong):
+    def before(self, received):
+        return dataclasses.replace(received, weights=None if received.weights is None else received.weights.detach())
+
+
+class GradientOfOtherColumns(ReferenceExperts):
+    def compute(self, received, out):
+        w2 = self.weights.get_parameter("w2")
+        if w2.requires_grad:
+            w2.register_hook(lambda gradient: gradient.roll(1, 2))
+        return super().compute(received, out)
+
+
+class BiasOnEveryRank(ReferenceExperts):
+    def compute(self, received, out):
+        self.weights.etp = dataclasses.replace(self.weights.etp, rank=0)
+        return super().compute(received, out)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (WeightsIgnored, "times what rounding may cause"),
+        (NextExpert, "times what rounding may cause"),
+        (EmptyRowsKept, "rows without an expert must be zero|times what rounding may cause"),
+        (NotInPlace, "it must write into `out`"),
+        (NanSpreads, "NaN in rows without an expert"),
+        (Drifts, "equal calls must give equal bits"),
+        (InputConsumed, "x must be left as it was"),
+        (RowsWithoutGradient, "the gradient of x is wrong"),
+        (WeightsWithoutGradient, "the gradient of weights is wrong"),
+        (GradientOfOtherColumns, "the gradient of w2 of slot 0 is wrong"),
+        (EightChoicesAreTooMany, "times what rounding may cause"),
+        (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_it_is_seen(wrong, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        check_experts(wrong, device=CPU, schemes=["none"], activations=[Activation.RELU2])

@@ -1,0 +1,51 @@
+"""The Triton form of `Placement.forward` against the torch form; on a CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fixtures.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
+
+from ep_moe import ExpertMap, Placement, Routing
+from ep_moe.placement.placement_triton import place
+from ep_moe.types import LogicalIds
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAPS = [
+    ExpertMap.linear(12, 4),
+    ExpertMap.redundant(10, 4, 6),
+    ExpertMap.redundant(4, 3, 8),
+    ExpertMap.uneven([7, 1, 3]),
+]
+
+
+@pytest.mark.parametrize("expert_map", MAPS, ids=["linear", "redundant", "replicas3", "uneven"])
+@pytest.mark.parametrize("ep_rank", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_same_ids_and_loads(expert_map, ep_rank, dtype):
+    for tokens, top_k in ((0, 2), (1, 1), (3, 2), (301, 3), (1500, 3)):
+        ids = torch.randint(-2, expert_map.num_experts + 2, (tokens, top_k), dtype=dtype)  # unknown ones among them
+        there = Placement(expert_map, ep_rank=ep_rank)
+        expected = there(Routing(LogicalIds(ids), torch.ones(ids.shape))).ids
+        here = Placement(expert_map, ep_rank=ep_rank).to(DEVICE)
+        out = torch.full(ids.shape, 77, dtype=torch.int64, device=DEVICE)
+        tables = (here.logical_to_physical, here.replica_count, here.expert_load, here.slot_load, here.counting)
+        place(ids.to(DEVICE), *tables, out, ep_rank * 3266489917)
+        assert torch.equal(out.cpu(), expected)
+        assert torch.equal(here.expert_load.cpu(), there.expert_load)
+        assert torch.equal(here.slot_load.cpu(), there.slot_load)
+        with here.no_stats():
+            place(ids.to(DEVICE), *tables, out, 0)
+        assert torch.equal(here.expert_load.cpu(), there.expert_load)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch sees no GPU")
+def test_a_placement_on_a_gpu_uses_it():
+    expert_map, ids = MAPS[1], torch.randint(-1, 10, (1000, 3))
+    expected = Placement(expert_map, ep_rank=3)(Routing(LogicalIds(ids), torch.ones(ids.shape))).ids
+    found = Placement(expert_map, ep_rank=3).cuda()(Routing(LogicalIds(ids.cuda()), torch.ones(ids.shape).cuda())).ids
+    assert torch.equal(found.cpu(), expected)

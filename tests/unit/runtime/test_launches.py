@@ -1,0 +1,269 @@
+"""Launches that are made again: by the interpreter where kernels run there, and over a driver that writes down what it
+is given."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+
+from ep_moe.runtime import devices, launch_cache
+from ep_moe.runtime.launch_cache import LaunchCache, LaunchSpec, RecordedLaunches, at_once
+from ep_moe.runtime.versions import launcher_known
+from tests.fixtures.launches import INTERPRETED, Driver
+
+compiled = pytest.mark.skipif(INTERPRETED, reason="Triton compiles nothing")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add(x, y, tokens, out, size, by, SIZE: tl.constexpr, TWICE: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, SIZE)
+    total = tl.load(x + at, mask=at < tokens, other=0) + by
+    if y is not None:
+        total += tl.load(y + at, mask=at < tokens, other=0)
+    if TWICE:
+        total *= 2
+    tl.store(out + at, total, mask=at < size)
+
+
+def first(x, y, tokens, out, *, twice=True, warps=1):
+    return LaunchSpec(_add, (1,), (x, y, tokens), (out, len(out), 3), {"SIZE": 8, "TWICE": twice, "num_warps": warps})
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_again_is_the_same_on_what_lies_there_now():
+    x, y, out = torch.arange(8), torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    recorded = RecordedLaunches()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert out.tolist() == [2 * (2 * n + 3) for n in range(8)]
+    x.fill_(1)
+    recorded.again()
+    assert out.tolist() == [2 * (1 + n + 3) for n in range(8)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_forms_take_what_changes():
+    forms, out = LaunchCache(), torch.zeros(8, dtype=torch.int64)
+    for tokens, x in ((8, torch.arange(8)), (2, torch.ones(8, dtype=torch.int64))):
+        forms.launch("form", (x, None, tokens), lambda x=x, tokens=tokens: first(x, None, tokens, out, twice=False))
+        assert out.tolist() == [int(x[n]) * (n < tokens) + 3 for n in range(8)]
+
+
+@pytest.fixture
+def driver():
+    from triton.runtime import driver
+
+    made = Driver()
+    _add.device_caches.clear()
+    with mock.patch.object(driver, "_active", made):
+        yield made
+        _add.device_caches.clear()  # a binary is unloaded by the driver that loaded it
+
+
+@pytest.fixture
+def looked():
+    """Launches that go through Triton itself."""
+    from triton.runtime.jit import JITFunction
+
+    found, run = [], JITFunction.run
+
+    def counted(self, *args, **options):
+        found.append(self)
+        return run(self, *args, **options)
+
+    with mock.patch.object(JITFunction, "run", counted):
+        yield found
+
+
+def tensors():
+    """Three that begin at multiples of 16 bytes."""
+    whole = torch.zeros(64, dtype=torch.int64)
+    begin = -whole.data_ptr() % 16 // 8
+    return [whole[begin + n * 16 : begin + n * 16 + 8] for n in range(3)]
+
+
+@compiled
+def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
+    x, y, out = tensors()
+    recorded = RecordedLaunches()
+    for twice in (False, True):
+        launch = first(x, y, 8, out, twice=twice)
+        recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert len(driver.found) == len(looked) == 2
+    recorded.again()
+    assert len(looked) == 2
+    assert driver.found[2:] == driver.found[:2]
+    assert driver.found[0][2:] == (x.data_ptr(), y.data_ptr(), 8, out.data_ptr(), 8, 3, 8, False)
+
+
+@compiled
+def test_a_profiler_hears_of_every_launch(driver):
+    x, y, out = tensors()
+    recorded, heard = RecordedLaunches(), []
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    hooks = triton.knobs.runtime.launch_enter_hook
+    with mock.patch.object(hooks, "calls", [lambda metadata: heard.append(metadata.get()["name"])]):
+        recorded.again()
+    assert heard == ["_add"]
+    assert driver.found[1] == driver.found[0]
+    recorded.again()
+    assert heard == ["_add"]
+
+
+@compiled
+def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
+    """One line says so."""
+    launch_cache._say_slow.cache_clear()
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    x, y, out = tensors()
+    recorded = RecordedLaunches()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    driver.enter = []
+    recorded.again()
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert driver.enter[0] is triton.knobs.runtime.launch_enter_hook
+    assert driver.found[1] == driver.found[0]
+    (said,) = caplog.records
+    assert (said.name, said.levelname) == ("ep_moe", "WARNING")
+    assert "Triton 4.0.0" in said.getMessage()
+
+
+@compiled
+def test_this_triton_is_launched_the_short_way(driver, caplog):
+    """The installed one, which CI has pinned, and the newest."""
+    x, y, out = tensors()
+    recorded = RecordedLaunches()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    driver.enter = []
+    recorded.again()
+    if launcher_known(triton.__version__):
+        assert driver.enter == [None], "no hooks are handed over"
+        assert not caplog.records
+    else:
+        assert driver.enter == [triton.knobs.runtime.launch_enter_hook]
+
+
+@compiled
+def test_what_changes_is_given_anew(driver, looked):
+    x, y, out = tensors()
+    forms = LaunchCache()
+    for given, tokens in ((x, 8), (y, 1), (x, 5)):
+        forms.launch("form", (given, None, tokens), lambda given=given, tokens=tokens: first(given, None, tokens, out))
+        assert driver.found[-1][2:] == (given.data_ptr(), None, tokens, out.data_ptr(), 8, 3, 8, True)
+    assert len(looked) == 1
+    forms.launch("other", (x, y, 8), lambda: first(x, y, 8, out))
+    assert driver.found[-1][2:4] == (x.data_ptr(), y.data_ptr())
+    assert len(looked) == 2
+
+
+@compiled
+def test_what_begins_elsewhere_is_looked_at_each_time(driver, looked):
+    """A binary for pointers at multiples of 16 bytes reads 16 at once."""
+    x, _, out = tensors()
+    forms = LaunchCache()
+    forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
+    odd = x[1:]
+    for _ in range(2):
+        forms.launch("form", (odd, None, 7), lambda: first(odd, None, 7, out))
+        assert driver.found[-1][2] == odd.data_ptr()
+    assert len(looked) == 3
+    forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
+    assert len(looked) == 3
+
+
+@compiled
+def test_nothing_is_held_but_addresses(driver):
+    import gc
+    import weakref
+
+    x, y, out = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
+    recorded, forms = RecordedLaunches(), LaunchCache()
+    launch = first(x, y, 8, out)
+    recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    forms.launch("form", (x, y, 8), lambda launch=launch: launch)
+    held = [weakref.ref(tensor) for tensor in (x, y, out)]
+    del x, y, out, launch
+    driver.found.clear()
+    gc.collect()
+    assert [tensor() for tensor in held] == [None] * 3
+    recorded.again()
+
+
+@compiled
+def test_a_launch_at_once(driver):
+    x, y, out = tensors()
+    launch = first(x, y, 8, out)
+    at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    assert driver.found[0][:2] == ((1, 1, 1), 7)
+
+
+def transport_calls(workspace):
+    """Of every kernel of `nvlink_p2p`, with all that its launch depends on: [(name, call of a workspace)]."""
+    from ep_moe import ExpertMap
+    from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+    from ep_moe.placement.deferred import DeferredRouting
+    from ep_moe.placement.placement import Placement
+    from ep_moe.types import PhysicalRouting
+
+    g, found = workspace.dispatch_shape, []
+    maps = [
+        ExpertMap.linear(g.num_physical, g.num_ranks),
+        ExpertMap.redundant(g.num_physical - 2, g.num_ranks, g.slots_per_rank),
+    ]
+    tables = [Placement(made, ep_rank=rank).tables for made in maps for rank in (0, 1)]
+    for tokens, bound in ((1, 1), (1, 2), (2, 2)):
+        plain = torch.zeros(tokens, g.hidden_size, dtype=g.dtype)
+        travelling = torch.zeros(tokens, g.columns, dtype=g.row_dtype)
+        scale = torch.zeros(tokens, g.scales, dtype=torch.float32) if g.scales else None
+        ids = [torch.zeros(tokens, g.top_k, dtype=dtype) for dtype in (torch.int32, torch.int64)]
+        weights = torch.ones(tokens, g.top_k)
+        placed = [PhysicalRouting(own, weights) for own in ids]
+        for routing in (*placed, *(DeferredRouting(own, weights, table) for own in ids for table in tables)):
+            for rows in {plain.dtype: (plain, None), travelling.dtype: (travelling, scale)}.values():
+                for alone in (False, True):
+                    given = (workspace, *rows, routing, bound)
+                    found.append(partial(low_latency.send, *given, alone=alone))
+                    found += [partial(bulk.send, *given, blocks, alone=alone) for blocks in (1, 2)]
+        found += [partial(bulk.announce, workspace, scale, routing, bound) for routing in placed]
+        for how in (False, True):
+            found.append(partial(low_latency.receive, workspace, plain, bound, put=how))
+            found.append(partial(bulk.receive, workspace, plain, bound, tell=how))
+        found.append(partial(bulk.give, workspace, bound))
+        found.append(partial(bulk.tell_given, workspace))
+    return found
+
+
+@compiled
+@pytest.mark.parametrize("wire", ["plain", "fp8_block"])
+def test_a_form_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypatch):
+    """A transport's launches by their forms, after all the others, and as if each came first."""
+    from ep_moe.config import Wire
+    from tests.fixtures.waiting_loops import workspace
+
+    monkeypatch.setattr(devices, "starts_early", lambda device: True)
+    monkeypatch.setattr("ep_moe.runtime.launch_cache._FORMS", 1000)
+    made = workspace(256, 2, Wire(dispatch=wire))
+    calls, shared, first = transport_calls(made), made.forms, []
+    for call in calls:
+        made.forms = LaunchCache()
+        call()
+        first.append((driver.functions[-1], driver.found[-1]))
+    made.forms = shared
+    for call in calls:
+        call()
+    seen = len(looked)
+    for call, expected in zip(calls, first, strict=True):
+        call()
+        assert (driver.functions[-1], driver.found[-1]) == expected, call
+    assert len(looked) == seen

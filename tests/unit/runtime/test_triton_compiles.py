@@ -1,0 +1,172 @@
+"""Kernels compiled for Hopper without one. Those in Gluon: nothing else runs them on a machine without a GPU. Whole
+expert steps: Triton's interpreter, where their kernels run, takes what its compiler refuses."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton compiles nothing", allow_module_level=True)
+
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ep_moe import ExpertMap, MoEConfig, Wire
+from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.hopper import (
+    gemm_fp8_block,
+    gemm_fp8_block_gluon,
+    gemm_grouped,
+    gemm_streaming,
+    gemm_streaming_triton,
+)
+from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.quant.fp8_row_kernels import RowScales
+from ep_moe.quant.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.wire import round_rows
+from ep_moe.runtime import devices
+from ep_moe.runtime.nvrtc import SHARED
+from ep_moe.runtime.workspace import Workspaces
+from ep_moe.types import LocalIds, PeerRows, Received, RowLayout, Weighting
+from ep_moe.weights.expert_weights import ExpertWeights
+from tests.fixtures.triton_compiles import Hopper
+
+EXPERTS, HIDDEN, INNER, ROWS = 40, 2048, 768, 512
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+SMALL, CPU = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=4), torch.device("cpu")
+
+
+class Compiled:
+    """A kernel that is compiled where it would be launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.shared = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.shared.append(self.kernel.warmup(*args, grid=grid, **options).metadata.shared)
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    with mock.patch.object(driver, "_active", Hopper()):
+        yield
+
+
+def operands(dtype: torch.dtype):
+    """Rows, both weights, activations and results, of a product and the one behind it; scales of both."""
+    one = torch.ones(EXPERTS)
+    scales = (MatrixScales(0.5, one, one), MatrixScales(one, one)) if dtype == FP8 else (None, None)
+    shapes = (ROWS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (ROWS, INNER), (EXPERTS, HIDDEN, INNER)
+    return *(torch.empty(shape, dtype=dtype) for shape in shapes), torch.empty(ROWS, HIDDEN, dtype=BF16), *scales
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "e4m3 by row"])
+@pytest.mark.parametrize("rows", [1, 11, 23])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_streamed_products_fit(activation, rows, kind):
+    x, w13, act, w2, y, *scales = operands(BF16 if kind == "bf16" else FP8)
+    scaled_rows, to = kind == "e4m3 by row", act
+    if scaled_rows:
+        of_weights = torch.ones(EXPERTS, 2, 3)[:, 0, 0]
+        scales, to = [RowScales(torch.ones(ROWS), of_weights)] * 2, act.bfloat16()
+    first, second = (NO_SCALES if own is None else own.given() for own in scales)
+    ring, ends = gemm_streaming.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
+    w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
+    compiled = Compiled(gemm_streaming_triton._stream)
+    early = {"PDL": True, "launch_pdl": True}
+    with (
+        mock.patch.object(gemm_streaming_triton, "_stream", compiled),
+        mock.patch.object(gemm_streaming_triton, "early", return_value=early),
+    ):
+        how = (ring.rows, ring.stages, 132)
+        gemm_streaming_triton.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
+        gemm_streaming_triton.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows)
+    assert len(compiled.shared) == 2
+    assert max(compiled.shared) <= SHARED
+
+
+@pytest.mark.parametrize("rows", [40, 90, 1000])
+def test_products_with_a_scale_for_each_block_fit(rows):
+    x, w13, act, w2, y, *_ = operands(FP8)
+    of_x, of_w13 = torch.ones(ROWS, HIDDEN // 128), torch.ones(EXPERTS, 2 * INNER // 128, HIDDEN // 128)
+    of_act, of_w2 = torch.ones(ROWS, INNER // 128), torch.ones(EXPERTS, HIDDEN // 128, INNER // 128)
+    ends, compiled = torch.zeros(EXPERTS, dtype=torch.int32), Compiled(gemm_fp8_block_gluon._gemm)
+
+    def config(w, activated):
+        return gemm_fp8_block.config_for(rows * EXPERTS, *w.shape, hopper=True, activated=activated)
+
+    with mock.patch.object(gemm_fp8_block_gluon, "_gemm", compiled):
+        gemm_fp8_block.grouped_gemm_activate(x, of_x, w13, of_w13, ends, act, of_act, config=config(w13, True))
+        gemm_fp8_block.grouped_gemm(act, of_act, w2, of_w2, ends, y, config=config(w2, False))
+    assert len(compiled.shared) == 2
+    assert max(compiled.shared) <= SHARED
+
+
+def built(kind: type[Experts], scheme: str) -> Experts:
+    weights = ExpertWeights(
+        SMALL,
+        ExpertMap.uneven([4, 4]),
+        device=CPU,
+        dtype=BF16,
+        scheme=SCHEMES[scheme],
+        weight_layout=kind.weight_layout,
+        trainable=False,
+    )
+    return kind(SMALL, weights, Workspaces(CPU), ExpertsOptions())
+
+
+@pytest.mark.parametrize("answers", [None, BF16, FP8], ids=["kept", "to peers", "to peers in E4M3"])
+@pytest.mark.parametrize("rows", [2, 40, 200, 4000])
+@pytest.mark.parametrize(("kind", "scheme", "wire"), [
+    (Bf16TritonExperts, "none", "plain"), (Fp8TensorTritonExperts, "fp8_static", "plain"),
+    (Fp8BlockTritonExperts, "fp8_block", "plain"), (Fp8DynamicTritonExperts, "fp8_dynamic", "plain"),
+    (Fp8DynamicTritonExperts, "fp8_dynamic", "fp8_row"),
+])  # fmt: skip
+def test_whole_steps_compile(kind, scheme, wire, rows, answers):
+    """In their forms for Hopper, but for what NVRTC compiles."""
+    ids = torch.zeros(rows, SMALL.top_k, dtype=torch.int64)
+    x, x_scale = round_rows(torch.zeros(rows, SMALL.hidden_size, dtype=BF16), Wire(dispatch=wire))
+    received = Received(
+        x=x,
+        x_scale=x_scale,
+        format=wire,
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        handle=None,
+        local_ids=LocalIds(ids),
+        weights=torch.ones(ids.shape),
+    )
+    out: Tensor | PeerRows = torch.empty_like(x, dtype=BF16)
+    if answers is not None:
+        blocks = tuple(torch.empty(2, rows // 2, SMALL.hidden_size, dtype=answers))
+        out = PeerRows(blocks, torch.tensor([block.data_ptr() for block in blocks]), 0, 0)
+    names, run = [], JITFunction.run
+
+    def compiled(self, *args, warmup, **options):
+        names.append(self.fn.__name__)
+        return run(self, *args, warmup=True, **options)
+
+    with (
+        mock.patch.object(JITFunction, "run", compiled),
+        mock.patch.object(CompiledKernel, "__getitem__", return_value=mock.Mock()),  # of those that wait
+        mock.patch.object(devices, "starts_early", return_value=True),
+        mock.patch.object(gemm_grouped, "grouped_gemm") as products,
+    ):
+        built(kind, scheme)(received, out)
+    assert names[-1] == "reduce"
+    rounds = kind is not Bf16TritonExperts and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
+    assert len(names) + products.call_count >= 3 + rounds, "rounding, two products, sums"

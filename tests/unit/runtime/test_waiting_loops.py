@@ -1,0 +1,181 @@
+"""Kernels that wait for peers, compiled for Hopper: all warps of a program leave the loop together, if they meet at
+barriers in it. Warps that read a peer's memory one by one may each have read something else. A binary that is not shown
+to be so is not launched."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton compiles nothing", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+import ep_moe
+from ep_moe import Wire
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.all2all.nvlink_p2p.packets import any_of, late_packets, still_missing
+from ep_moe.errors import BackendUnavailable
+from ep_moe.experts.hopper import route_sort
+from ep_moe.runtime import waiting_triton
+from ep_moe.runtime.waiting_triton import Waiting
+from ep_moe.runtime.warp_paths import parting_branch, waiting_loops
+from ep_moe.types import PhysicalIds, PhysicalRouting
+from tests.fixtures.triton_compiles import Hopper
+from tests.fixtures.waiting_loops import BF16, TOKENS, TOP_K, workspace
+
+WIRES = {
+    "plain": Wire(),
+    "fp8_block": Wire(dispatch="fp8_block"),
+    "fp8_row": Wire(dispatch="fp8_row"),
+    "fp8_tensor": Wire(dispatch="fp8_tensor", input_scale=0.02),
+    "answers in E4M3": Wire(dispatch="fp8_tensor", combine="fp8", input_scale=0.02),
+}
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """PTX of the waiting kernels that are launched within."""
+    found: list[str] = []
+
+    def kept(self: Waiting, grid: Any, /, *args: Any, **options: Any) -> None:
+        found.append(self.kernel.warmup(*args, grid=grid, **options).asm["ptx"])
+
+    with mock.patch.object(driver, "_active", Hopper()), mock.patch.object(Waiting, "_launch", kept):
+        yield found
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("hidden", [256, 2048, 7168])
+def test_warps_leave_together(hidden, ranks, wire, compiled):
+    made = workspace(hidden, ranks, WIRES[wire])
+    x, out = torch.zeros(TOKENS, hidden, dtype=BF16), torch.zeros(TOKENS, hidden, dtype=BF16)
+    ids = PhysicalIds(torch.zeros(TOKENS, TOP_K, dtype=torch.int64))
+    routing = PhysicalRouting(ids, torch.ones(ids.shape))
+    low_latency.send(made, x, None, routing, TOKENS)
+    for put in (False, True):
+        low_latency.receive(made, out, TOKENS, put=put)
+    bulk.send(made, x, None, routing, TOKENS, 132)
+    bulk.receive(made, out, TOKENS, tell=True)
+    scales = made.dispatch_shape.scales
+    bulk.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
+    assert len(compiled) == 6
+    for number, ptx in enumerate(compiled):
+        assert waiting_loops(ptx) == 1, f"kernel {number}"
+        assert parting_branch(ptx) is None, f"kernel {number}"
+
+
+@pytest.mark.parametrize(("rows", "loops"), [(16, 1), (512, 1), (1024, 2)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
+    """While rows still come."""
+    ids, found = torch.zeros(rows, TOP_K, dtype=torch.int32), torch.zeros(rows * TOP_K, dtype=torch.int32)
+    ids_ready = torch.zeros(ranks, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    route_sort.group_pairs(
+        ids,
+        32,
+        found,
+        found.view(ids.shape),
+        found[:32],
+        found,
+        weights=torch.ones(ids.shape),
+        soon=True,
+        ids_ready=ids_ready,
+    )
+    (ptx,) = compiled
+    assert waiting_loops(ptx) == loops
+    assert parting_branch(ptx) is None
+
+
+@triton.jit
+def _waits(packets, out, number, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):  # noqa: N803
+    """For packets that each warp reads for itself, since they are few."""
+    at = tl.arange(0, WIDTH)
+    missing = 1
+    while missing > 0:
+        late = late_packets(tl.load(packets + at, volatile=True), number, at < WIDTH)
+        many = tl.zeros([128], tl.int1)
+        missing = still_missing(many, any_of(late)) if TOGETHER else any_of(late).to(tl.int32)
+        tl.debug_barrier()
+    tl.store(out + at, at)
+
+
+class Driver(Hopper):
+    """One that loads binaries, and counts what is launched."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
+            load_binary=lambda *binary: (object(), object(), 32, 0, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return self.launch
+
+    def launch(self, *given: Any) -> None:
+        self.launched += 1
+
+
+def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
+    """The loop of the kernel that hung: each warp goes by what it has read itself."""
+    looks = mock.Mock(side_effect=parting_branch)
+    monkeypatch.setattr(waiting_triton, "parting_branch", looks)
+    kernel, packets = Waiting(_waits), torch.zeros(8, dtype=torch.int64)
+    out = torch.zeros(8, dtype=torch.int32)
+    with mock.patch.object(driver, "_active", Driver()) as active:
+        for _ in range(2):
+            assert kernel[(1,)](packets, out, 1, WIDTH=8, TOGETHER=True) is not None
+        assert active.launched == 2
+        assert looks.call_count == 1, "once for each binary"
+        for _ in range(2):
+            with pytest.raises(BackendUnavailable, match=r"'_waits'.*its warps may part.*not launched.*all2all="):
+                kernel[(1,)](packets, out, 1, WIDTH=8, TOGETHER=False)
+        assert active.launched == 2
+        _waits.device_caches.clear()
+
+
+def _jit_functions() -> dict[str, tuple[ast.FunctionDef, set[str]]]:
+    """Every function of the package in Triton: its tree, and the names that it calls."""
+    found = {}
+    for path in Path(ep_moe.__file__).parent.rglob("*.py"):
+        for each in ast.parse(path.read_text()).body:
+            if isinstance(each, ast.FunctionDef) and "triton.jit" in " ".join(map(ast.unparse, each.decorator_list)):
+                called = {call.func.id for call in ast.walk(each)
+                          if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}  # fmt: skip
+                found[f"{path.stem}.{each.name}"] = (each, called)
+    return found
+
+
+def test_every_kernel_that_waits_is_examined():
+    """Kernels that reach a loop of volatile or acquiring reads, by names that only such loops have."""
+    functions = _jit_functions()
+    waits = {name for name, (tree, _) in functions.items()
+             if any(re.search("volatile=True|atomic_", ast.unparse(loop)) for loop in ast.walk(tree)
+                    if isinstance(loop, ast.While))}  # fmt: skip
+    assert {name.split(".")[1] for name in waits} == {"wait", "grid_barrier", "_take", "_receive"}
+    reach = {name.split(".")[1] for name in waits} - {"_receive"}  # a kernel, called by none
+    while more := {name.split(".")[1] for name, (_, calls) in functions.items() if calls & reach} - reach:
+        reach |= more
+    called = set().union(*(calls for _, calls in functions.values()))
+    kernels = {name for name in functions if name.split(".")[1] in reach | {"_receive"}
+               and name.split(".")[1] not in called}  # fmt: skip
+    examined = {name for name, (tree, _) in functions.items()
+                if ast.unparse(tree.decorator_list[0]) == "Waiting"}  # fmt: skip
+    assert kernels
+    assert kernels == examined

@@ -1,0 +1,154 @@
+"""EPContext in one process: what its layers share, and its end."""
+
+# ruff: noqa: F811
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, Routing
+from ep_moe.types import LogicalIds
+from tests.fixtures.helpers import fill, integer_rows
+from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
+
+
+def test_destroyed_context_refuses_forwards_and_layers():
+    context = EPContext.local(CPU)
+    layer = MoELayer(shape(), context)
+    layer(torch.ones(1, HIDDEN))
+    context.destroy()
+    context.destroy()
+    for call in (
+        lambda: layer(torch.ones(1, HIDDEN)),
+        lambda: layer.forward_routed(torch.ones(3, HIDDEN), Routing(LogicalIds(IDS), WEIGHTS)),
+        lambda: MoELayer(shape(), context),
+    ):
+        with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
+            call()
+
+
+def test_a_bound_ends_with_its_block():
+    context = EPContext.local(CPU)
+    context.max_tokens = context.current_limit = 9
+    with context.token_limit(4):
+        assert context.current_limit == 4
+        with pytest.raises(KeyError), context.token_limit(2):
+            raise KeyError(context.current_limit)
+        assert context.current_limit == 4
+    assert context.current_limit == 9
+    for wrong in (0, 10, 2.5):
+        with pytest.raises(ConfigError), context.token_limit(wrong):
+            pass
+    assert context.current_limit == 9
+
+
+def test_recorded_calls_end_with_what_they_stand_for():
+    """Whether there are kernels here that can be recorded or not."""
+    for end in (
+        lambda layer: layer.release_buffers(),
+        lambda layer: layer.use(SimpleNamespace(use=lambda tuned: None), []),
+        lambda layer: layer.context.destroy(),
+    ):
+        layer = MoELayer(shape(), EPContext.local(CPU))
+        layer.repeated._calls["seen"] = layer.captured._calls["seen"] = None
+        end(layer)
+        assert not layer.repeated._calls
+        assert not layer.captured._calls
+
+
+def test_destroyed_context_makes_no_dispatcher():
+    context = EPContext.local(CPU)
+    layer = MoELayer(shape(), context)
+    context.destroy()
+    with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
+        _ = layer.dispatcher
+
+
+def test_destroy_gives_the_dispatchers_back():
+    context = EPContext.local(CPU)
+    layers = [MoELayer(shape(), context), MoELayer(shape(top_k=3), context)]
+    given_back = []
+    for layer in layers:
+        dispatcher = layer.dispatcher
+        dispatcher.destroy = lambda d=dispatcher: given_back.append(d)
+    made = [layer.dispatcher for layer in layers]
+    context.destroy()
+    assert given_back == made
+
+
+def test_context_manager_destroys():
+    with EPContext.local(CPU) as context:
+        layer = MoELayer(shape(), context)
+    with pytest.raises(RuntimeError, match="destroyed"):
+        layer(torch.ones(1, HIDDEN))
+    context = EPContext.local(CPU)
+    layer = MoELayer(shape(), context)
+    with pytest.raises(KeyError), context:
+        raise KeyError
+    with pytest.raises(RuntimeError, match="destroyed"):
+        layer(torch.ones(1, HIDDEN))
+
+
+def test_context_is_not_re_entrant(context):
+    inner = fill(MoELayer(shape(), context, name="inner"))
+
+    def router(x: Tensor) -> Routing:
+        inner(x)
+        return routing(len(x))
+
+    outer = fill(MoELayer(shape(), context, router=router, name="outer"))
+    with pytest.raises(RuntimeError, match="not re-entrant: inner was called inside outer"):
+        outer(torch.ones(3, HIDDEN))
+    assert inner(torch.ones(3, HIDDEN)).shape == (3, HIDDEN)  # and free again
+
+
+def test_two_contexts_in_one_process():
+    """Each has its own order and dispatchers: a layer of one may run inside a layer of the other."""
+    with EPContext.local(CPU) as first, EPContext.local(CPU) as second:
+        inner = fill(MoELayer(shape(), first))
+
+        def router(x: Tensor) -> Routing:
+            inner(x)
+            return routing(len(x))
+
+        outer = fill(MoELayer(shape(), second, router=router))
+        x = integer_rows(3, HIDDEN, 0)
+        assert torch.equal(outer(x), inner.forward_routed(x, routing(3)))
+        assert outer.dispatcher is not inner.dispatcher
+        assert inner.name == outer.name == "moe0"
+        first.destroy()
+        assert outer.forward_routed(x, routing(3)).shape == x.shape
+
+
+def test_equal_layers_share_a_dispatcher_and_others_do_not(context):
+    first = MoELayer(shape(), context)
+    assert MoELayer(shape(intermediate_size=16), context).dispatcher is first.dispatcher
+    spare = ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], EXPERTS, allow_duplicates=True)
+    others = [
+        MoELayer(shape(top_k=3), context),
+        MoELayer(shape(hidden_size=24), context),
+        MoELayer(shape(num_experts=8), context),
+        MoELayer(shape(), context, expert_map=spare),
+        MoELayer(shape(), context, dtype=torch.bfloat16),
+        MoELayer(shape(), context, all2all="torch_a2a"),
+    ]
+    assert len({id(layer.dispatcher) for layer in [first, *others]}) == 7
+
+
+def test_layer_may_change_its_dtype(context):
+    layer = fill(MoELayer(shape(), context))
+    x, chosen = integer_rows(9, HIDDEN, 0), routing(9)
+    wide, before = layer.forward_routed(x, chosen), layer.dispatcher
+    layer.to(torch.bfloat16)
+    assert layer.dispatch_shape.dtype == layer.dtype == torch.bfloat16
+    assert layer.dispatcher is not before
+    narrow = layer.forward_routed(x.bfloat16(), chosen)
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.float(), wide, rtol=0.05, atol=0.05 * wide.abs().max().item())
+    with pytest.raises(InputError) as error:
+        layer(x)
+    assert "x must be bfloat16 as the layer is, got float32" in str(error.value)
+    assert torch.equal(layer.to(torch.float32).forward_routed(x, chosen), wide)
+    assert layer.dispatcher is before

@@ -1,0 +1,130 @@
+"""MoELayer in one process, as it is made: on which device, with what memory, and what it says of itself."""
+
+# ruff: noqa: F811
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer
+from ep_moe.selection.explain import explain
+from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, INNER, context, full, shape  # noqa: F401 (a fixture)
+
+
+def by_device(context: EPContext) -> MoELayer:
+    with torch.device("meta"):
+        return MoELayer(full(), context)
+
+
+def by_argument(context: EPContext) -> MoELayer:
+    return MoELayer(full(), context, device=torch.device("meta"))
+
+
+@pytest.mark.parametrize("make", [by_device, by_argument])
+def test_meta_then_to_empty_then_load(context, make):
+    first = MoELayer(full(), context)
+    second = make(context)
+    assert all(t.is_meta for t in [*second.parameters(), *second.buffers()])
+    second.to_empty(device=CPU)
+    for tensor in second.parameters():
+        tensor.data.fill_(torch.nan)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(second(x), first(x))
+    assert torch.equal(second.placement.expert_load, first.placement.expert_load)
+
+
+def test_layer_on_meta_says_what_to_do(context):
+    with pytest.raises(InputError) as error:
+        by_device(context)(torch.ones(3, HIDDEN))
+    assert "meta device; call to_empty(device=...) and load weights first" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_plan_is_what_is_allocated(context, dtype):
+    on_meta = MoELayer(full(), context, dtype=dtype, device=torch.device("meta"))
+    before = on_meta.plan()
+    assert all(tensor.is_meta for tensor in on_meta.parameters())
+    layer = on_meta.to_empty(device=CPU)
+    assert layer.plan() == before
+    assert set(before) == {"experts", "router", "placement", "shared_experts", "workspace", "transport"}
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*layer.parameters(), *layer.buffers()]}
+    assert sum(before.values()) == sum(storage.nbytes() for storage in held.values())
+    assert before["experts"] == dtype.itemsize * EXPERTS * (3 * INNER * HIDDEN + 2 * INNER + HIDDEN)
+
+
+def test_context_sums_the_plans_of_living_layers(context):
+    first, second = MoELayer(shape(), context), MoELayer(full(), context)
+    assert context.plan()["experts"] == first.plan()["experts"] + second.plan()["experts"]
+    assert context.plan()["shared_experts"] == second.plan()["shared_experts"]
+    del second
+    assert context.plan() == first.plan()
+
+
+def test_a_layer_that_was_refused_is_not_in_the_plan(context):
+    with pytest.raises(ConfigError) as kept:  # its traceback keeps the half-made layer alive, as a notebook does
+        MoELayer(shape(), context, expert_map=ExpertMap.linear(EXPERTS, 2))
+    assert context.plan() == {}
+    del kept
+
+
+def test_repr_tells_shape_layout_and_backends(context):
+    layer = MoELayer(full(), context)
+    assert layer.extra_repr() == (
+        "moe0: H=16, I=8, E=6, K=2, swiglu, ep=1, etp=1, all2all=local, experts=reference, quantization=none"
+    )
+    text = repr(layer)
+    assert "w13 [6, 16, 16], w2 [6, 16, 8], w13_bias [6, 16], w2_bias [6, 16]" in text
+    assert "H=16, E=6, K=2, method=sigmoid_topk" in text
+    assert "ExpertMap(E=6, R=1, slots_per_rank=6, redundant=0)" in text
+
+
+def test_repr_of_a_context(context):
+    layers = [MoELayer(shape(), context) for _ in range(2)]
+    for layer in layers:
+        layer(torch.ones(1, HIDDEN))
+    assert repr(context) == (
+        "EPContext(rank 0 of 1 (pp=1 dp=1 tp=1 ep=1 etp=1 replicas=1 tokens=replicated), cpu, 2 layers, 1 transports)"
+    )
+
+
+def test_layers_have_names(context):
+    names = [MoELayer(shape(), context, name=name).name for name in (None, "blocks.1.mlp", None)]
+    assert names == ["moe0", "blocks.1.mlp", "moe2"]
+
+
+def test_explain_is_what_runs(context):
+    layer = MoELayer(shape(), context)
+    assert layer.explain() == explain(shape(), context.layout, CPU, torch.float32)
+    assert [row for row in layer.explain() if row.status == "chosen"] == [layer.choice]
+    assert (layer.dispatcher.name, layer.experts.name) == (layer.choice.all2all, layer.choice.experts)
+    named = MoELayer(shape(), context, all2all="allgather")
+    assert [row.all2all for row in named.explain() if row.status == "chosen"] == ["allgather"]
+    assert named.dispatcher.name == "allgather"
+
+
+@pytest.mark.parametrize(
+    ("expert_map", "message"),
+    [
+        (ExpertMap.linear(5, 1), "expert_map.num_experts must be 6 for this layer and context, got 5"),
+        (ExpertMap.linear(6, 2), "expert_map.num_ranks must be 1 for this layer and context, got 2"),
+    ],
+)
+def test_map_of_another_size_is_refused(context, expert_map, message):
+    with pytest.raises(ConfigError) as error:
+        MoELayer(shape(), context, expert_map=expert_map)
+    assert message in str(error.value)
+
+
+def test_a_layer_is_not_copied(context):
+    """Averaged models and whole-module pickles copy every layer."""
+    layer = MoELayer(shape(), context, name="block")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"block is neither copied nor .* build another MoELayer"):
+            copied(nn.Sequential(layer))
+    other = MoELayer(shape(), context)
+    other.load_state_dict(layer.state_dict())

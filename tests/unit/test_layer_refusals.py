@@ -1,0 +1,102 @@
+"""What MoELayer and its dispatchers refuse, by field and value, in one process."""
+
+# ruff: noqa: F811
+
+import pytest
+import torch
+
+from ep_moe import InputError, MoELayer, Routing
+from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
+from tests.fixtures.helpers import fill, integer_rows
+from tests.fixtures.single_layer import HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ([1.0] * HIDDEN, "x must be a Tensor, got list"),
+        (torch.ones(3, 8), "x must be [..., 16] (hidden_size), got [3, 8]"),
+        (torch.tensor(1.0), "x must be [..., 16] (hidden_size), got []"),
+        (torch.ones(3, HIDDEN).bfloat16(), "x must be float32 as the layer is, got bfloat16"),
+        (torch.ones(3, HIDDEN, device="meta"), "x must be on cpu as the layer is, got meta"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("all2all", ["local", "allgather", "torch_a2a"])
+def test_bad_x_is_refused_by_field_and_value(context, all2all, x, message):
+    layer = MoELayer(shape(), context, all2all=all2all)
+    for call in (lambda: layer(x), lambda: layer.forward_routed(x, Routing(LogicalIds(IDS), WEIGHTS))):
+        with pytest.raises(InputError) as error:
+            call()
+        assert message in str(error.value)
+    assert layer.placement.expert_load.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((IDS, WEIGHTS), "routing must be a Routing of logical ids, got tuple"),
+        (PhysicalRouting(PhysicalIds(IDS), WEIGHTS), "routing must be a Routing of logical ids, got PhysicalRouting"),
+        (Routing(IDS[:, :1], WEIGHTS), "routing.ids must be [T, K] = [3, 2], got [3, 1]"),
+        (Routing(IDS[:2], WEIGHTS), "routing.ids must be [T, K] = [3, 2], got [2, 2]"),
+        (Routing(IDS, WEIGHTS[:, 0]), "routing.weights must be [T, K] = [3, 2], got [3]"),
+        (Routing(IDS.float(), WEIGHTS), "routing.ids must be int32 or int64, got float32"),
+        (Routing(IDS, WEIGHTS.bfloat16()), "routing.weights must be float32, got bfloat16; call .float()"),
+        (Routing(IDS, WEIGHTS.to("meta")), "routing.weights must be on cpu as x is, got meta"),
+        (Routing(IDS + 1, WEIGHTS), "routing.ids must be -1 or in [0, 6), got 6"),
+        (Routing(IDS - 1, WEIGHTS), "routing.ids must be -1 or in [0, 6), got -2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("all2all", ["local", "allgather", "torch_a2a"])
+def test_bad_routing_is_refused_by_field_and_value(context, all2all, given, message):
+    layer = MoELayer(shape(), context, all2all=all2all)
+    with pytest.raises(InputError) as error:
+        layer.forward_routed(torch.ones(3, HIDDEN), given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("all2all", ["local", "allgather", "torch_a2a"])
+def test_layer_works_after_a_refused_call(context, all2all):
+    layer = fill(MoELayer(shape(), context, all2all=all2all))
+    x, chosen = integer_rows(3, HIDDEN, 0), Routing(LogicalIds(IDS), WEIGHTS)
+    before = layer.forward_routed(x, chosen)
+    for bad in (torch.ones(3, 8), "x"):
+        with pytest.raises(InputError):
+            layer(bad)
+    assert torch.equal(layer.forward_routed(x, chosen), before)
+
+
+def test_dispatcher_refuses_logical_ids(context):
+    """The mix-up that no shape or range would show: both are integers below E."""
+    layer = MoELayer(shape(), context)
+    with pytest.raises(InputError) as error:
+        layer.dispatcher.dispatch(torch.ones(3, HIDDEN), Routing(LogicalIds(IDS), WEIGHTS))
+    assert "routing must be a PhysicalRouting (pass it through Placement), got Routing" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "ids", "message"),
+    [
+        (torch.ones(3, 8), IDS, "x must be [T, 16], got [3, 8]"),
+        (torch.ones(1, 3, HIDDEN), IDS, "x must be [T, 16], got [1, 3, 16]"),
+        (torch.ones(3, HIDDEN).half(), IDS, "x must be float32, got float16"),
+        (torch.ones(3, HIDDEN), IDS[:1], "routing.ids must be [T, K] = [3, 2], got [1, 2]"),
+        (torch.ones(3, HIDDEN), IDS + 1, "ids out of range: 1 on rank 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("all2all", ["local", "allgather", "torch_a2a"])
+def test_dispatcher_refuses_what_does_not_fit(context, all2all, x, ids, message):
+    layer = MoELayer(shape(), context, all2all=all2all)
+    with pytest.raises(InputError) as error:
+        layer.dispatcher.dispatch(x, PhysicalRouting(PhysicalIds(ids), WEIGHTS))
+    assert message in str(error.value)
+
+
+def test_a_result_is_waited_for_once(context):
+    layer = MoELayer(shape(), context)
+    pending = layer.dispatcher.dispatch_start(torch.ones(3, HIDDEN), PhysicalRouting(PhysicalIds(IDS), WEIGHTS))
+    pending.wait()
+    with pytest.raises(RuntimeError, match="waited for already"):
+        pending.wait()

@@ -1,0 +1,512 @@
+"""Expert weights: cutting over etp, updates, and state dicts that know no placement."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ep_moe import Activation, ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer
+from ep_moe.experts.activations import activate
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+from ep_moe.weights.cutting import cut, cut_dim, join
+from ep_moe.weights.expert_weights import ExpertWeights
+from tests.fixtures.expert_weights import etp_link
+from tests.fixtures.helpers import fill, integer_expert, integer_routing, integer_rows, saved_expert
+
+unhurried = settings(deadline=None)
+NAMES = ("w13", "w2", "w13_bias", "w2_bias")
+
+
+def saved(config: MoEConfig) -> set[str]:
+    """Names of an expert's parameters."""
+    up = {"w3", "w3_bias"} if config.activation.gated else set()
+    return {"w1", "w2", "w1_bias", "w2_bias"} | up
+
+
+ACTIVATIONS = [Activation.SWIGLU, Activation.RELU2]  # with a gate and without
+REDUNDANT = ExpertMap.from_ranks([[4, 0, -1], [1, 2, 0], [3, 2, 4], []], 5)
+
+
+def shape(activation: Activation = Activation.SWIGLU, bias: bool = True, inner: int = 16) -> MoEConfig:
+    return MoEConfig(
+        hidden_size=8, intermediate_size=inner, num_experts=5, top_k=2, activation=activation, expert_bias=bias
+    )
+
+
+def filled(
+    config: MoEConfig, expert_map: ExpertMap, *, ep_rank: int = 0, etp: RankGroup | None = None
+) -> ExpertWeights:
+    weights = ExpertWeights(config, expert_map, ep_rank=ep_rank, etp=etp)
+    for tensor in weights.tensors.values():
+        tensor.fill_(torch.nan)
+    for expert in range(config.num_experts):
+        weights.update_expert(expert, integer_expert(config, expert))
+    return weights
+
+
+# --- cutting over etp -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+def test_join_undoes_cut(activation, name, etp):
+    config = shape(activation)
+    whole = integer_expert(config, 3)[name]
+    pieces = [cut(config, name, whole, etp, rank) for rank in range(etp)]
+    assert torch.equal(join(config, name, pieces), whole)
+    for rank, piece in enumerate(pieces):
+        assert piece.shape == ExpertWeights(config, REDUNDANT, etp=etp_link(etp, rank)).get_parameter(name)[0].shape
+
+
+@unhurried
+@given(st.sampled_from(ACTIVATIONS), st.integers(1, 6), st.integers(1, 6))
+def test_join_undoes_cut_for_any_size(activation, etp, each):
+    config = shape(activation, inner=etp * each)
+    for name, whole in integer_expert(config, 0).items():
+        pieces = [cut(config, name, whole, etp, rank) for rank in range(etp)]
+        assert torch.equal(join(config, name, pieces), whole), name
+        if cut_dim(name, whole.dim()) is not None:
+            assert sum(piece.numel() for piece in pieces) == whole.numel(), name
+        else:
+            assert all(torch.equal(piece, whole) for piece in pieces), name
+
+
+def test_a_piece_has_gate_and_up_of_the_same_columns():
+    config = shape(inner=4)
+    w13 = torch.arange(8.0).unsqueeze(1).expand(8, config.hidden_size)  # gate rows 0..3, up rows 4..7
+    assert cut(config, "w13", w13, 2, 0)[:, 0].tolist() == [0, 1, 4, 5]
+    assert cut(config, "w13", w13, 2, 1)[:, 0].tolist() == [2, 3, 6, 7]
+    assert cut(config, "w13_bias", torch.arange(8.0), 2, 1).tolist() == [2, 3, 6, 7]
+    assert cut(config, "w2", torch.arange(4.0).expand(8, 4), 2, 1)[0].tolist() == [2, 3]
+
+
+def test_without_a_gate_a_piece_is_one_span():
+    config = shape(Activation.RELU2, inner=4)
+    assert cut(config, "w13_bias", torch.arange(4.0), 2, 1).tolist() == [2, 3]
+
+
+def output(config: MoEConfig, weights: ExpertWeights, x: Tensor) -> Tensor:
+    ids = torch.arange(len(x)).remainder(weights.num_slots).unsqueeze(1)
+    received = Received(
+        x=x,
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        handle=None,
+        local_ids=LocalIds(torch.cat([ids, torch.full_like(ids, -1)], 1)),
+        weights=torch.full((len(x), 2), 2.0),
+    )
+    with torch.no_grad():
+        return ReferenceExperts(config, weights)(received)
+
+
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_cutting_commutes_with_computing(bias, etp):
+    """Small integers and an activation that keeps them so: the sum over the pieces is exact."""
+    config = shape(Activation.RELU2, bias)
+    everything = ExpertMap.linear(5, 1)
+    x = integer_rows(15, 8, 0)
+    whole = output(config, filled(config, everything), x)
+    pieces = [output(config, filled(config, everything, etp=etp_link(etp, rank)), x) for rank in range(etp)]
+    assert torch.equal(sum(pieces), whole)
+    assert whole.abs().max() > 0
+
+
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.SWIGLU_CLAMPED], ids=lambda a: a.value)
+def test_cutting_commutes_with_computing_gated(activation):
+    config = shape(activation)
+    everything = ExpertMap.linear(5, 1)
+    x = integer_rows(15, 8, 0)
+    whole = output(config, filled(config, everything), x)
+    pieces = [output(config, filled(config, everything, etp=etp_link(4, rank)), x) for rank in range(4)]
+    assert ((sum(pieces) - whole).abs() <= apart(config, x)).all()
+
+
+def apart(config: MoEConfig, x: Tensor) -> Tensor:
+    """How far two outputs [T, H] of float32 may be from each other that add up the same terms in different orders: each
+    addition, of the inner columns, the bias and the pieces, rounds by half a step, 2**-24 of the sizes' sum at most. An
+    activation may be made by other instructions: exp, off by a step, an addition, a division and three products."""
+    additions, roundings = config.intermediate_size + 1 + 4, 2 + 5
+    rows = []
+    for number, row in enumerate(x.double()):
+        expert = {name: tensor.double() for name, tensor in integer_expert(config, number % 5).items()}
+        act = activate((expert["w13"] @ row + expert["w13_bias"])[None], config)[0]
+        rows.append(expert["w2"].abs() @ act.abs() + expert["w2_bias"].abs())
+    return 2.0 * 2 * (additions + roundings) * 2.0**-24 * torch.stack(rows)  # weights are 2, and there are two sums
+
+
+def test_output_bias_is_added_by_one_rank_of_etp():
+    config = shape()
+    assert [ExpertWeights(config, REDUNDANT, etp=etp_link(4, rank)).adds_output_bias for rank in range(4)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_etp_must_divide_the_intermediate_size():
+    with pytest.raises(ConfigError) as error:
+        ExpertWeights(shape(inner=6), REDUNDANT, etp=etp_link(4, 0))
+    assert "got etp=4, intermediate_size=6" in str(error.value)
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_named_by_logical_expert():
+    config = shape()
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    shapes = {"w1": (16, 8), "w3": (16, 8), "w2": (8, 16), "w1_bias": (16,), "w3_bias": (16,), "w2_bias": (8,)}
+    found = {name: tuple(p.shape) for name, p in weights.named_parameters()}
+    assert found == {f"{expert}.{name}": size for expert in (0, 4) for name, size in shapes.items()}
+    without_gate = ExpertWeights(shape(Activation.RELU2, bias=False), REDUNDANT)
+    assert {name for name, _ in without_gate.named_parameters()} == {"0.w1", "0.w2", "4.w1", "4.w2"}
+
+
+def test_parameters_lie_where_kernels_read():
+    """A step of an optimizer in place is what the next call computes with; so is memory put in a parameter's place."""
+    weights = ExpertWeights(shape(), REDUNDANT, ep_rank=0)  # slots: experts 4 and 0
+    gate, up = weights.get_submodule("4").w1, weights.get_submodule("0").w3
+    with torch.no_grad():
+        gate.fill_(3), up.fill_(5)
+    assert (weights.w13[0, :16] == 3).all()
+    assert (weights.w13[1, 16:] == 5).all()
+    gate.data = torch.full_like(gate, 7)
+    assert weights(lambda: bool((weights.w13[0, :16] == 7).all()))
+    assert gate.data_ptr() == weights.w13[0].data_ptr()
+    weights.to(torch.float64)
+    assert weights.get_submodule("4").w1 is gate, "optimizers hold it"
+    assert gate.dtype == torch.float64
+    assert gate.data_ptr() == weights.w13[0].data_ptr()
+
+
+def test_an_expert_that_is_here_twice_has_one_parameter():
+    config = shape(Activation.RELU2, bias=False)
+    weights = ExpertWeights(config, ExpertMap.from_ranks([[0, 1, 0]], 2, allow_duplicates=True))
+    assert [name for name, _ in weights.named_parameters()] == ["0.w1", "0.w2", "1.w1", "1.w2"]
+    with torch.no_grad():
+        weights.get_submodule("0").w1.fill_(2)
+    out = weights(lambda: weights.w13 * torch.tensor([1.0, 10.0, 100.0])[:, None, None])
+    assert (out[2] == 200).all(), "the other slot follows"
+    out.sum().backward()
+    assert (weights.get_submodule("0").w1.grad == 101).all(), "and its gradient counts"
+
+
+def test_stored_tensors_are_per_slot():
+    config = shape()
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0, etp=etp_link(2, 0))
+    assert {name: tuple(p.shape) for name, p in weights.tensors.items()} == {
+        "w13": (2, 16, 8),
+        "w2": (2, 8, 8),
+        "w13_bias": (2, 16),
+        "w2_bias": (2, 8),
+    }
+    assert weights.local_experts == (4, 0)
+    assert set(ExpertWeights(shape(bias=False), REDUNDANT).tensors) == {"w13", "w2"}
+    assert ExpertWeights(config, REDUNDANT, ep_rank=3).w13.shape == (0, 32, 8)
+
+
+def test_fresh_parameters_are_random_and_biases_zero():
+    weights = ExpertWeights(shape(inner=64), ExpertMap.linear(5, 1))
+    for parameter, fan_in in ((weights.w13, 8), (weights.w2, 64)):
+        bound = fan_in**-0.5
+        assert 0.9 * bound < parameter.abs().max() <= bound
+        assert parameter.unique().numel() > 0.9 * parameter.numel()
+    assert (weights.w13_bias == 0).all()
+    assert (weights.w2_bias == 0).all()
+
+
+# --- update_expert --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
+def test_update_writes_every_replica_and_cuts(activation, etp):
+    config = shape(activation)
+    written = dict.fromkeys(range(5), 0)
+    for ep_rank in range(4):
+        for etp_rank in range(etp):
+            weights = filled(config, REDUNDANT, ep_rank=ep_rank, etp=etp_link(etp, etp_rank))
+            for slot, expert in enumerate(weights.local_experts):
+                for name, parameter in weights.tensors.items():
+                    if expert == -1:
+                        assert parameter[slot].isnan().all()
+                    else:
+                        expected = cut(config, name, integer_expert(config, expert)[name], etp, etp_rank)
+                        assert torch.equal(parameter[slot], expected), name
+            for expert in written:
+                written[expert] += weights.update_expert(expert, integer_expert(config, expert))
+    assert tuple(written.values()) == tuple(etp * count for count in REDUNDANT.replica_count)
+
+
+def test_update_writes_an_expert_twice_on_one_rank():
+    config = shape()
+    weights = filled(config, ExpertMap.from_ranks([[0, 1, 0], [2, 3, 4]], 5, allow_duplicates=True))
+    assert weights.update_expert(0, integer_expert(config, 0, seed=1)) == 2
+    assert torch.equal(weights.w13[0], weights.w13[2])
+    assert torch.equal(weights.w13[1], integer_expert(config, 1)["w13"])
+
+
+def test_whatever_may_write_weights_counts_as_an_update():
+    """EPLB moves nothing that was written meanwhile. Ranks that hold nothing of it count too."""
+    config = shape(bias=False)
+    for ranks in ([[0, 1, 2, 3, 4]], [[0, 1, 2, 3, 4], []]):
+        weights = ExpertWeights(config, ExpertMap.from_ranks(ranks, 5), ep_rank=len(ranks) - 1)
+        whole = filled(config, ExpertMap.linear(5, 1)).state_dict()
+        for write in (
+            weights.reset_parameters,
+            lambda weights=weights: weights.update_expert(0, integer_expert(config, 0)),
+            lambda weights=weights, whole=whole: weights.load_state_dict(whole),
+        ):
+            before = weights.updates
+            write()
+            assert weights.updates > before
+
+
+def test_update_of_some_tensors_leaves_the_others():
+    config = shape()
+    weights = filled(config, REDUNDANT)
+    before = weights.w13.clone()
+    weights.update_expert(4, {"w2": torch.ones(8, 16)})
+    assert torch.equal(weights.w13, before)
+    assert (weights.w2[0] == 1).all()
+    assert torch.equal(weights.w2[1], integer_expert(config, 0)["w2"])
+
+
+def test_update_keeps_the_parameters_and_their_dtype():
+    config = shape()
+    weights = ExpertWeights(config, REDUNDANT, dtype=torch.bfloat16)
+    pointer = weights.w13.data_ptr()
+    weights.update_expert(4, integer_expert(config, 4))
+    assert weights.w13.dtype == torch.bfloat16
+    assert weights.w13.data_ptr() == pointer
+    assert torch.equal(weights.w13[0].float(), integer_expert(config, 4)["w13"])
+
+
+@pytest.mark.parametrize(
+    ("expert", "tensors", "message"),
+    [
+        (5, {}, "logical_id must be an integer in [0, 5), got 5"),
+        (-1, {}, "logical_id must be an integer in [0, 5), got -1"),
+        (1.0, {}, "logical_id must be an integer in [0, 5), got 1.0"),
+        (1, {"w2": [1.0]}, "expert 1: w2 must be a Tensor, got list"),
+        (1, {"w1": torch.ones(1)}, "expert 1 has no tensor 'w1'; it has w13, w2, w13_bias, w2_bias"),
+        (1, {"w2": torch.ones(16, 8)}, "expert 1: w2 must be [8, 16], got [16, 8]"),
+        (3, {"w13": torch.ones(16, 8)}, "expert 3: w13 must be [32, 8], got [16, 8]"),
+    ],
+)
+def test_bad_update_names_field_and_value_and_writes_nothing(expert, tensors, message):
+    """On ranks without the expert too: whether a call is right must not depend on the rank."""
+    config = shape()
+    for ep_rank in range(4):
+        weights = filled(config, REDUNDANT, ep_rank=ep_rank)
+        before = {name: parameter.clone() for name, parameter in weights.tensors.items()}
+        with pytest.raises(InputError) as error:
+            weights.update_expert(expert, {"w2_bias": torch.ones(8), **tensors} if expert == 1 else tensors)
+        assert message in str(error.value)
+        for name, parameter in weights.tensors.items():
+            torch.testing.assert_close(parameter, before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_bias_tensor_where_there_is_none():
+    with pytest.raises(InputError) as error:
+        ExpertWeights(shape(bias=False), REDUNDANT).update_expert(0, {"w2_bias": torch.ones(8)})
+    assert "has no tensor 'w2_bias'; it has w13, w2" in str(error.value)
+
+
+# --- state dict -----------------------------------------------------------------------------------------------------
+
+
+def state_of_all_ranks(config: MoEConfig, expert_map: ExpertMap) -> dict[str, Tensor]:
+    """The union over the ranks, which agree where they overlap."""
+    union: dict[str, Tensor] = {}
+    for rank in range(expert_map.num_ranks):
+        state = filled(config, expert_map, ep_rank=rank).state_dict()
+        assert all(torch.equal(union[key], state[key]) for key in union.keys() & state.keys())
+        union |= state
+    return union
+
+
+MAPS = {
+    "linear": ExpertMap.linear(5, 2),
+    "one rank": ExpertMap.linear(5, 1),
+    "round robin": ExpertMap.round_robin(5, 3),
+    "redundant": ExpertMap.redundant(5, 3, 7),
+    "user's": REDUNDANT,
+    "twice on a rank": ExpertMap.from_ranks([[4, 0, 4], [1, 2, 3]], 5, allow_duplicates=True),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_union_of_the_ranks_is_a_checkpoint_in_logical_order(name, bias):
+    config = shape(bias=bias)
+    state = state_of_all_ranks(config, MAPS[name])
+    for expert in range(5):
+        parts = saved_expert(config, expert)
+        assert {key for key in state if key.startswith(f"{expert}.")} == {f"{expert}.{name}" for name in parts}
+        for tensor, expected in parts.items():
+            assert torch.equal(state[f"{expert}.{tensor}"], expected)
+
+
+def test_a_rank_saves_what_it_holds_and_loads_that_again():
+    config = shape()
+    for rank in range(4):
+        weights = filled(config, REDUNDANT, ep_rank=rank)
+        state = weights.state_dict()
+        assert {int(key.split(".")[0]) for key in state} == set(REDUNDANT.local(rank)) - {-1}
+        again = ExpertWeights(config, REDUNDANT, ep_rank=rank)
+        again.load_state_dict(state)
+        assert all(torch.equal(again.tensors[name], tensor) for name, tensor in weights.tensors.items())
+
+
+def test_a_state_with_gate_and_up_in_one_loads():
+    """As version 0.1 wrote it."""
+    config = shape()
+    state = {f"{e}.{name}": tensor for e in (4, 0) for name, tensor in integer_expert(config, e).items()}
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    weights.load_state_dict(state)
+    assert torch.equal(weights.w13[0], integer_expert(config, 4)["w13"])
+
+
+@pytest.mark.parametrize("to", MAPS)
+@pytest.mark.parametrize("of", ["linear", "redundant", "user's"])
+def test_checkpoint_of_one_map_loads_into_any_other(of, to):
+    config, target = shape(), MAPS[to]
+    state = state_of_all_ranks(config, MAPS[of])
+    for rank in range(target.num_ranks):
+        weights = ExpertWeights(config, target, ep_rank=rank)
+        result = weights.load_state_dict(state)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        for slot, expert in enumerate(weights.local_experts):
+            if expert >= 0:
+                for name, parameter in weights.tensors.items():
+                    assert torch.equal(parameter[slot], integer_expert(config, expert)[name])
+
+
+@pytest.mark.parametrize("etp", [2, 4])
+def test_checkpoint_loads_into_pieces(etp):
+    config = shape()
+    state = state_of_all_ranks(config, MAPS["redundant"])
+    for rank in range(etp):
+        weights = ExpertWeights(config, REDUNDANT, ep_rank=1, etp=etp_link(etp, rank))
+        weights.load_state_dict(state)
+        for name, parameter in weights.tensors.items():
+            assert torch.equal(parameter[0], cut(config, name, integer_expert(config, 1)[name], etp, rank))
+
+
+def test_state_dict_of_pieces_has_whole_tensors(monkeypatch):
+    """The etp group in one process: what the others hold is made here."""
+    config = shape()
+    ranks = [filled(config, REDUNDANT, ep_rank=1, etp=etp_link(2, rank)) for rank in range(2)]
+
+    def all_gather(pieces: list[Tensor], piece: Tensor, group: object) -> None:
+        name, slot = next(
+            (name, slot)
+            for name, parameter in ranks[0].tensors.items()
+            for slot in range(ranks[0].num_slots)
+            if parameter[slot].data_ptr() == piece.data_ptr()
+        )
+        for rank, out in enumerate(pieces):
+            out.copy_(ranks[rank].get_parameter(name)[slot].detach())
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    state = ranks[0].state_dict()
+    assert {int(key.split(".")[0]) for key in state} == {0, 1, 2}
+    for key, tensor in state.items():
+        expert, name = key.split(".")
+        assert torch.equal(tensor, saved_expert(config, int(expert))[name]), key
+
+
+def test_ranks_need_their_own_experts_only():
+    config = shape()
+    state = state_of_all_ranks(config, REDUNDANT)
+    own = {key: tensor for key, tensor in state.items() if key.split(".")[0] in "04"}
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    weights.load_state_dict(own)
+    for name, parameter in weights.named_parameters():
+        assert torch.equal(parameter, own[name]), name
+    without = ExpertWeights(config, REDUNDANT, ep_rank=3)
+    assert without.load_state_dict({}).missing_keys == []
+    assert without.state_dict() == {}
+
+
+def test_missing_keys_are_reported():
+    config = shape()
+    state = state_of_all_ranks(config, REDUNDANT)
+    del state["4.w2"], state["0.w3"], state["3.w2"]  # rank 0 holds 4 and 0
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    with pytest.raises(RuntimeError) as error:
+        weights.load_state_dict(state)
+    assert '"0.w3"' in str(error.value)
+    assert '"4.w2"' in str(error.value)
+    assert "3.w2" not in str(error.value)
+    assert sorted(weights.load_state_dict(state, strict=False).missing_keys) == ["0.w3", "4.w2"]
+
+
+def test_misshapen_tensors_are_reported():
+    config = shape()
+    state = state_of_all_ranks(config, REDUNDANT)
+    state["4.w2"], state["0.w1"] = torch.ones(16, 8), torch.ones(3)
+    with pytest.raises(RuntimeError) as error:
+        ExpertWeights(config, REDUNDANT, ep_rank=0).load_state_dict(state)
+    assert "expert 4: w2 must be [8, 16], got [16, 8]" in str(error.value)
+    assert "expert 0: w1 must be [16, 8], got [3]" in str(error.value)
+
+
+def test_unexpected_keys_are_reported():
+    config = shape()
+    state = state_of_all_ranks(config, REDUNDANT) | {"5.w1": torch.ones(1), "0.w4": torch.ones(1)}
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    with pytest.raises(RuntimeError) as error:
+        weights.load_state_dict(state)
+    assert '"5.w1"' in str(error.value)
+    assert '"0.w4"' in str(error.value)
+    assert sorted(weights.load_state_dict(state, strict=False).unexpected_keys) == ["0.w4", "5.w1"]
+
+
+# --- the whole layer ------------------------------------------------------------------------------------------------
+
+
+def layer(config: MoEConfig, expert_map: ExpertMap) -> MoELayer:
+    return MoELayer(config, EPContext.local(torch.device("cpu")), expert_map=expert_map)
+
+
+def test_layers_state_loads_into_a_layer_with_another_map():
+    config = shape(Activation.RELU2)
+    first = fill(layer(config, ExpertMap.linear(5, 1)))
+    second = layer(config, ExpertMap.from_ranks([[3, -1, 1, 4, 0, 2, 3]], 5, allow_duplicates=True))
+    state = first.state_dict()
+    assert set(state) == {"router.weight"} | {f"expert_weights.{e}.{name}" for e in range(5) for name in saved(config)}
+    second.load_state_dict(state)
+    x, routing = integer_rows(20, 8, 0), integer_routing(20, config, 0)
+    with torch.no_grad():
+        assert torch.equal(first.forward_routed(x, routing), second.forward_routed(x, routing))
+        torch.testing.assert_close(first(x), second(x))
+    back = second.state_dict()
+    assert set(back) == set(state)
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_layer_reports_a_missing_expert_by_its_whole_key():
+    config = shape()
+    state = layer(config, ExpertMap.linear(5, 1)).state_dict()
+    del state["expert_weights.3.w2_bias"]
+    with pytest.raises(RuntimeError) as error:
+        layer(config, ExpertMap.linear(5, 1)).load_state_dict(state)
+    assert '"expert_weights.3.w2_bias"' in str(error.value)
+
+
+def test_state_dict_survives_a_file(tmp_path):
+    config = shape()
+    first = fill(layer(config, ExpertMap.from_ranks([[3, 1, 4, 0, 2]], 5)))
+    torch.save(first.state_dict(), tmp_path / "layer.pt")
+    second = layer(config, ExpertMap.linear(5, 1))
+    second.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    assert torch.equal(second.expert_weights.w13[3], integer_expert(config, 3)["w13"])
