@@ -37,6 +37,7 @@ from ep_moe.parallel.mesh import axis_groups, members, read_mesh
 from ep_moe.parallel.token_flow import TokenFlow
 from ep_moe.runtime.devices import as_device, gpu_index, on_device, on_device_of
 from ep_moe.runtime.profiling import StageTimes
+from ep_moe.runtime.renamed import renamed, warn_renamed
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
@@ -63,9 +64,9 @@ class _Forward:
             return
         try:
             if error is not None:
-                context.broken_by(error)
+                context._broken_by(error)
         finally:
-            context.left()
+            context._left()
 
 
 _COMPILED = nullcontext()  # a graph is traced once, and runs where nothing here is looked at
@@ -99,21 +100,21 @@ class EPContext:
         max_tokens: int | None = None,
     ) -> None:
         self.layout = layout
-        self.device, self.gpu = device, gpu_index(device)
+        self.device, self._gpu = device, gpu_index(device)
         self.flight_recorder = flight_recorder
         self.rank_groups = rank_groups
-        self.tokens = TokenFlow(layout, tp=rank_groups["tp"], etp=rank_groups["etp"], lockstep=rank_groups["lockstep"])
-        self.stage_times: StageTimes | None = None
+        self._tokens = TokenFlow(layout, tp=rank_groups["tp"], etp=rank_groups["etp"], lockstep=rank_groups["lockstep"])
+        self._stage_times: StageTimes | None = None
         self.max_tokens = max_tokens
-        self.current_limit = self.max_dispatch_tokens
+        self._current_limit = self._max_dispatch_tokens
         self._seeds = None if store is None else PrefixStore(f"seeds/stage{layout.pp_rank}", store)
         peers = layout.group("lockstep")
         scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
         self.consensus = StoreConsensus(scope, peers, layout.rank, flight_recorder.deadline_s)
-        self.workspaces = Workspaces(device)
-        self.compute = SideStream(priority=-1)
-        self.recorders: list[Any] = []
-        self.generation: Any = None
+        self._workspaces = Workspaces(device)
+        self._compute = SideStream(priority=-1)
+        self._recorders: list[Any] = []
+        self._generation: Any = None
         self._pool: dict[tuple[str, DispatchShape], Any] = {}
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
@@ -294,15 +295,15 @@ class EPContext:
 
     # --- what layers use ---------------------------------------------------------------------------------------
 
-    def dispatcher(self, name: str, dispatch_shape: DispatchShape) -> Dispatcher:
+    def _dispatcher(self, name: str, dispatch_shape: DispatchShape) -> Dispatcher:
         """The pool's dispatcher of that name and geometry, made on first use."""
-        made: Dispatcher = self.pooled(
+        made: Dispatcher = self._pooled(
             name, dispatch_shape, lambda: registry.load("dispatchers", name)(dispatch_shape, self.rank_groups["ep"])
         )
         return made
 
     @on_device_of(lambda self, *_: self.device)
-    def pooled(self, name: str, dispatch_shape: DispatchShape, make: Callable[[], Any]) -> Any:
+    def _pooled(self, name: str, dispatch_shape: DispatchShape, make: Callable[[], Any]) -> Any:
         """What layers of one geometry share, made on first use and given back with the context. It has `capabilities`
         and `destroy()`."""
         self._check_alive()
@@ -314,7 +315,7 @@ class EPContext:
         return self._pool[key]
 
     @property
-    def max_dispatch_tokens(self) -> int | None:
+    def _max_dispatch_tokens(self) -> int | None:
         """The most tokens that a rank dispatches: its own share of `max_tokens`, and its etp peers'."""
         return None if self.max_tokens is None else self.layout.max_dispatch_tokens(self.max_tokens)
 
@@ -337,20 +338,27 @@ class EPContext:
                 f"{max_tokens!r}"
             )
         self.consensus.same("EPContext.token_limit", {"max_tokens": as_whole(max_tokens)}, problem)
-        before, self.current_limit = self.current_limit, self.layout.max_dispatch_tokens(int(max_tokens))
+        before, self._current_limit = self._current_limit, self.layout.max_dispatch_tokens(int(max_tokens))
         try:
             yield
         finally:
-            self.current_limit = before
+            self._current_limit = before
 
-    def name_layer(self, name: str | None) -> str:
+    links = renamed("links", "rank_groups")
+
+    def at_most(self, max_tokens: int) -> AbstractContextManager[None]:
+        """Deprecated name of `token_limit`."""
+        warn_renamed("EPContext.at_most", "token_limit")
+        return self.token_limit(max_tokens)
+
+    def _name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""
         self._check_alive()
         self.flight_recorder.check()
         self._layer_count += 1
         return name or f"moe{self._layer_count - 1}"
 
-    def shared_seed(self, seed: int) -> int:
+    def _shared_seed(self, seed: int) -> int:
         """The seed of the stage's first rank, for the layer that is being made: the same numbers on all ranks, whatever
         seeds they were given."""
         ranks = self.layout.group("stage")
@@ -369,16 +377,16 @@ class EPContext:
             ) from error
         return int(self._seeds.get(key))
 
-    def register(self, layer: Any) -> None:
+    def _register(self, layer: Any) -> None:
         """Count a finished layer in for `plan` and `tune`."""
         self._layers[self._layer_count] = layer
 
     @property
-    def idle(self) -> bool:
+    def _idle(self) -> bool:
         """Whether a forward may begin; `entered` says why not."""
         return self._inside is None and not self._destroyed
 
-    def entered(self, name: str, carried: str = "") -> AbstractContextManager[None]:
+    def _entered(self, name: str, carried: str = "") -> AbstractContextManager[None]:
         """One forward of one layer, for a `with`. A context runs one at a time: its collectives have one order.
 
         carried: what decides the sizes of all that the call exchanges, which its ranks compare (`RankGroup.agree`)
@@ -395,7 +403,7 @@ class EPContext:
         self._inside = name
         return self._forward
 
-    def broken_by(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
+    def _broken_by(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
         """An exception leaves a forward. What all ranks raise alike breaks nothing. Any other is this rank's alone: its
         peers are told, and every further call raises it on all ranks.
 
@@ -413,7 +421,7 @@ class EPContext:
             raise failure.with_traceback(None) from error
         error.add_note(f"ep_moe: {failure}")
 
-    def left(self) -> None:
+    def _left(self) -> None:
         """The end of that forward."""
         self._inside, self.flight_recorder.where = None, ""
 
@@ -425,10 +433,10 @@ class EPContext:
             for name, size in layer.plan().items():
                 total[name] = total.get(name, 0) + size
         if total:
-            total["workspace"] = self.workspaces.reserved
+            total["workspace"] = self._workspaces.reserved
             shared: dict[Any, int] = {}
             for layer in self._layers.values():
-                for key, size in layer.transport_bytes().items():
+                for key, size in layer._transport_bytes().items():
                     shared[key] = max(shared.get(key, 0), size)
             total["transport"] = sum(shared.values())
         return total
@@ -438,12 +446,12 @@ class EPContext:
         """`MoELayer.tune` for every layer, measured once for layers of one shape. Collective."""
         found: dict[Any, list[int]] = {}
         for _, layer in sorted(self._layers.items()):
-            for kernel in layer.kernels:
+            for kernel in layer._kernels:
                 key = (kernel.name, *layer.shape)
                 if key not in found:
-                    found[key] = layer.tune_kernel(kernel, rows, cache)
+                    found[key] = layer._tune_kernel(kernel, rows, cache)
                 else:
-                    layer.use(kernel, found[key])
+                    layer._use(kernel, found[key])
 
     @on_device_of(lambda self, *_, **__: self.device)
     def capture(self, tokens: Sequence[int]) -> None:
@@ -482,12 +490,12 @@ class EPContext:
     def _release(self) -> None:
         self.flight_recorder.close()
         for layer in self._layers.values():
-            layer.release_buffers()
-        self.recorders.clear()
+            layer._release_buffers()
+        self._recorders.clear()
         for dispatcher in self._pool.values():
             dispatcher.destroy()
         self._pool.clear()
-        self.workspaces.clear()
+        self._workspaces.clear()
         self.rank_groups.destroy()
 
     def __enter__(self) -> EPContext:

@@ -38,7 +38,7 @@ from ep_moe.experts.fused.base import (
     FusedExperts,
     Routed,
     RouterLogits,
-    fused_geometry,
+    fused_dispatch_shape,
     router_logits,
 )
 from ep_moe.experts.shared_experts import SharedExperts
@@ -109,17 +109,17 @@ class MoELayer(nn.Module):
         layout = context.layout
         self.config, self.context = config, context
         self.wire, self.tuned = PLAIN_WIRE if wire is None else wire, tuned
-        self.name = context.name_layer(name)
+        self.name = context._name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = ExpertsOptions() if options is None else options
         asked = LayerRequest(
             all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
         )
-        self.picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
-        self.choice = self.picks.last.choice  # of a tuned layer that for the most tokens
-        self.fixed = self.picks.fixed
+        self._picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
+        self.choice = self._picks.last.choice  # of a tuned layer that for the most tokens
+        self._fixed = self._picks.fixed
         self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
-        self._geometries: dict[Any, DispatchShape] = {}
+        self._shapes: dict[Any, DispatchShape] = {}
         self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
         fused = self.choice.all2all == INSIDE
         kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
@@ -146,24 +146,24 @@ class MoELayer(nn.Module):
             )
         self.experts: Kernel
         if fused:
-            dispatch_shape = fused_geometry(
-                kernel.name, config, layout, expert_map.slots_per_rank, dtype, context.max_dispatch_tokens
+            dispatch_shape = fused_dispatch_shape(
+                kernel.name, config, layout, expert_map.slots_per_rank, dtype, context._max_dispatch_tokens
             )
-            shared = partial(context.pooled, dispatch_shape.kernel, dispatch_shape)
+            shared = partial(context._pooled, dispatch_shape.kernel, dispatch_shape)
             self.experts = kernel(
                 config, self.expert_weights, context.rank_groups["ep"], dispatch_shape, options, shared
             )
         else:
-            self.experts = kernel(config, self.expert_weights, context.workspaces, options)
+            self.experts = kernel(config, self.expert_weights, context._workspaces, options)
         self._others: dict[str, Experts] = {  # for fewer tokens, on the same weights
-            name: registry.load("experts", name)(config, self.expert_weights, context.workspaces, options)
-            for name in self.picks.kernels[1:]
+            name: registry.load("experts", name)(config, self.expert_weights, context._workspaces, options)
+            for name in self._picks.kernels[1:]
         }
-        self.checks = RankChecks(self)
-        self.logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
-        self.captured = CapturedCalls(context, config)
-        self.repeated = AutomaticGraphs(context, config, self.kernels)
-        context.register(self)
+        self._checks = RankChecks(self)
+        self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
+        self._captured = CapturedCalls(context, config)
+        self._repeated = AutomaticGraphs(context, config, self._kernels)
+        context._register(self)
 
     def __reduce__(self) -> Any:
         raise ConfigError(
@@ -178,11 +178,11 @@ class MoELayer(nn.Module):
         pre-hook, is raised on all ranks."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        before = self.checks.forwards
+        before = self._checks.forwards
         try:
             return super().__call__(*args, **kwargs)
         except BaseException as error:
-            if self.checks.forwards == before:
+            if self._checks.forwards == before:
                 self._left_alone(error, users=True)
             raise
 
@@ -221,7 +221,7 @@ class MoELayer(nn.Module):
 
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
-        self.checks.forwards += 1  # an attribute of a Module takes the host three calls of Python
+        self._checks.forwards += 1  # an attribute of a Module takes the host three calls of Python
         try:
             return self._call(x, routing, mask)
         except BaseException as error:
@@ -231,35 +231,35 @@ class MoELayer(nn.Module):
     def _left_alone(self, error: BaseException, *, users: bool = False) -> None:
         context = self.context
         if (
-            context.idle and not context.flight_recorder.failed
+            context._idle and not context.flight_recorder.failed
         ):  # else told already, or another thread's call is under way
-            context.broken_by(error, self.name, users=users)
+            context._broken_by(error, self.name, users=users)
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call on the layer's device and in its dtype, replayed where one like it was recorded."""
-        if elsewhere(self.context.gpu):
+        if elsewhere(self.context._gpu):
             with on_device(self.context.device):
                 return self._call(x, routing, mask)
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing, mask)
         # a replay gives no router logits, and does not check a mask
-        if not self.logit_taps and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
-            if (replayed := self.captured.replay(x, routing, mask)) is not None:
+        if not self._logit_taps and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
+            if (replayed := self._captured.replay(x, routing, mask)) is not None:
                 return replayed
-            if (repeated := self.repeated.run(self, x, routing, mask)) is not None:
+            if (repeated := self._repeated.run(self, x, routing, mask)) is not None:
                 return repeated
-        self.checks.first_call(self)
+        self._checks.first_call(self)
         problem = self._problem(x, routing, mask)
         if problem is not None:
             self._refuse(problem)
         out = self.run(x, routing, mask)
-        self.repeated.note(self, routing)
+        self._repeated.note(self, routing)
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
         """A call with arguments that were checked."""
-        flow, shape = self.context.tokens, x.shape
-        with self.context.entered(self.name, self.carried):
+        flow, shape = self.context._tokens, x.shape
+        with self.context._entered(self.name, self._carried):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
@@ -278,10 +278,10 @@ class MoELayer(nn.Module):
         return out.view(shape)
 
     @property
-    def carried(self) -> str:
+    def _carried(self) -> str:
         """What decides the sizes of all that a call exchanges; the ranks compare it."""
         alone = torch.compiler.is_compiling() or self.context.flight_recorder.alone
-        return "" if alone else self.dispatch_shape.described
+        return "" if alone else self._dispatch_shape.described
 
     def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
         """What a call is differentiated by, where more ranks than the EP group must go backward together."""
@@ -291,8 +291,8 @@ class MoELayer(nn.Module):
 
     def _route(self, rows: Tensor, own: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
         """Of the union's `rows`. Where these come from other ranks, each rank routes its `own` ones."""
-        flow = self.context.tokens
-        tapped = self.logit_taps and not recomputing()
+        flow = self.context._tokens
+        tapped = self._logit_taps and not recomputing()
         if self._routes_inside:
             found = router_logits(self.router, rows)
             if tapped:
@@ -321,7 +321,7 @@ class MoELayer(nn.Module):
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
 
     def _tap(self, logits: Tensor | None) -> None:
-        for tap in self.logit_taps:
+        for tap in self._logit_taps:
             tap(cast("Tensor", logits))
 
     def _weigh_input(self, rows: Tensor, routing: Routing | RouterLogits) -> tuple[Tensor, Routing | RouterLogits]:
@@ -332,7 +332,7 @@ class MoELayer(nn.Module):
 
     def _replicated(self, module: Any, x: Tensor) -> Any:
         """Call a module that all tp ranks hold alike on this rank's rows; its gradients are summed over tp."""
-        flow = self.context.tokens
+        flow = self.context._tokens
         if torch.compiler.is_compiling():  # one process
             return module(x)
         try:
@@ -341,37 +341,37 @@ class MoELayer(nn.Module):
             parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
             return functional_call(module, parameters, (x,))
         except EPMoEError as error:
-            self.context.broken_by(error, users=True)
+            self.context._broken_by(error, users=True)
             raise
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
-        return stage(name, self.context.stage_times)
+        return stage(name, self.context._stage_times)
 
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> list[int]:
         """Let the expert kernel find its fastest variant for each number of received rows, before any CUDA graph is
         captured. Collective: the rank with the most experts measures, with the weights that are loaded, and all ranks
         use what it found. cache: a folder that keeps findings by GPU, versions and shape, read and written by that
         rank. Returns what was found for `experts`, in the kernel's own terms."""
-        found = [self.tune_kernel(kernel, rows, cache) for kernel in self.kernels]
+        found = [self._tune_kernel(kernel, rows, cache) for kernel in self._kernels]
         return found[0]
 
     @on_device_of(lambda self, *_, **__: self.context.device)
-    def tune_kernel(self, kernel: Kernel, rows: Sequence[int], cache: str | Path | None = None) -> list[int]:
+    def _tune_kernel(self, kernel: Kernel, rows: Sequence[int], cache: str | Path | None = None) -> list[int]:
         """`tune` for one of `kernels`."""
         found = tuned_on_one_rank(kernel, self.context, self.placement.expert_map, rows, cache, self.name)
-        self.use(kernel, found)
+        self._use(kernel, found)
         return found
 
-    def use(self, kernel: Kernel, tuned: list[int]) -> None:
+    def _use(self, kernel: Kernel, tuned: list[int]) -> None:
         """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
         kernel.use(tuned)
-        self.captured.drop()
-        self.repeated.drop()
+        self._captured.drop()
+        self._repeated.drop()
 
-    def release_buffers(self) -> None:
+    def _release_buffers(self) -> None:
         """Of what the context gives back."""
-        self.captured.drop()  # graphs hold addresses of it
-        self.repeated.drop()
+        self._captured.drop()  # graphs hold addresses of it
+        self._repeated.drop()
         self._dispatchers.clear()
 
     def capture(self, tokens: Sequence[int]) -> None:
@@ -388,21 +388,21 @@ class MoELayer(nn.Module):
         Raises ConfigError on all ranks where it cannot be. `plan` does not count the rows between kernels, in memory
         that all graphs of the context share.
         """
-        self.checks.first_call(self)  # what is replayed looks at nothing
-        self.captured.capture(self, tokens, routed=False)
+        self._checks.first_call(self)  # what is replayed looks at nothing
+        self._captured.capture(self, tokens, routed=False)
 
     def capture_routed(self, tokens: Sequence[int]) -> None:
         """As `capture`, for `forward_routed`."""
-        self.checks.first_call(self)
-        self.captured.capture(self, tokens, routed=True)
+        self._checks.first_call(self)
+        self._captured.capture(self, tokens, routed=True)
 
     @property
-    def kernel(self) -> Kernel:
+    def _kernel(self) -> Kernel:
         """That of `kernels` which serves calls under the bound in force."""
-        return self._others.get(self.pick.choice.experts, self.experts)
+        return self._others.get(self._pick.choice.experts, self.experts)
 
     @property
-    def kernels(self) -> tuple[Kernel, ...]:
+    def _kernels(self) -> tuple[Kernel, ...]:
         """`experts`, and those that a tuned layer has for other numbers of tokens."""
         return (self.experts, *self._others.values())
 
@@ -460,38 +460,38 @@ class MoELayer(nn.Module):
         return self.expert_weights.device
 
     @property
-    def pick(self) -> TableEntry:
+    def _pick(self) -> TableEntry:
         """Transport and kernel under the bound in force."""
-        return self.picks.at(self.context.current_limit)
+        return self._picks.at(self.context._current_limit)
 
     @property
-    def dispatcher(self) -> Dispatcher:
+    def _dispatcher(self) -> Dispatcher:
         """The context's dispatcher for this layer's present dtype and the bound in force; a fused kernel has none."""
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
-        pick = self.pick
+        pick = self._pick
         key = (pick.choice.all2all, pick.room, self._call_dtype)
         found = self._dispatchers.get(key)
         if found is None:
-            found = self._dispatchers[key] = self.context.dispatcher(key[0], self._geometry(pick))
+            found = self._dispatchers[key] = self.context._dispatcher(key[0], self._shape_of(pick))
         return found
 
     @property
-    def dispatch_shape(self) -> DispatchShape:
+    def _dispatch_shape(self) -> DispatchShape:
         """Under the bound in force."""
-        return self._geometry(self.pick)
+        return self._shape_of(self._pick)
 
-    def _geometry(self, pick: TableEntry) -> DispatchShape:
+    def _shape_of(self, pick: TableEntry) -> DispatchShape:
         if isinstance(self.experts, FusedExperts):
             return self.experts.dispatch_shape
         key = (pick.room, self._call_dtype)
-        if key not in self._geometries:
+        if key not in self._shapes:
             expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
-            self._geometries[key] = DispatchShape(
+            self._shapes[key] = DispatchShape(
                 hidden_size=self.config.hidden_size, top_k=self.config.top_k, slots_per_rank=expert_map.slots_per_rank,
                 num_ranks=expert_map.num_ranks, dtype=key[1], max_tokens=pick.room, wire=self.wire,
             )  # fmt: skip
-        return self._geometries[key]
+        return self._shapes[key]
 
     # --- what a user asks --------------------------------------------------------------------------------------
 
@@ -504,14 +504,14 @@ class MoELayer(nn.Module):
             for kind in ("experts", "router", "placement", "shared_experts")
             if isinstance(module := self.expert_weights if kind == "experts" else getattr(self, kind), nn.Module)
         }
-        workspace = max(kernel.workspace_bytes() for kernel in self.kernels)
-        return held | {"workspace": workspace, "transport": sum(self.transport_bytes().values())}
+        workspace = max(kernel.workspace_bytes() for kernel in self._kernels)
+        return held | {"workspace": workspace, "transport": sum(self._transport_bytes().values())}
 
-    def transport_bytes(self) -> dict[tuple[str, DispatchShape], int]:
+    def _transport_bytes(self) -> dict[tuple[str, DispatchShape], int]:
         """Buffers by transport and geometry."""
         if isinstance(self.experts, FusedExperts):
             return {(INSIDE, self.experts.dispatch_shape): self.experts.buffer_bytes(self.experts.dispatch_shape)}
-        return self.picks.transport_bytes(self._geometry)
+        return self._picks.transport_bytes(self._shape_of)
 
     @on_device_of(lambda self: self.context.device)
     def stats(self) -> LayerStats:
@@ -527,7 +527,7 @@ class MoELayer(nn.Module):
     def explain(self) -> list[select.BackendChoice]:
         """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""
         table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
-        return table if self.tuned is None else self.picks.explained(table)
+        return table if self.tuned is None else self._picks.explained(table)
 
     def extra_repr(self) -> str:
         c = self.config
@@ -535,14 +535,15 @@ class MoELayer(nn.Module):
             f"{self.name}: H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, "
             f"{c.activation.value}, ep={self.context.layout.ep}, etp={self.context.layout.etp}, "
             f"all2all={self.choice.all2all}, experts={self.choice.experts}, "
-            f"quantization={self.expert_weights.scheme.name}" + ("" if self.tuned is None else f", tuned: {self.picks}")
+            f"quantization={self.expert_weights.scheme.name}"
+            + ("" if self.tuned is None else f", tuned: {self._picks}")
         )
 
     # --- checks ------------------------------------------------------------------------------------------------
 
     def _problem(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> str | None:
         """What is wrong with the arguments of this rank, without raising: all ranks must raise together."""
-        problem = self.checks.wrapper_problem(self) or self._dtype_problem()
+        problem = self._checks.wrapper_problem(self) or self._dtype_problem()
         problem = problem or rows_problem(x, self.config.hidden_size, self.dtype, self.device, self.context.device)
         if problem is not None:
             return problem
@@ -566,7 +567,7 @@ class MoELayer(nn.Module):
     @property
     def _call_dtype(self) -> torch.dtype:
         """Of the rows that the peers expect. Fixed buffers keep that of the first call: no exchange says another."""
-        return self.checks.dtype or self.dtype
+        return self._checks.dtype or self.dtype
 
     def _dtype_problem(self) -> str | None:
         """What `layer.to(dtype)` has made impossible."""
@@ -574,13 +575,13 @@ class MoELayer(nn.Module):
         if dtype != agreed:
             return (
                 f"the layer became {dtype_name(dtype)} after its first call in {dtype_name(agreed)}, and all2all="
-                f"{self.pick.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks before the "
+                f"{self._pick.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks before the "
                 f"first call, or build another with dtype={dtype}"
             )
         if dtype == self._made_dtype:
             return None
         if dtype not in self._dtype_problems:
-            why = self.picks.dtype_problem(
+            why = self._picks.dtype_problem(
                 dtype, self.config, self.context.layout, self.expert_weights.scheme, self.experts.options, self.wire
             )
             self._dtype_problems[dtype] = why and (
@@ -590,36 +591,36 @@ class MoELayer(nn.Module):
         return self._dtype_problems[dtype]
 
     def _logits_problem(self, routing: Routing, rows: Tensor) -> str | None:
-        return logits_problem(routing, len(rows), self.config.num_experts) if self.logit_taps else None
+        return logits_problem(routing, len(rows), self.config.num_experts) if self._logit_taps else None
 
     @property
     def _routes_inside(self) -> bool:
         return isinstance(self.experts, FusedExperts) and self.experts.capabilities.routes
 
     @property
-    def takes_mask(self) -> bool:
+    def _takes_mask(self) -> bool:
         """Whether `forward` takes a mask; a kernel that routes inside takes none."""
         return not self._routes_inside
 
     def _not_differentiable(self) -> str:
-        for kernel in self.kernels:
+        for kernel in self._kernels:
             if not kernel.capabilities.differentiable:
                 return f"experts={kernel.name}"
         if self.wire != PLAIN_WIRE:
             return f"{self.wire}"
-        return "" if self.dispatcher.capabilities.differentiable else f"all2all={self.pick.choice.all2all}"
+        return "" if self._dispatcher.capabilities.differentiable else f"all2all={self._pick.choice.all2all}"
 
     def _id_problem(self, routing: Routing) -> str | None:
         """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
-        transport = self.experts if isinstance(self.experts, FusedExperts) else self.dispatcher
+        transport = self.experts if isinstance(self.experts, FusedExperts) else self._dispatcher
         if torch.compiler.is_compiling() or (not transport.capabilities.host_sync and routing.ids.is_cuda):
             return None
         return id_problem(routing.ids, self.config.num_experts)
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
-        with self.context.entered(self.name, self.carried):
-            self.context.tokens.enter(0, problem, self.context.device)
+        with self.context._entered(self.name, self._carried):
+            self.context._tokens.enter(0, problem, self.context.device)
             self._refuse_dispatch(problem)
 
     def _refuse_dispatch(self, problem: str) -> NoReturn:
@@ -629,9 +630,9 @@ class MoELayer(nn.Module):
 
     def _travel(self, x: Tensor, routed: Routed) -> Exchange | FusedCall:
         if isinstance(self.experts, FusedExperts):
-            return FusedCall(self.experts, x, routed, self.context.current_limit, self._stage)
+            return FusedCall(self.experts, x, routed, self.context._current_limit, self._stage)
         assert isinstance(routed, PhysicalRouting)
-        return Exchange(self.context, self.dispatcher, cast("Experts", self.kernel), x, routed)
+        return Exchange(self.context, self._dispatcher, cast("Experts", self._kernel), x, routed)
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)

@@ -28,6 +28,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW, RowFormat
+from ep_moe.runtime.renamed import PLUGIN_HOOKS, renamed, take_old_names
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
@@ -89,7 +90,7 @@ class DispatcherCapabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchShape:
-    """The shape of what travels; equal layers of a context share the dispatcher of their geometry.
+    """The shape of what travels; equal layers of a context share the dispatcher of their shape.
 
     hidden_size H, top_k K, cap: slots per rank on the wire, num_ranks R, dtype: of the layer
     max_tokens: the most tokens that a rank dispatches in one call; None: any number, on transports that are not static
@@ -151,10 +152,17 @@ class DispatchShape:
 
 
 class Dispatcher(ABC):
-    """One transport for one geometry on one EP group. Made by `EPContext`, shared by equal layers."""
+    """One transport for one dispatch shape on one EP group. Made by `EPContext`, shared by equal layers."""
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        take_old_names(cls, PLUGIN_HOOKS)
+
+    geometry = renamed("geometry", "dispatch_shape")
+    link = renamed("link", "rank_group")
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         self.dispatch_shape = dispatch_shape

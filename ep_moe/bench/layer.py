@@ -257,7 +257,7 @@ def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELa
         line.combine_us, line.rest_us = split.combine, split.rest
     if attempt(context, f"{what}, by MoELayer.capture_routed", partial(recorded, layer, line.tokens)):
         line.captured_host_us = host_time(context, f"{what}, on the host when captured", call)
-        layer.captured.drop()
+        layer._captured.drop()
 
 
 def recorded(layer: MoELayer, tokens: int) -> bool:

@@ -25,7 +25,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.call_scales import round_rows
 from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
-from ep_moe.experts.fused.base import FusedGeometry
+from ep_moe.experts.fused.base import FusedDispatchShape
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.collectives import reduce_scatter_single
@@ -89,7 +89,7 @@ class DefaultMegaFp8(FlashInferMegaFp8):
     """FlashInfer's own choices: E4M3 rows out, and back too, summed over a rank's routes first."""
 
     @classmethod
-    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
+    def settings(cls, dispatch_shape: FusedDispatchShape) -> dict[str, Any]:
         return {}
 
 

@@ -187,7 +187,7 @@ def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None =
         _step(model, layers, mine[:1])  # warm up, and leave it out of times and loads
         for layer in layers:
             layer.placement.reset_load()
-        context.stage_times = StageTimes(device)
+        context._stage_times = StageTimes(device)
 
         def forward(step: int) -> tuple[float, int]:
             return _step(model, layers, mine[step * options.batch : (step + 1) * options.batch])
@@ -195,8 +195,8 @@ def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None =
         nll, count = 0.0, 0
         for part_nll, part_count in map(forward, range(steps)):
             nll, count = nll + part_nll, count + part_count
-        stages = context.stage_times.milliseconds()
-        context.stage_times = None
+        stages = context._stage_times.milliseconds()
+        context._stage_times = None
         first_tp = context.layout.tp_rank == 0
         total = _sum(torch.tensor([nll, count] if first_tp else [0.0, 0.0], dtype=torch.float64), device)
         loads = _sum(torch.stack([layer.placement.expert_load for layer in layers]), device)

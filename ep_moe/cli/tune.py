@@ -198,7 +198,7 @@ def _pairs(
         context.device,
         dtype,
         scheme=scheme_of(scheme),
-        max_tokens=context.max_dispatch_tokens,
+        max_tokens=context._max_dispatch_tokens,
         wire=wire,
     )
     pairs = [(row.all2all, row.experts) for row in table if row.status != "refused" and row.all2all != INSIDE]
@@ -285,7 +285,7 @@ def _measure(
 def _candidates(
     context: EPContext, layers: dict[str, MoELayer], pairs: Sequence[tuple[str, str]], say: Say
 ) -> list[_Candidate]:
-    tokens = context.current_limit
+    tokens = context._current_limit
     assert tokens is not None
     found = []
     for transport, kernel in pairs:
@@ -300,7 +300,7 @@ def _candidates(
         for pipeline in (None, *parts):
             line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
             dispatch_shape = dataclasses.replace(
-                layer.dispatch_shape, max_tokens=pipeline or context.max_dispatch_tokens
+                layer._dispatch_shape, max_tokens=pipeline or context._max_dispatch_tokens
             )
             make = partial(_transport, context, transport, dispatch_shape, pipeline)
             dispatcher, problem = _tried(context, f"making {transport}", make)
@@ -317,7 +317,7 @@ def _transport(context: EPContext, name: str, dispatch_shape: DispatchShape, pip
     """The context's transport for a geometry; None where its buffers are too large."""
     kind = registry.load("dispatchers", name)
     calls = 1 if pipeline is None else kind.calls_in_parts(dispatch_shape)
-    return None if kind.buffer_bytes(dispatch_shape) * calls > ROOM else context.dispatcher(name, dispatch_shape)
+    return None if kind.buffer_bytes(dispatch_shape) * calls > ROOM else context._dispatcher(name, dispatch_shape)
 
 
 def _travel(layer: MoELayer, dispatcher: Dispatcher, x: Tensor, routing: Routing) -> Tensor:

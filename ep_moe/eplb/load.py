@@ -80,7 +80,7 @@ class LoadWindow:
 class LoadRecorder:
     """Records a LoadTrace: one copy of the counters per step, on the device.
 
-    layers: alike in E; lockstep: link of the ranks that run them together; steps: the most that are recorded
+    layers: alike in E; lockstep: group of the ranks that run them together; steps: the most that are recorded
     """
 
     @torch.inference_mode(False)  # or what is made within one could not be written outside
@@ -104,7 +104,7 @@ class LoadRecorder:
             self._resets.append(self._reset_counts())
 
     def finish(self, model: str = "") -> LoadTrace:
-        """What was recorded, summed over all ranks. Collective over the link; waits for the device.
+        """What was recorded, summed over all ranks. Collective over that group; waits for the device.
 
         A step's tokens are its routes / top_k, of the layer with the most, rounded up.
         """

@@ -43,9 +43,9 @@ class Layer(Protocol):
     _modules: dict[str, nn.Module | None]
 
     @property
-    def kernel(self) -> Experts | FusedExperts: ...
+    def _kernel(self) -> Experts | FusedExperts: ...
     @property
-    def dispatcher(self) -> Dispatcher: ...
+    def _dispatcher(self) -> Dispatcher: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -140,7 +140,7 @@ class CapturedCalls:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
         context = self._context
-        calls = self._calls.get((context.current_limit, routing is not None))
+        calls = self._calls.get((context._current_limit, routing is not None))
         if calls is None:
             return None
         tokens = x.numel() // self._hidden
@@ -171,17 +171,17 @@ class CapturedCalls:
         for buffer_slot in call.buffer_pool:
             if buffer_slot.busy:
                 return False
-        return self._context.idle and self._context.stage_times is None and call.recorder.here
+        return self._context._idle and self._context._stage_times is None and call.recorder.here
 
     @on_device_of(lambda self, *_, **__: self._context.device)
     def capture(self, layer: Layer, tokens: Sequence[int], *, routed: bool) -> None:
         """As `MoELayer.capture`."""
         context, what = self._context, f"{layer.name}.{'capture_routed' if routed else 'capture'}"
-        bound = context.current_limit
+        bound = context._current_limit
         problem = _problem(layer, tokens)
         facts = {"tokens": tokens, "max_tokens": bound, "dtype": dtype_name(layer.dtype)}
         context.consensus.same(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
-        recorder = Recorder.among(context.recorders, layer.device, context.workspaces)
+        recorder = Recorder.among(context._recorders, layer.device, context._workspaces)
         # tensors of inference mode could not be written outside of it
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
             inputs = _inputs(layer, sorted(set(tokens)), routed, recorder.memory)
@@ -208,7 +208,7 @@ class CapturedCalls:
                     f"the call could not be captured, {type(error).__name__}: {error}; a router or shared experts that "
                     f"wait for the device cannot be"
                 )
-                self._context.recorders.remove(recorder)  # its memory may still belong to the capture that failed
+                self._context._recorders.remove(recorder)  # its memory may still belong to the capture that failed
                 for buffer_slot in _buffer_pool(
                     layer
                 ):  # one that failed may have left its own taken, where the peers' are free
@@ -244,13 +244,13 @@ def _record(layer: Layer, inputs: Inputs, recorder: Recorder) -> _Call:
 
 
 def _buffer_pool(layer: Layer) -> list[BufferSlot]:
-    buffer_pool = getattr(layer.dispatcher, "buffer_pool", None)
+    buffer_pool = getattr(layer._dispatcher, "buffer_pool", None)
     return buffer_pool.made if isinstance(buffer_pool, BufferPool) else []
 
 
 def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
     """Why these calls cannot be captured, as far as this rank sees."""
-    context, bound, kernel = layer.context, layer.context.current_limit, layer.kernel
+    context, bound, kernel = layer.context, layer.context._current_limit, layer._kernel
     most = "" if bound is None else f" and at most {bound} (the bound in force)"
     if not (isinstance(tokens, Sequence) and tokens and all(_fits(count, bound) for count in tokens)):
         return f"tokens must be a list of integers of at least 0{most}, got {tokens!r}"
@@ -260,7 +260,7 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
         return "a capture is under way on this stream, which records the layer's kernels as they are; call it before"
     if isinstance(kernel, FusedExperts):
         return f"experts={kernel.name} puts its rounds in order on the host, which a replay passes by; {_INSTEAD}"
-    transport = layer.dispatcher
+    transport = layer._dispatcher
     for asked, part in (("all2all", transport), ("experts", kernel)):
         if not part.capabilities.cuda_graph:
             return (
@@ -268,12 +268,12 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
             )
     if transport.rank_group.size > 1 and not isinstance(getattr(transport, "buffer_pool", None), BufferPool):
         return f"all2all={transport.name} puts its calls in order on a stream that a replay passes by; {_INSTEAD}"
-    if context.tokens.checks_input:
+    if context._tokens.checks_input:
         return (
             f"in this layout ({context.layout}) all ranks exchange their numbers of tokens before each call, which a "
             f"replay passes by; use ParallelConfig(tokens=Tokens.SHARDED, etp=1), or {_INSTEAD}"
         )
-    if context.stage_times is not None:
+    if context._stage_times is not None:
         return "stage_times must be None: events of a graph have no times"
     if any(buffer_slot.busy for buffer_slot in _buffer_pool(layer)):
         return f"a call of all2all={transport.name} is under way; finish it first"

@@ -24,7 +24,7 @@ UNTRACED = (
 def traced(layer: Any) -> bool:
     """Whether a compiled graph holds the layer's call itself: one process, and rows as they are."""
     plain = layer.wire.dispatch == "plain" and layer.wire.combine == "plain"
-    return bool(plain and layer.choice.all2all == "local" and layer.context.tokens.whole)
+    return bool(plain and layer.choice.all2all == "local" and layer.context._tokens.whole)
 
 
 @torch.compiler.disable(recursive=True, reason=UNTRACED)  # type: ignore[untyped-decorator]
@@ -37,4 +37,4 @@ def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMa
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def connected(layer: Any) -> bool:
     """Have the layer's dispatcher made, if it is not. Run while a graph is traced, and not a part of it."""
-    return layer.dispatcher is not None
+    return layer._dispatcher is not None

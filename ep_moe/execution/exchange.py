@@ -37,7 +37,7 @@ class Exchange:
         self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
         self.to_peers = experts.capabilities.peer_out
-        self.bound = context.current_limit
+        self.bound = context._current_limit
         most = dispatcher.dispatch_shape.max_tokens
         self.in_parts = most is not None and self.bound is not None and self.bound > most
         on_the_way = dispatcher.capabilities.places and not self.in_parts
@@ -88,7 +88,7 @@ class Exchange:
         return torch.full(shape, torch.nan, dtype=g.dtype, device=received.x.device)
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
-        return stage(name, self.context.stage_times)
+        return stage(name, self.context._stage_times)
 
     def _parts(self) -> list[slice]:
         """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
@@ -171,7 +171,7 @@ class Exchange:
     def _computed_beside(self, received: Received, *, last: bool) -> Tensor | PeerRows:
         call = partial(self._computed, received, last=last)
         with self._stage("experts"):
-            return self.context.compute.start(self.x.device, call).wait()
+            return self.context._compute.start(self.x.device, call).wait()
 
 
 def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:

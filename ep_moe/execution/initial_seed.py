@@ -19,7 +19,7 @@ def fresh_numbers(context: EPContext, device: torch.device) -> Iterator[None]:
     if device.type == "meta":
         yield
         return
-    seed = context.shared_seed(int(torch.randint(2**62, (), device="cpu")))
+    seed = context._shared_seed(int(torch.randint(2**62, (), device="cpu")))
     index = with_index(device).index
     gpus = [index] if device.type == "cuda" and index is not None else []
     with torch.random.fork_rng(devices=gpus):

@@ -39,7 +39,7 @@ class Layer(Protocol):
     """What is asked of a MoELayer."""
 
     name: str
-    fixed: bool
+    _fixed: bool
     config: MoEConfig
     context: EPContext
     placement: Placement
@@ -48,7 +48,7 @@ class Layer(Protocol):
     expert_weights: ExpertWeights
 
     @property
-    def carried(self) -> str: ...
+    def _carried(self) -> str: ...
 
 
 class RankChecks:
@@ -94,7 +94,7 @@ class RankChecks:
         device = layer.context.device
         if torch.compiler.is_compiling() or capturing(device):
             return
-        with layer.context.entered(layer.name, layer.carried), torch.no_grad():
+        with layer.context._entered(layer.name, layer._carried), torch.no_grad():
             whole = layer.context.rank_groups["lockstep"]
             dense = dict(_dense(layer))
             text = zlib.crc32(layer.placement.expert_map.to_json().encode())
@@ -115,7 +115,7 @@ class RankChecks:
                 )
             _compare_experts(layer, layer.context.rank_groups["ep"], device)
         self._done = True
-        self.dtype = layer.expert_weights.dtype if layer.fixed else None
+        self.dtype = layer.expert_weights.dtype if layer._fixed else None
 
     def after_steps(self, layer: Layer | None) -> None:
         """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients

@@ -50,9 +50,9 @@ class Layer(Protocol):
     shared_experts: Any
 
     @property
-    def kernel(self) -> Any: ...
+    def _kernel(self) -> Any: ...
     @property
-    def dispatcher(self) -> Dispatcher: ...
+    def _dispatcher(self) -> Dispatcher: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -80,7 +80,7 @@ class AutomaticGraphs:
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
         self._context, self._config = context, config
         recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
-        self._able = recordable and context.tokens.whole and not config.routing.weight_on_input
+        self._able = recordable and context._tokens.whole and not config.routing.weight_on_input
         self._calls: dict[Any, _Call | None] = {}  # None: of what was seen, and is not recorded
         self._tries = _TRIES
 
@@ -98,7 +98,7 @@ class AutomaticGraphs:
         if torch.compiler.is_compiling() or not self._calls or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
         context, device = self._context, x.device
-        bound, stream = context.current_limit, current_stream(device)
+        bound, stream = context._current_limit, current_stream(device)
         call = self._calls.get((bound, _ids_dtype(routing), stream))
         if call is None or bound is None:
             return None
@@ -112,8 +112,8 @@ class AutomaticGraphs:
         if (
             buffer_slot.busy
             or not buffer_slot.on(stream)
-            or not context.idle
-            or context.stage_times is not None
+            or not context._idle
+            or context._stage_times is not None
             or not (shared is None or _behind(shared, call.few))
             or torch.autograd._profiler_enabled()
             or capturing(device)
@@ -137,7 +137,7 @@ class AutomaticGraphs:
 
     def note(self, layer: Layer, routing: Routing | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are repeated."""
-        bound, device = self._context.current_limit, layer.device
+        bound, device = self._context._current_limit, layer.device
         if torch.compiler.is_compiling() or not self._able or bound is None:
             return
         if routing is None and type(layer.router) is not Router:
@@ -160,11 +160,11 @@ class AutomaticGraphs:
 
     def _recorded(self, layer: Layer, ids: torch.dtype, bound: int, placing: Placing) -> _Call | None:
         context, c = self._context, self._config
-        again, shared = layer.dispatcher.again(bound), layer.shared_experts
+        again, shared = layer._dispatcher.again(bound), layer.shared_experts
         if again is None or not (shared is None or _behind(shared, again.few)):
             return None
         form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
-        recorder = Recorder.among(context.recorders, form.device, context.workspaces)
+        recorder = Recorder.among(context._recorders, form.device, context._workspaces)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 graph = _graph(layer, again, form, ids, recorder)
@@ -175,7 +175,7 @@ class AutomaticGraphs:
                 text = f"calls of {layer.name} take the host longer than they could, they cannot be recorded: {error}"
                 warnings.warn(text, stacklevel=2)
             return None
-        left = (layer.name, "combine", layer.dispatcher.name, True)
+        left = (layer.name, "combine", layer._dispatcher.name, True)
         return _Call(form, graph, again.buffer_slot, again.few, placing, layer.expert_weights.place, left)
 
 
@@ -189,7 +189,7 @@ def _graph(layer: Layer, again: RecordableCall, form: CallSignature, ids: torch.
     x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
     chosen = torch.empty(1, form.top_k, dtype=ids, device=form.device)
     routing = DeferredRouting(LogicalIds(chosen), torch.empty(chosen.shape, device=form.device), layer.placement.tables)
-    out, kernel, received = torch.empty_like(x), layer.kernel, again.received
+    out, kernel, received = torch.empty_like(x), layer._kernel, again.received
     to_peers = kernel.capabilities.peer_out and received.peer_out is not None
 
     def launch() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import ClassVar, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
+from ep_moe.runtime.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -129,6 +130,10 @@ class Experts(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[ExpertsCapabilities]
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        take_old_names(cls, PLUGIN_HOOKS)
 
     def __init__(
         self,

@@ -72,9 +72,9 @@ class Generation:
     @classmethod
     def of(cls, context: EPContext) -> Generation:
         """The context's own."""
-        if context.generation is None:
-            context.generation = cls(context)
-        found: Generation = context.generation
+        if context._generation is None:
+            context._generation = cls(context)
+        found: Generation = context._generation
         return found
 
     def attach(self, model: PreTrainedModel, inner: PreTrainedModel) -> None:
@@ -139,7 +139,7 @@ class Generation:
         """Whose forward comes next, None where no rank has another. model: this rank's wish."""
         if self._rank_group.size == 1:
             return model
-        with self._context.entered("generate"), self._rank_group.flight_recorder.step("generate"):
+        with self._context._entered("generate"), self._rank_group.flight_recorder.step("generate"):
             rows = self._rank_group.agree([0 if model is None else model + 1], problem, self._context.device)
         return min((row[0] - 1 for row in rows if row[0]), default=None)
 
@@ -158,7 +158,7 @@ class Generation:
         if self._rank_group.size == 1 or self._context.flight_recorder.failed:
             return
         if self._inside:  # they are in the same forward
-            self._context.broken_by(error)
+            self._context._broken_by(error)
             return
         with suppress(EPMoEError):
             self._turn(None, f"generate was left by {type(error).__name__}: {error}")
@@ -172,7 +172,7 @@ class Generation:
             return
         device = self._context.device
         own = _random_state(device)
-        with self._context.entered("generate"), rank_group.flight_recorder.step("random state"):
+        with self._context._entered("generate"), rank_group.flight_recorder.step("random state"):
             rows = rank_group.exchange(own.to(device))
         if rank_group.rank:
             _set_random_state(torch.tensor(rows[0], dtype=torch.int64, device="cpu"), device)

@@ -160,9 +160,9 @@ class ExpertParallelBlock(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Any:
         mask, self.mask = self.mask, None
-        if mask is None or not self.moe.takes_mask:
+        if mask is None or not self.moe._takes_mask:
             return self._returns(self.moe(hidden_states), hidden_states)
-        tokens, sent = mask.tokens.reshape(hidden_states.shape[:-1]), bool(mask.sent or self.moe.logit_taps)
+        tokens, sent = mask.tokens.reshape(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
         return self._returns(self.moe(hidden_states, tokens, send_masked=sent), hidden_states)
 
 

@@ -1,6 +1,6 @@
 """The few collectives on rows that the layer needs, differentiable, with uneven counts and an async start.
 
-Counts are host integers that every rank of the link knows. A collective without rows is skipped on all ranks.
+Counts are host integers that every rank of the group knows. A collective without rows is skipped on all ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gather_replicated(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -
 
 
 def sum_gradients(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """The identity; backward sums the gradient over the link. For a value that all ranks hold alike and each uses
+    """The identity; backward sums the gradient over the group. For a value that all ranks hold alike and each uses
     for a part of the work."""
     if rank_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x

@@ -73,7 +73,7 @@ def agree(
             "options": asked.options,
             "wire": asked.wire,
             "expert_map": expert_map,
-            "max_tokens": context.max_dispatch_tokens,
+            "max_tokens": context._max_dispatch_tokens,
         }
         if asked.tuned is not None:
             _check_tuned(asked.tuned, context, config, asked)
@@ -83,8 +83,8 @@ def agree(
             if choice.all2all == INSIDE:
                 _check_fused(choice.experts, asked)
             else:
-                check_pipeline(asked.pipeline, context.max_dispatch_tokens, choice.all2all)
-            most = context.max_dispatch_tokens
+                check_pipeline(asked.pipeline, context._max_dispatch_tokens, choice.all2all)
+            most = context._max_dispatch_tokens
             picks = BackendTable([TableEntry(most, choice, asked.pipeline, asked.pipeline or most)])
     except EPMoEError as error:
         problem = error
@@ -146,7 +146,7 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Lay
             raise ConfigError(
                 f"{name}={value!r} beside tuned, which says it per number of tokens; leave out one of them"
             )
-    if context.max_dispatch_tokens is None:
+    if context._max_dispatch_tokens is None:
         raise ConfigError(
             "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tokens=...)"
         )

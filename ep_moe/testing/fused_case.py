@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.experts.fused.base import FusedExperts, FusedGeometry, Routed, RouterLogits
+from ep_moe.experts.fused.base import FusedDispatchShape, FusedExperts, Routed, RouterLogits
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
@@ -38,9 +38,9 @@ class Shared:
     """What a context keeps for its layers."""
 
     def __init__(self) -> None:
-        self.kept: dict[FusedGeometry, Any] = {}
+        self.kept: dict[FusedDispatchShape, Any] = {}
 
-    def pool(self, dispatch_shape: FusedGeometry, make: Callable[[], Any]) -> Any:
+    def pool(self, dispatch_shape: FusedDispatchShape, make: Callable[[], Any]) -> Any:
         if dispatch_shape not in self.kept:
             self.kept[dispatch_shape] = make()
         return self.kept[dispatch_shape]
@@ -86,7 +86,7 @@ class Case:
         )
         self.tensors: list[dict[str, Tensor]] = []
         self.load(seed)
-        dispatch_shape = FusedGeometry(
+        dispatch_shape = FusedDispatchShape(
             hidden_size=config.hidden_size,
             top_k=config.top_k,
             slots_per_rank=expert_map.slots_per_rank,

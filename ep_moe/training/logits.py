@@ -69,12 +69,12 @@ def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool) -> Iterato
 
     router = layer.router if isinstance(layer.router, Router) else None
     before = router is not None and router.keeps_logits
-    layer.logit_taps.append(tap)
+    layer._logit_taps.append(tap)
     if router is not None:
         router.keeps_logits = True
     try:
         yield
     finally:
-        layer.logit_taps.remove(tap)
+        layer._logit_taps.remove(tap)
         if router is not None:
             router.keeps_logits = before

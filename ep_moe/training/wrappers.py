@@ -72,7 +72,7 @@ def fully_shard(
     from torch.distributed.fsdp import fully_shard as shard
 
     layout = context.layout
-    if elsewhere(context.gpu):
+    if elsewhere(context._gpu):
         raise ConfigError(
             f"fully_shard: FSDP2 works on the device that is current, cuda:{torch.cuda.current_device()}, and the "
             f"model is on {context.device}; call torch.cuda.set_device({str(context.device)!r}) first"

@@ -83,12 +83,12 @@ def test_calls_in_parts(world_size):
         layer = built(context, pipeline=2)
         for step in range(4):
             layer.capture_routed([9, 4])
-            buffer_pool = layer.dispatcher.buffer_pool.made
+            buffer_pool = layer._dispatcher.buffer_pool.made
             assert len(buffer_pool) > 1
             tokens = (9, 0, 6, 3)[(rank + step) % 4]
             check(layer, tokens, 10 * step + rank, replays=True)
             if step % 2 == rank:
-                layer.captured.drop()
+                layer._captured.drop()
             check(layer, tokens, 11 * step + rank, replays=step % 2 != rank)
             assert len(set(everywhere(context.flight_recorder._step))) == 1
             assert not any(buffer_slot.busy for buffer_slot in buffer_pool)
@@ -162,7 +162,9 @@ def test_captures_that_cannot_be(world_size):
             before = context.flight_recorder._step
             call()  # the peers' stand-in needs it
             context.flight_recorder._step = before  # as if it had failed at once
-            context.dispatcher("nvlink_p2p", layer.dispatch_shape).buffer_pool.made[0].busy = True  # as after dispatch
+            context._dispatcher("nvlink_p2p", layer._dispatch_shape).buffer_pool.made[
+                0
+            ].busy = True  # as after dispatch
             raise RuntimeError("operation not permitted when stream is capturing")
 
         def on_one_rank(value, other):
@@ -180,12 +182,12 @@ def test_captures_that_cannot_be(world_size):
         for which, tokens, sentence in refusals:
             found = same_error(ConfigError, lambda which=which, tokens=tokens: which.capture_routed(tokens))
             assert sentence in found, found
-        context.stage_times = on_one_rank(StageTimes(CPU), None)
+        context._stage_times = on_one_rank(StageTimes(CPU), None)
         assert "block.capture_routed: rank 1: stage_times must be None" in same_error(
             ConfigError, lambda: layer.capture_routed([4])
         )
-        context.stage_times = None
-        busy = context.dispatcher("nvlink_p2p", layer.dispatch_shape).buffer_pool
+        context._stage_times = None
+        busy = context._dispatcher("nvlink_p2p", layer._dispatch_shape).buffer_pool
         layer.capture_routed([4])
         busy.made[0].busy = True
         assert "a call of all2all=nvlink_p2p is under way" in same_error(ConfigError, lambda: layer.capture([4]))
@@ -193,17 +195,17 @@ def test_captures_that_cannot_be(world_size):
         captured_calls.capturing = lambda device: True
         assert "a capture is under way on this stream" in same_error(ConfigError, lambda: layer.capture([4]))
         captured_calls.capturing = lambda device: False
-        transport, buffer_pool = layer.dispatcher, layer.dispatcher.buffer_pool
+        transport, buffer_pool = layer._dispatcher, layer._dispatcher.buffer_pool
         transport.buffer_pool = None
         found = same_error(ConfigError, lambda: layer.capture([4]))
         assert "all2all=nvlink_p2p puts its calls in order on a stream that a replay passes by" in found
         transport.buffer_pool = buffer_pool
         layer.capture([2])
-        assert len(context.recorders) == 1, "one for all captures on a stream"
+        assert len(context._recorders) == 1, "one for all captures on a stream"
         record = RecordableCall.record
         RecordableCall.record = on_one_rank(recording_fails, record)
         found = same_error(ConfigError, lambda: layer.capture_routed([3]))
-        assert not context.recorders or not rank, "its memory may be lost"
+        assert not context._recorders or not rank, "its memory may be lost"
         assert "rank 1: the call could not be captured, RuntimeError: operation not permitted" in found
         RecordableCall.record = record
         assert len(set(everywhere(context.flight_recorder.number))) == 1

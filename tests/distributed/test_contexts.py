@@ -61,7 +61,7 @@ def test_layers_share_dispatchers_by_geometry(world_size):
         for turn in range(2):
             for layer in layers:
                 check_call(fill(layer), context, tokens=turn + 1, what=layer.name)
-        first, second, *others = (layer.dispatcher for layer in layers)
+        first, second, *others = (layer._dispatcher for layer in layers)
         assert first is second
         assert len({id(dispatcher) for dispatcher in (first, *others)}) == 5
         assert [layer.name for layer in layers] == [f"moe{index}" for index in range(6)]
@@ -72,7 +72,7 @@ def test_lifetime(world_size):
     context = made(dp=2)
     layer = fill(MoELayer(CONFIG, context))
     check_call(layer, context)
-    with context.entered("outer"), pytest.raises(RuntimeError, match=r"not re-entrant: moe0 was called inside outer"):
+    with context._entered("outer"), pytest.raises(RuntimeError, match=r"not re-entrant: moe0 was called inside outer"):
         layer(torch.zeros(1, 16, device=context.device))
     check_call(layer, context, what="after a refused nested call")
     context.destroy()

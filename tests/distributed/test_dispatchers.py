@@ -60,14 +60,14 @@ def for_each_transport(check: Callable[[Dispatcher, torch.device], None]) -> Non
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=30) as context, poisoned():
         for name in TRANSPORTS:
-            check(context.dispatcher(name, dispatch_shape(context.layout.world, TOP_K, F32)), device)
+            check(context._dispatcher(name, dispatch_shape(context.layout.world, TOP_K, F32)), device)
 
 
 @pytest.mark.parametrize("name", ["local", *TRANSPORTS])
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_one_rank(name, tokens):
     context = EPContext.local(torch.device("cpu"))
-    dispatcher = context.dispatcher(name, dispatch_shape(1, TOP_K, F32))
+    dispatcher = context._dispatcher(name, dispatch_shape(1, TOP_K, F32))
     x, routing = rows(0, tokens, F32), routes(0, tokens, 1, TOP_K)
     y, received = once(dispatcher, x, routing)
     assert_same(y, expected(x, routing))

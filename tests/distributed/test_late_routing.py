@@ -116,7 +116,7 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference"))
-        layer.checks.first_call(layer)
+        layer._checks.first_call(layer)
         Late(layer.placement)
         tokens = 9 + rank * (fault == "tokens")
         x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
@@ -129,7 +129,7 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
             else:
                 late = layer.placement(Routing(LogicalIds(routing.ids[:3]), routing.weights))
                 with pytest.raises(InputError, match=r"rank 1: routing.ids must be \[T, K\] = \[9, 3\], got \[3, 3\]"):
-                    layer.dispatcher.dispatch(x, late)
+                    layer._dispatcher.dispatch(x, late)
                 assert not layer.placement.expert_load.any()
         barrier(rank_device())
 

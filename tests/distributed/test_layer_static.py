@@ -61,19 +61,19 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
                 check_call(layer, context, tokens=4, what=f"{sizes}, at most 4")
             check_call(layer, context, tokens=9, what=f"{sizes}, after")
             twin = MoELayer(CONFIG, context, expert_map=layer.placement.expert_map, all2all=kind.name)
-            assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer.dispatch_shape) > 0
+            assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer._dispatch_shape) > 0
             assert context.plan()["transport"] == layer.plan()["transport"], "equal layers share their buffers"
             del twin, layer
         parts = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=2))
-        assert parts.dispatch_shape.max_tokens == 2
-        each = kind.buffer_bytes(parts.dispatch_shape)
-        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts.dispatch_shape)
+        assert parts._dispatch_shape.max_tokens == 2
+        each = kind.buffer_bytes(parts._dispatch_shape)
+        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts._dispatch_shape)
         for tokens in (9, 0, 5, 1):
             check_call(parts, context, tokens=tokens, what=f"{sizes}, T={tokens}, in parts")
         with context.token_limit(2):
             check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
-        buffer_pool = context._pool[kind.name, parts.dispatch_shape].buffer_pool
-        planned = kind.calls_in_parts(parts.dispatch_shape)
+        buffer_pool = context._pool[kind.name, parts._dispatch_shape].buffer_pool
+        planned = kind.calls_in_parts(parts._dispatch_shape)
         assert len(buffer_pool.made) == min(planned, -(-context.layout.max_dispatch_tokens(9) // 2)), (
             "workspaces as planned"
         )
@@ -224,8 +224,8 @@ def test_ranks_that_disagree_about_a_step_are_told(world_size):
         with pytest.raises(ConfigError, match=r"rank 1: token_limit: max_tokens must be an integer in \[1, 9\]"):
             context.token_limit((4, 10)[dist.get_rank()]).__enter__()
         with context.token_limit(4):
-            assert context.current_limit == 4
-        assert context.current_limit == 9
+            assert context._current_limit == 4
+        assert context._current_limit == 9
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_only_what_wants_logits_records_them(world_size):
     layers = moe_layers(model)
 
     def taps():
-        return [len(layer.logit_taps) for layer in layers]
+        return [len(layer._logit_taps) for layer in layers]
 
     seen = []
     layers[0].register_forward_hook(lambda *_: seen.append(taps()))

@@ -77,7 +77,7 @@ def largest_errors(scheme: str, etp: int, maps: list[str], plant=None) -> dict[s
                 dtype=BF16,
                 experts="flashinfer_trtllm",
             )
-            layer.checks.first_call(layer)  # which would see what is planted
+            layer._checks.first_call(layer)  # which would see what is planted
             for expert in range(EXPERTS):
                 layer.update_expert(expert, **tensors[expert])
             if plant is not None:

@@ -32,7 +32,7 @@ measured: list[int] = []
 
 def made(context: EPContext, *counts: int, config: MoEConfig = CONFIG) -> MoELayer:
     layer = MoELayer(config, context, expert_map=ExpertMap.uneven(counts))
-    layer.experts = Tuned(config, layer.expert_weights, context.workspaces)
+    layer.experts = Tuned(config, layer.expert_weights, context._workspaces)
     return layer
 
 

@@ -127,8 +127,8 @@ def test_each_bound_by_its_own_pair(sizes, world_size):
         with recorded(layer) as seen:
             check_call(layer, context, tokens=3)
         assert seen == ["allgather", "twin"], "the context's bound is in force, not the number of tokens"
-        assert [kernel.name for kernel in layer.kernels] == ["twin", "reference"]
-        assert all(kernel.weights is layer.expert_weights for kernel in layer.kernels)
+        assert [kernel.name for kernel in layer._kernels] == ["twin", "reference"]
+        assert all(kernel.weights is layer.expert_weights for kernel in layer._kernels)
         with context.token_limit(2), recorded(layer) as seen, pytest.raises(InputError, match=r"rank \d: x must be"):
             layer(torch.zeros(1, 3, device=context.device))
         # with etp they hear of it before any row travels
@@ -155,11 +155,11 @@ def test_fixed_buffers_and_parts(world_size):
         for most, room in rooms.items():
             expected = next(one for one in buckets if one.tokens >= most)
             with context.token_limit(most), recorded(layer) as seen:
-                assert layer.dispatch_shape.max_tokens == room
+                assert layer._dispatch_shape.max_tokens == room
                 check_call(layer, context, tokens=most, what=f"at most {most}")
             assert [name for name in seen if name != "reference"] == [expected.all2all] * sent[most], most
         flash, ours = FlashInferNVLinkDispatcher, NVLinkP2PDispatcher
-        dispatch_shape = {size: dataclasses.replace(layer.dispatch_shape, max_tokens=size) for size in (2, 4, 5)}
+        dispatch_shape = {size: dataclasses.replace(layer._dispatch_shape, max_tokens=size) for size in (2, 4, 5)}
         expected = {
             ("flashinfer_nvlink", dispatch_shape[2]): flash.buffer_bytes(dispatch_shape[2])
             * flash.calls_in_parts(dispatch_shape[2]),
@@ -167,7 +167,7 @@ def test_fixed_buffers_and_parts(world_size):
             ("nvlink_p2p", dispatch_shape[5]): ours.buffer_bytes(dispatch_shape[5])
             * ours.calls_in_parts(dispatch_shape[5]),
         }
-        assert layer.transport_bytes() == expected
+        assert layer._transport_bytes() == expected
         assert planned == layer.plan()
         assert planned["transport"] == context.plan()["transport"] == sum(expected.values())
         assert context._pool.keys() == expected.keys(), "what was made is what was planned"
@@ -179,7 +179,7 @@ def test_fixed_buffers_and_parts(world_size):
         with recorded(layer) as seen:
             check_call(layer, context, tokens=3)
         assert seen == ["nvlink_p2p", "reference"]
-        assert layer.dispatch_shape.max_tokens == 3, "no larger than the context's calls"
+        assert layer._dispatch_shape.max_tokens == 3, "no larger than the context's calls"
 
 
 @distributed(4)
@@ -281,7 +281,7 @@ def test_rows_under_one_scale_whichever_it_is(world_size):
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=3) as context:
         found = tuning.tune(context, CONFIG, asked.tokens, wire=asked.rows(), **of_layer)
         layer = MoELayer(CONFIG, context, tuned=found, wire=rows, **of_layer)
-        assert layer.dispatch_shape.wire == rows
+        assert layer._dispatch_shape.wire == rows
         with pytest.raises(ConfigError, match=r"layer Wire\.dispatch is 'plain' here and 'fp8_tensor' in the file"):
             MoELayer(CONFIG, context, tuned=found, **of_layer)
 

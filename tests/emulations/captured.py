@@ -42,7 +42,7 @@ def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool
     with torch.no_grad():
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
         count = RecordableCall.replays - before
-        calls = layer.captured._calls.get((None, routing is not None))
+        calls = layer._captured._calls.get((None, routing is not None))
         call = calls.serving(tokens) if count and calls is not None else None
         if call is None or call.inputs.most == tokens:
             assert_same(y, layer.run(x, routing))
@@ -65,6 +65,6 @@ def among(layer: MoELayer, most: int, x: Tensor, routing: Routing | None) -> Ten
 
 
 def served(layer: MoELayer) -> list:
-    ((_, calls),) = layer.captured._calls.items()
+    ((_, calls),) = layer._captured._calls.items()
     assert calls.sizes == [call.inputs.most for call in calls.calls]
     return calls.calls

@@ -144,7 +144,7 @@ def layer(driver, context):
     made = built(context)
     for _ in range(2):
         forward(made, *given(1))
-    assert len(made.repeated) == 1
+    assert len(made._repeated) == 1
     return made
 
 

@@ -325,8 +325,8 @@ def test_layer_captures_and_replays_after_the_placement_changed(quantization):
         graph.replay()
         assert (y - expected).abs().max() <= limit
     plan = context.plan()
-    assert plan["workspace"] == context.workspaces.reserved
-    assert context.workspaces.allocated % plan["workspace"] == 0
+    assert plan["workspace"] == context._workspaces.reserved
+    assert context._workspaces.allocated % plan["workspace"] == 0
 
 
 def test_the_runner_that_flashinfer_itself_would_make():

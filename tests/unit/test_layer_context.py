@@ -31,31 +31,31 @@ def test_destroyed_context_refuses_forwards_and_layers():
 
 def test_a_bound_ends_with_its_block():
     context = EPContext.local(CPU)
-    context.max_tokens = context.current_limit = 9
+    context.max_tokens = context._current_limit = 9
     with context.token_limit(4):
-        assert context.current_limit == 4
+        assert context._current_limit == 4
         with pytest.raises(KeyError), context.token_limit(2):
-            raise KeyError(context.current_limit)
-        assert context.current_limit == 4
-    assert context.current_limit == 9
+            raise KeyError(context._current_limit)
+        assert context._current_limit == 4
+    assert context._current_limit == 9
     for wrong in (0, 10, 2.5):
         with pytest.raises(ConfigError), context.token_limit(wrong):
             pass
-    assert context.current_limit == 9
+    assert context._current_limit == 9
 
 
 def test_recorded_calls_end_with_what_they_stand_for():
     """Whether there are kernels here that can be recorded or not."""
     for end in (
-        lambda layer: layer.release_buffers(),
-        lambda layer: layer.use(SimpleNamespace(use=lambda tuned: None), []),
+        lambda layer: layer._release_buffers(),
+        lambda layer: layer._use(SimpleNamespace(use=lambda tuned: None), []),
         lambda layer: layer.context.destroy(),
     ):
         layer = MoELayer(shape(), EPContext.local(CPU))
-        layer.repeated._calls["seen"] = layer.captured._calls["seen"] = None
+        layer._repeated._calls["seen"] = layer._captured._calls["seen"] = None
         end(layer)
-        assert not layer.repeated._calls
-        assert not layer.captured._calls
+        assert not layer._repeated._calls
+        assert not layer._captured._calls
 
 
 def test_destroyed_context_makes_no_dispatcher():
@@ -63,7 +63,7 @@ def test_destroyed_context_makes_no_dispatcher():
     layer = MoELayer(shape(), context)
     context.destroy()
     with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
-        _ = layer.dispatcher
+        _ = layer._dispatcher
 
 
 def test_destroy_gives_the_dispatchers_back():
@@ -71,9 +71,9 @@ def test_destroy_gives_the_dispatchers_back():
     layers = [MoELayer(shape(), context), MoELayer(shape(top_k=3), context)]
     given_back = []
     for layer in layers:
-        dispatcher = layer.dispatcher
+        dispatcher = layer._dispatcher
         dispatcher.destroy = lambda d=dispatcher: given_back.append(d)
-    made = [layer.dispatcher for layer in layers]
+    made = [layer._dispatcher for layer in layers]
     context.destroy()
     assert given_back == made
 
@@ -116,7 +116,7 @@ def test_two_contexts_in_one_process():
         outer = fill(MoELayer(shape(), second, router=router))
         x = integer_rows(3, HIDDEN, 0)
         assert torch.equal(outer(x), inner.forward_routed(x, routing(3)))
-        assert outer.dispatcher is not inner.dispatcher
+        assert outer._dispatcher is not inner._dispatcher
         assert inner.name == outer.name == "moe0"
         first.destroy()
         assert outer.forward_routed(x, routing(3)).shape == x.shape
@@ -124,7 +124,7 @@ def test_two_contexts_in_one_process():
 
 def test_equal_layers_share_a_dispatcher_and_others_do_not(context):
     first = MoELayer(shape(), context)
-    assert MoELayer(shape(intermediate_size=16), context).dispatcher is first.dispatcher
+    assert MoELayer(shape(intermediate_size=16), context)._dispatcher is first._dispatcher
     spare = ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], EXPERTS, allow_duplicates=True)
     others = [
         MoELayer(shape(top_k=3), context),
@@ -134,16 +134,16 @@ def test_equal_layers_share_a_dispatcher_and_others_do_not(context):
         MoELayer(shape(), context, dtype=torch.bfloat16),
         MoELayer(shape(), context, all2all="torch_a2a"),
     ]
-    assert len({id(layer.dispatcher) for layer in [first, *others]}) == 7
+    assert len({id(layer._dispatcher) for layer in [first, *others]}) == 7
 
 
 def test_layer_may_change_its_dtype(context):
     layer = fill(MoELayer(shape(), context))
     x, chosen = integer_rows(9, HIDDEN, 0), routing(9)
-    wide, before = layer.forward_routed(x, chosen), layer.dispatcher
+    wide, before = layer.forward_routed(x, chosen), layer._dispatcher
     layer.to(torch.bfloat16)
-    assert layer.dispatch_shape.dtype == layer.dtype == torch.bfloat16
-    assert layer.dispatcher is not before
+    assert layer._dispatch_shape.dtype == layer.dtype == torch.bfloat16
+    assert layer._dispatcher is not before
     narrow = layer.forward_routed(x.bfloat16(), chosen)
     assert narrow.dtype == torch.bfloat16
     torch.testing.assert_close(narrow.float(), wide, rtol=0.05, atol=0.05 * wide.abs().max().item())
@@ -151,4 +151,4 @@ def test_layer_may_change_its_dtype(context):
         layer(x)
     assert "x must be bfloat16 as the layer is, got float32" in str(error.value)
     assert torch.equal(layer.to(torch.float32).forward_routed(x, chosen), wide)
-    assert layer.dispatcher is before
+    assert layer._dispatcher is before

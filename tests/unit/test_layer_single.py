@@ -66,13 +66,13 @@ def test_input_may_begin_anywhere(context):
     start = -room.data_ptr() % 16 // 4 + 1
     odd = room[start : start + x.numel()].view(x.shape).copy_(x).requires_grad_()
     assert odd.data_ptr() % 16 == 4
-    seen, start_of = [], type(layer.dispatcher)._begin_dispatch
+    seen, start_of = [], type(layer._dispatcher)._begin_dispatch
 
     def noted(self, x, *rest):
         seen.append(x.data_ptr() % 16)
         return start_of(self, x, *rest)
 
-    with mock.patch.object(type(layer.dispatcher), "_begin_dispatch", noted):
+    with mock.patch.object(type(layer._dispatcher), "_begin_dispatch", noted):
         y = layer(odd)
     assert seen == [0]
     x.requires_grad_()
@@ -161,16 +161,16 @@ def test_profiler_shows_the_stages_in_order(context):
 def test_stage_times_add_up_over_calls_and_layers(context):
     layers = [MoELayer(full(), context), MoELayer(shape(), context)]
     layers[0](torch.ones(3, HIDDEN))  # not timed
-    context.stage_times = StageTimes(CPU)
+    context._stage_times = StageTimes(CPU)
     for layer in layers:
         layer(torch.ones(3, HIDDEN))
-    first = context.stage_times.milliseconds()
+    first = context._stage_times.milliseconds()
     assert tuple(first) == STAGES
     assert all(spent > 0 for spent in first.values())
     layers[0](torch.ones(3, HIDDEN))
-    second = context.stage_times.milliseconds()
+    second = context._stage_times.milliseconds()
     assert all(second[stage] > first[stage] for stage in STAGES)
-    context.stage_times = None
+    context._stage_times = None
     layers[0](torch.ones(3, HIDDEN))
 
 

@@ -107,7 +107,7 @@ def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConf
 
 
 def _own(context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> RankGroup:
-    """A link of the context's, over a process group of its own."""
+    """A rank group of the context's, over a process group of its own."""
     rank_group = context.rank_groups[kind]
     if rank_group.size == 1:
         return rank_group

@@ -26,6 +26,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.runtime.renamed import PLUGIN_HOOKS, renamed, take_old_names
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
@@ -64,7 +65,7 @@ class FusedCapabilities(KernelCapabilities):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedGeometry(DispatchShape):
+class FusedDispatchShape(DispatchShape):
     """What is the same in equal layers of a context, whose buffers they share.
 
     kernel: its name; intermediate_size: I of this rank's pieces of experts
@@ -93,7 +94,7 @@ Pool = Callable[[Callable[[], Any]], Any]  # the context's object for this geome
 class FusedExperts(ABC):
     """One layer's fused kernel on one rank. Holds no parameters: it reads those of `ExpertWeights`.
 
-    link: the EP group; geometry: with `max_tokens` where it is static
+    rank_group: the EP group; dispatch_shape: with `max_tokens` where it is static
     pool: keeps what equal layers of a context share (an object with `capabilities` and `destroy()`); default: nobody
         else has it
     """
@@ -102,12 +103,19 @@ class FusedExperts(ABC):
     capabilities: ClassVar[FusedCapabilities]
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        take_old_names(cls, PLUGIN_HOOKS)
+
+    geometry = renamed("geometry", "dispatch_shape")
+    link = renamed("link", "rank_group")
+
     def __init__(
         self,
         config: MoEConfig,
         weights: ExpertWeights,
         rank_group: RankGroup,
-        dispatch_shape: FusedGeometry,
+        dispatch_shape: FusedDispatchShape,
         options: ExpertsOptions | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -192,7 +200,7 @@ class FusedExperts(ABC):
         )
 
     @classmethod
-    def buffer_bytes(cls, dispatch_shape: FusedGeometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: FusedDispatchShape) -> int:
         """What it keeps between calls for all layers of a geometry, in bytes; a library's bookkeeping not counted."""
         return 0
 
@@ -302,10 +310,10 @@ def router_logits(router: Any, x: Tensor) -> RouterLogits:
     return RouterLogits(router.logits(x), router.e_score_correction_bias)
 
 
-def fused_geometry(
+def fused_dispatch_shape(
     kernel: str, config: MoEConfig, layout: RankLayout, slots_per_rank: int, dtype: torch.dtype, max_tokens: int | None
-) -> FusedGeometry:
-    return FusedGeometry(
+) -> FusedDispatchShape:
+    return FusedDispatchShape(
         hidden_size=config.hidden_size,
         top_k=config.top_k,
         slots_per_rank=slots_per_rank,

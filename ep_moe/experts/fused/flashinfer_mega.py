@@ -22,7 +22,7 @@ from ep_moe.all2all.checks import one_host_problem
 from ep_moe.config import MoEConfig
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.fused.base import FusedCapabilities, FusedExperts, FusedGeometry, Routed
+from ep_moe.experts.fused.base import FusedCapabilities, FusedDispatchShape, FusedExperts, Routed
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
@@ -104,7 +104,7 @@ class FlashInferMega(FusedExperts):
 
     @classmethod
     @abstractmethod
-    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
+    def settings(cls, dispatch_shape: FusedDispatchShape) -> dict[str, Any]:
         """Of FlashInfer's configuration for this kernel."""
 
     @classmethod
@@ -157,7 +157,7 @@ class FlashInferMegaBf16(FlashInferMega):
         return library(self.name).weights(stored["w13"], stored["w2"], *sizes)
 
     @classmethod
-    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
+    def settings(cls, dispatch_shape: FusedDispatchShape) -> dict[str, Any]:
         assert dispatch_shape.max_tokens is not None
         # FlashInfer's own rule for few tokens, stated because it would read the environment first
         return {"combine_wire": "per_route" if dispatch_shape.max_tokens <= 8 else "prereduced"}
@@ -175,7 +175,7 @@ class FlashInferMegaBf16(FlashInferMega):
         )
 
     @classmethod
-    def buffer_bytes(cls, dispatch_shape: FusedGeometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: FusedDispatchShape) -> int:
         tokens, routes, rows = _sizes(dispatch_shape)
         hidden, inner, wide = dispatch_shape.hidden_size, dispatch_shape.intermediate_size, _top_k(dispatch_shape.top_k)
         assert dispatch_shape.max_tokens is not None
@@ -195,7 +195,7 @@ class FlashInferMegaFp8(FlashInferMega):
         return library(self.name).weights(*(stored[name] for name in ("w13", "w13_scale", "w2", "w2_scale")))
 
     @classmethod
-    def settings(cls, dispatch_shape: FusedGeometry) -> dict[str, Any]:
+    def settings(cls, dispatch_shape: FusedDispatchShape) -> dict[str, Any]:
         return {"payload_dtype": "fp8", "combine_dtype": "bf16", "grouped_combine": False}
 
     @classmethod
@@ -205,7 +205,7 @@ class FlashInferMegaFp8(FlashInferMega):
         return None
 
     @classmethod
-    def buffer_bytes(cls, dispatch_shape: FusedGeometry) -> int:
+    def buffer_bytes(cls, dispatch_shape: FusedDispatchShape) -> int:
         tokens, routes, rows = _sizes(dispatch_shape)
         hidden, inner, wide = dispatch_shape.hidden_size, dispatch_shape.intermediate_size, _top_k(dispatch_shape.top_k)
         assert dispatch_shape.max_tokens is not None
@@ -214,7 +214,7 @@ class FlashInferMegaFp8(FlashInferMega):
         return window + rows * (3 * hidden + 5 * inner + 20) + scales
 
 
-def _sizes(dispatch_shape: FusedGeometry) -> tuple[int, int, int]:
+def _sizes(dispatch_shape: FusedDispatchShape) -> tuple[int, int, int]:
     """Tokens and routes of all ranks, and rows that the products have room for."""
     assert dispatch_shape.max_tokens is not None
     tokens = dispatch_shape.num_ranks * dispatch_shape.max_tokens
@@ -233,7 +233,7 @@ class Window:
     def __init__(
         self,
         kind: type[FlashInferMega],
-        dispatch_shape: FusedGeometry,
+        dispatch_shape: FusedDispatchShape,
         rank_group: RankGroup,
         device: torch.device,
         bundle: Any,

@@ -73,7 +73,7 @@ def test_fp8_rows_travel_out_and_bf16_rows_back():
     config = load_model_config("deepseek-v3").moe
     found = floors.floor(config, floors.Load(1, 1, 1000, 2000), floors.KINDS["fp8"], H200, P2P)
     row = 7168 + 4 * 56 + 2 * 7168  # with 56 scales out
-    assert found.wire == found.rank_group == pytest.approx(1e6 * 1000 * row / P2P)
+    assert found.wire == found.link == pytest.approx(1e6 * 1000 * row / P2P)
 
 
 def test_load_of_a_batch():
@@ -422,7 +422,7 @@ def test_what_fails_or_is_wrong_takes_no_other_with_it(world_size):
         assert all(line.captured_host_us is None for line in lines), "there are no CUDA graphs here"
         captured: list[list[int]] = []
         dropped: list[object] = []
-        MoELayer.capture_routed = lambda self, tokens: (captured.append(tokens), dropped.append(self.captured))
+        MoELayer.capture_routed = lambda self, tokens: (captured.append(tokens), dropped.append(self._captured))
         own = [line for line in lines_of(context, peers=False) if line.owner == "ours"]
         assert all(line.captured_host_us > 0 for line in own)
         assert captured == [[1]] * len(own)

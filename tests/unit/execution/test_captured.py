@@ -126,7 +126,7 @@ def test_layers_share_what_is_read(layer):
     twin = MoELayer(CONFIG, layer.context)
     twin.capture([4])
     twin.capture_routed([6])
-    (own,), ((_, other), (_, larger)) = (served(layer), twin.captured._calls.items())
+    (own,), ((_, other), (_, larger)) = (served(layer), twin._captured._calls.items())
     assert own.inputs is other.calls[0].inputs
     assert larger.calls[0].inputs.x.data_ptr() != own.inputs.x.data_ptr(), "no room for 6 rows in 4"
     for seed in range(3):
@@ -137,7 +137,7 @@ def test_layers_share_what_is_read(layer):
 
 def test_copies_of_few_numbers_of_tokens_are_kept_ready(layer):
     layer.capture_routed([100])
-    ((_, calls),) = layer.captured._calls.items()
+    ((_, calls),) = layer._captured._calls.items()
     for tokens in range(100):
         assert replayed(layer, rows(tokens), integer_routing(tokens, CONFIG, tokens))
     assert len(calls.calls[0].inputs._copies) <= 64
@@ -187,14 +187,14 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
             lower = layer(rows(4))
         assert_same(lower, y.bfloat16(), "autocast is off inside, and its dtype is that of the result")
         before = RecordableCall.replays
-        layer.context.stage_times = times = StageTimes(CPU)
+        layer.context._stage_times = times = StageTimes(CPU)
         layer(rows(4))
         assert "experts" in times.milliseconds()
-        layer.context.stage_times = None
-        compiled = torch.compile(lambda x: (layer.captured.replay(x, None), x + 1), backend="eager", fullgraph=True)
+        layer.context._stage_times = None
+        compiled = torch.compile(lambda x: (layer._captured.replay(x, None), x + 1), backend="eager", fullgraph=True)
         assert compiled(rows(4))[0] is None
         sentence = "not re-entrant: moe0 was called inside other"
-        with pytest.raises(RuntimeError, match=sentence), layer.context.entered("other"):
+        with pytest.raises(RuntimeError, match=sentence), layer.context._entered("other"):
             layer(rows(4))
     assert RecordableCall.replays == before
     with torch.inference_mode():
@@ -263,7 +263,7 @@ def test_bad_routings_raise_as_before(change, sentence, layer):
 def test_streams_and_workspaces(layer, monkeypatch):
     """A replay waits for a call that ended on another stream, and the next call for the replay."""
     layer.capture([4])
-    ((_, calls),) = layer.captured._calls.items()
+    ((_, calls),) = layer._captured._calls.items()
     followed, buffer_slot = [], BufferSlot(None, stream="elsewhere")
     monkeypatch.setattr(BufferSlot, "follow", lambda self, device: followed.append((self.stream, device)))
     recorder = SimpleNamespace(stream="its own", here=True)

@@ -65,7 +65,7 @@ def test_a_new_capture_forgets_what_is_gone(layer):
     layer.capture([2])
     assert not replayed(layer, rows(4))
     assert replayed(layer, rows(2))
-    assert len(layer.captured) == 1
+    assert len(layer._captured) == 1
 
 
 def test_another_dtype(layer):
@@ -90,8 +90,8 @@ def test_the_context_tunes_all_its_layers(layer):
     for each in (layer, twin):
         each.capture([4])
     layer.context.tune([4])
-    assert not len(layer.captured)
-    assert not len(twin.captured), "of the same shape, and so not measured"
+    assert not len(layer._captured)
+    assert not len(twin._captured), "of the same shape, and so not measured"
 
 
 def test_the_context_captures_all_its_layers(layer):
@@ -99,7 +99,7 @@ def test_the_context_captures_all_its_layers(layer):
     layer.context.capture([4])
     layer.context.capture_routed([2, 1])
     for each in (layer, twin):
-        assert len(each.captured) == 3
+        assert len(each._captured) == 3
         assert replayed(each, rows(3))
         assert replayed(each, rows(2), integer_routing(2, CONFIG, 0))
         assert not replayed(each, rows(3), integer_routing(3, CONFIG, 0))
@@ -108,8 +108,8 @@ def test_the_context_captures_all_its_layers(layer):
 def test_after_the_context(layer):
     layer.capture([4])
     layer.context.destroy()
-    assert not len(layer.captured)
-    assert not layer.context.recorders
+    assert not len(layer._captured)
+    assert not layer.context._recorders
     with torch.no_grad(), pytest.raises(RuntimeError, match="this EPContext was destroyed"):
         layer(rows(4))
 

@@ -38,7 +38,7 @@ def exchange(tokens: int, *, most: int, bound: int):
         ),
         refuse=lambda problem: None,
     )
-    context = SimpleNamespace(current_limit=bound, stage_times=None)
+    context = SimpleNamespace(_current_limit=bound, _stage_times=None)
     experts = SimpleNamespace(capabilities=SimpleNamespace(peer_out=False))
     routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
     return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), given

@@ -124,9 +124,9 @@ def test_a_router_of_ours_chooses_before(layer, driver):
 
     layer.router = Other(CONFIG, dtype=torch.bfloat16)
     assert not repeats(layer, x, None)
-    layer.repeated.drop()
+    layer._repeated.drop()
     assert [repeats(layer, x, None) for _ in range(3)] == [False] * 3
-    assert len(layer.repeated) == 0
+    assert len(layer._repeated) == 0
 
 
 @pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
@@ -140,7 +140,7 @@ def test_shared_experts_are_called_behind_few_rows(few_bytes, driver, context, m
     for _ in range(2):
         forward(layer, x, routing)
     for rows in (x, x.view(2, 1, -1)):
-        assert repeats(layer, rows, routing) == (few_bytes > 0) == (len(layer.repeated) > 0)
+        assert repeats(layer, rows, routing) == (few_bytes > 0) == (len(layer._repeated) > 0)
         if few_bytes:
             with torch.no_grad():
                 assert torch.equal(forward(layer, rows, routing), layer.shared_experts(x).view(rows.shape))

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 
 def test_from_the_third_on(driver, context):
     layer = built(context)
-    assert layer.dispatcher.again(MOST) is None
+    assert layer._dispatcher.again(MOST) is None
     assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
     assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, False, True]
     with context.token_limit(2):
@@ -90,7 +90,7 @@ def test_few_are_kept(driver, context, monkeypatch):
     for bound in (1, 2, 3):
         with context.token_limit(bound):
             assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
-    assert len(layer.repeated) == 1
+    assert len(layer._repeated) == 1
     for bound in (1, 2, 1, 2):  # each forgets the other, which was seen once, and not what was recorded
         with context.token_limit(bound):
             assert not repeats(layer, *given(1))
@@ -102,10 +102,10 @@ def test_compiled_graphs_note_nothing(driver, context):
     layer = built(context)
     for _ in range(2):
         forward(layer, *given(1))
-    layer.repeated.drop()
+    layer._repeated.drop()
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True), torch.no_grad():
-        layer.repeated.note(layer, given(1)[1])
-    assert len(layer.repeated) == 0
+        layer._repeated.note(layer, given(1)[1])
+    assert len(layer._repeated) == 0
 
 
 @pytest.mark.parametrize("change", [every_other, shifted])
@@ -157,7 +157,7 @@ def profiled(layer):
 
 
 def timed(layer):
-    return mock.patch.object(layer.context, "stage_times", StageTimes(CPU))
+    return mock.patch.object(layer.context, "_stage_times", StageTimes(CPU))
 
 
 def with_shared_experts(layer):
@@ -169,7 +169,7 @@ def on_another_stream(layer):
 
 
 def after_another_stream(layer):
-    return mock.patch.object(layer.dispatcher.buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
+    return mock.patch.object(layer._dispatcher.buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
 
 
 def captured(layer):
@@ -187,7 +187,7 @@ def compiled(layer):
 def test_states_in_which_the_layer_runs(state, layer):
     x, routing = given(1)
     with (
-        mock.patch.object(layer.dispatcher.buffer_pool.made[0], "follow"),
+        mock.patch.object(layer._dispatcher.buffer_pool.made[0], "follow"),
         mock.patch.object(MoELayer, "run", autospec=True, return_value=x) as run,
         mock.patch.object(Placement, "forward", side_effect=AssertionError("it was placed for nothing")),
         torch.no_grad(),
@@ -200,7 +200,7 @@ def test_states_in_which_the_layer_runs(state, layer):
 
 def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
     x, routing = given(1)
-    buffer_slot = layer.dispatcher.buffer_pool.made[0]
+    buffer_slot = layer._dispatcher.buffer_pool.made[0]
     buffer_slot.busy = True
     assert not repeats(layer, x, routing)
     buffer_slot.busy = False
@@ -208,7 +208,7 @@ def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
 
 
 def test_inside_another_forward_it_is_refused_as_ever(layer):
-    with layer.context.entered("other"), pytest.raises(RuntimeError, match="not re-entrant"):
+    with layer.context._entered("other"), pytest.raises(RuntimeError, match="not re-entrant"):
         forward(layer, *given(1))
 
 
@@ -238,8 +238,8 @@ def test_other_weights_are_noted_anew(layer, driver):
 
 
 def test_what_is_tuned_is_noted_anew(layer):
-    layer.use(layer.experts, [])
-    assert len(layer.repeated) == 0
+    layer._use(layer.experts, [])
+    assert len(layer._repeated) == 0
     assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
 
 
@@ -249,7 +249,7 @@ def test_nothing_is_kept_of_a_context_that_ended(driver):
         layer = built(context)
         for _ in range(3):
             forward(layer, *given(1))
-    assert len(layer.repeated) == 0
+    assert len(layer._repeated) == 0
     with pytest.raises(RuntimeError, match="destroyed"):
         forward(layer, *given(1))
 
@@ -270,7 +270,7 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     elif why == "rounded before":
         asked["wire"] = Wire(dispatch="mxfp8")
     elif why == "ranks agree":
-        monkeypatch.setattr(context.tokens, "whole", False)
+        monkeypatch.setattr(context._tokens, "whole", False)
     elif why == "widened":
         asked["wire"] = Wire(dispatch="fp8_block")
     try:
@@ -286,5 +286,5 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
         for _ in range(6):
             assert not repeats(layer, x, routing)
-    assert len(layer.repeated) == 0
+    assert len(layer._repeated) == 0
     assert repeated.Recorder.recorded in (0, 3), "what cannot be recorded is asked no more"

@@ -113,7 +113,7 @@ def test_a_layer_computes_on_the_device_of_its_context(gpus, monkeypatch):
             return torch.zeros_like(x)
 
     layer = fill(MoELayer(config, context, experts="reference", shared_experts=Watched()))
-    context.device, context.gpu = torch.device("cuda", 1), 1
+    context.device, context._gpu = torch.device("cuda", 1), 1
     monkeypatch.setattr("ep_moe.layer.rows_problem", lambda *_: None)  # it would see through this
     layer(torch.ones(2, 16))
     assert seen == [1]

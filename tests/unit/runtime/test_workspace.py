@@ -159,7 +159,7 @@ def test_plan_counts_the_workspace_once(hungry):
     plans = [one.plan() for one in layers]
     assert [plan["workspace"] for plan in plans] == [16_000, 32_000, 16_000]
     total = context.plan()
-    assert total["workspace"] == context.workspaces.reserved == 32_000
+    assert total["workspace"] == context._workspaces.reserved == 32_000
     assert total["experts"] == sum(plan["experts"] for plan in plans)
     assert total.keys() == plans[0].keys()
 
@@ -168,15 +168,15 @@ def test_layers_share_one_buffer_and_plan_does_not_change_with_it(hungry):
     context = EPContext.local(CPU)
     first, second = layer(context, 16), layer(context, 32)
     before = context.plan()
-    assert context.workspaces.allocated == 0
+    assert context._workspaces.allocated == 0
     assert first.experts.workspace().data_ptr() == second.experts.workspace().data_ptr()
-    assert context.workspaces.allocated == before["workspace"] == 32_000
+    assert context._workspaces.allocated == before["workspace"] == 32_000
     assert context.plan() == before
     third = layer(context, 48)
     assert third.experts.workspace().numel() == 48_000
     assert first.experts.workspace().data_ptr() == third.experts.workspace().data_ptr()
     context.destroy()
-    assert context.workspaces.allocated == 0
+    assert context._workspaces.allocated == 0
 
 
 def test_a_kernel_that_needs_none_takes_none():
@@ -185,14 +185,14 @@ def test_a_kernel_that_needs_none_takes_none():
     assert isinstance(made.experts, Experts)
     made(torch.ones(3, 16))
     assert context.plan()["workspace"] == 0
-    assert context.workspaces.allocated == 0
+    assert context._workspaces.allocated == 0
 
 
 def test_a_compiled_graph_keeps_the_buffer_of_the_eager_call(hungry, monkeypatch):
     context = EPContext.local(CPU)
     first = layer(context, 16)
     eager = first.experts.workspace()
-    context.workspaces.clear()
+    context._workspaces.clear()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert first.experts.workspace() is eager
     monkeypatch.undo()

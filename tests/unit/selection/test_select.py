@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, registry
-from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.cli import doctor
 from ep_moe.experts.base import ExpertsOptions
@@ -21,19 +20,6 @@ from tests.fixtures.plugins import (
 )
 
 CPU = torch.device("cpu")
-
-
-class BeforeEager(LocalDispatcher):
-    name = "first"
-    capabilities = dataclasses.replace(LocalDispatcher.capabilities, ahead_of=frozenset({"eager", "nothing"}))
-
-
-class Missing(LocalDispatcher):
-    name = "missing"
-
-    @classmethod
-    def available(cls) -> str | None:
-        return "libsibling.so is not installed"
 
 
 def config(top_k: int = 2, **fields) -> MoEConfig:
@@ -299,7 +285,7 @@ def test_layer_runs_on_another_packages_transport(plugins):
     plugins(dispatchers={"sibling": "tests.fixtures.plugins:Sibling"})
     layer = MoELayer(config(), EPContext.local(CPU), all2all="sibling")
     assert layer(torch.ones(3, 16)).shape == (3, 16)
-    assert layer.dispatcher.name == "sibling"
+    assert layer._dispatcher.name == "sibling"
     assert [row.all2all for row in layer.explain() if row.status == "chosen"] == ["sibling"]
 
 
@@ -317,79 +303,6 @@ def test_backend_that_says_it_is_unavailable(plugins):
     with pytest.raises(BackendUnavailable) as error:
         choose(config(), layout(1), CPU, torch.float32, all2all="missing")
     assert "libsibling.so is not installed" in str(error.value)
-
-
-class NoDispatcher:
-    name = "no_dispatcher"
-    capabilities = LocalDispatcher.capabilities
-
-
-class Incomplete(Dispatcher):
-    name = "incomplete"
-    capabilities = LocalDispatcher.capabilities
-
-
-class WithoutCapabilities(LocalDispatcher):
-    name = "without_capabilities"
-    capabilities = {"cuda_graph": True}  # noqa: RUF012
-
-
-class RaisesWhenAsked(LocalDispatcher):
-    name = "raises_when_asked"
-
-    @classmethod
-    def available(cls) -> str | None:
-        raise OSError("libsibling.so: undefined symbol")
-
-
-class RaisesForAShape(LocalDispatcher):
-    name = "raises_for_a_shape"
-
-    @classmethod
-    def unsupported_reason(cls, *args, **kwargs):
-        raise ZeroDivisionError("division by zero")
-
-
-class SaysYes(LocalDispatcher):
-    name = "says_yes"
-
-    @classmethod
-    def available(cls):
-        return True
-
-
-class Leaves(LocalDispatcher):
-    name = "leaves"
-
-    @classmethod
-    def available(cls) -> str | None:
-        raise SystemExit("no licence")
-
-
-class Nameless(LocalDispatcher):
-    name = None
-
-
-class Spelled(LocalDispatcher):
-    """In a module of others: they go on."""
-
-    name = "spelled"
-    capabilities = dataclasses.replace(LocalDispatcher.capabilities, weighting="experts")
-
-
-class Changed(LocalDispatcher):
-    name = "changed"
-    capabilities = dataclasses.replace(LocalDispatcher.capabilities, alignment_bytes=0)
-
-
-class _Moody(type(LocalDispatcher)):
-    @property
-    def capabilities(cls):
-        raise RuntimeError("ask me\n tomorrow")
-
-
-class Property(LocalDispatcher, metaclass=_Moody):
-    name = "property"
 
 
 BAD_TRANSPORTS = {

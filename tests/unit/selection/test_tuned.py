@@ -227,7 +227,7 @@ def test_the_whole_file_of_the_tests_above_is_good(tmp_path):
 
 def local(max_tokens: int | None = 9) -> EPContext:
     context = EPContext.local(CPU)
-    context.max_tokens = context.current_limit = max_tokens
+    context.max_tokens = context._current_limit = max_tokens
     return context
 
 

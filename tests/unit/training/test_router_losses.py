@@ -184,7 +184,7 @@ def test_logits_are_recorded_in_call_order(context):
     model(x)
     assert len(recorded) == 3
     assert torch.equal(y, model(x))
-    assert not any(layer.logit_taps or layer.router.keeps_logits for layer in model.layers)
+    assert not any(layer._logit_taps or layer.router.keeps_logits for layer in model.layers)
     recorded[1].sum().backward()
     wanted = torch.autograd.grad(model.layers[1].router.logits(middle).sum(), model.layers[1].router.weight)[0]
     assert torch.equal(model.layers[1].router.weight.grad, wanted)
@@ -204,14 +204,14 @@ def test_recordings_nest(context):
 def test_what_is_recorded_is_not_replayed(context, monkeypatch):
     model, x = Model(context, layers=1).eval(), rows_of(3)
     layer = model.layers[0]
-    monkeypatch.setattr(layer.captured, "replay", lambda *_: torch.zeros(3, HIDDEN))
+    monkeypatch.setattr(layer._captured, "replay", lambda *_: torch.zeros(3, HIDDEN))
     with torch.no_grad():
         assert not layer(x).any()
         with router_logits(model) as recorded:
             assert layer(x).any()
         assert len(recorded) == 1
         monkeypatch.undo()
-        monkeypatch.setattr(layer.repeated, "run", lambda *_: torch.zeros(3, HIDDEN))
+        monkeypatch.setattr(layer._repeated, "run", lambda *_: torch.zeros(3, HIDDEN))
         assert not layer(x).any()
         with router_logits(model):
             assert layer(x).any()

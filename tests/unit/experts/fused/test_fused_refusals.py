@@ -7,7 +7,7 @@ import torch
 
 from ep_moe import Activation, BackendUnavailable, ConfigError, ExpertMap, MoEConfig, RankLayout, Wire, registry
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.fused.base import FusedGeometry
+from ep_moe.experts.fused.base import FusedDispatchShape
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
@@ -172,7 +172,7 @@ def test_unknown_names_list_the_fused_ones_too():
 # --- planned memory -------------------------------------------------------------------------------------------------
 
 
-def dispatch_shape(kind, **fields) -> FusedGeometry:
+def dispatch_shape(kind, **fields) -> FusedDispatchShape:
     sizes = {
         "hidden_size": 512,
         "top_k": 4,
@@ -181,7 +181,7 @@ def dispatch_shape(kind, **fields) -> FusedGeometry:
         "dtype": torch.bfloat16,
         "max_tokens": 100,
     }
-    return FusedGeometry(**sizes | {"kernel": kind.name, "intermediate_size": 256} | fields)
+    return FusedDispatchShape(**sizes | {"kernel": kind.name, "intermediate_size": 256} | fields)
 
 
 def test_planned_memory_is_the_sum_of_what_flashinfer_allocates():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_moe.experts.fused import flashinfer_mega
-from ep_moe.experts.fused.base import FusedGeometry
+from ep_moe.experts.fused.base import FusedDispatchShape
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
@@ -26,9 +26,9 @@ BOTH = [FlashInferMegaBf16, FlashInferMegaFp8]
 each = pytest.mark.parametrize("kind", BOTH, ids=lambda kind: kind.name)
 
 
-def dispatch_shape(kind, max_tokens: int = 64) -> FusedGeometry:
+def dispatch_shape(kind, max_tokens: int = 64) -> FusedDispatchShape:
     sizes = {"hidden_size": 512, "top_k": 3, "slots_per_rank": 3, "num_ranks": 4, "dtype": torch.bfloat16}
-    return FusedGeometry(**sizes, max_tokens=max_tokens, kernel=kind.name, intermediate_size=256)
+    return FusedDispatchShape(**sizes, max_tokens=max_tokens, kernel=kind.name, intermediate_size=256)
 
 
 def required(function) -> set[str]:

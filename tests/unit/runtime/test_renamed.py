@@ -1,0 +1,60 @@
+"""Old names of public things: they work, and say the new ones."""
+
+import pytest
+
+from ep_moe import EPContext
+from ep_moe.all2all.base import Dispatcher
+from ep_moe.experts.base import Experts
+from ep_moe.experts.fused.base import FusedExperts
+from ep_moe.testing import distributed, rank_device
+
+
+@pytest.mark.parametrize("base", [Dispatcher, Experts, FusedExperts])
+def test_hooks_of_earlier_plugins_are_asked(base):
+    with pytest.warns(
+        DeprecationWarning, match=r"Own\.(why_not is unsupported_reason|platform_problem is unsupp)"
+    ) as said:
+
+        class Own(base):
+            @classmethod
+            def why_not(cls, *args, **kwargs):
+                return "too small"
+
+            @classmethod
+            def platform_problem(cls, *args):
+                return "no machine"
+
+    assert len(said) == 2
+    assert Own.unsupported_reason() == "too small"
+    assert Own.unsupported_platform() == "no machine"
+
+
+def test_weight_layouts_under_their_old_name():
+    with pytest.warns(DeprecationWarning, match="preparation is weight_layout"):
+
+        class Own(Experts):
+            preparation = object
+
+    assert Own.weight_layout is object
+
+
+@pytest.mark.parametrize("base", [Dispatcher, FusedExperts])
+def test_what_instances_hold(base):
+    kind = type("Own", (base,), {})
+    kind.__abstractmethods__ = frozenset()
+    made = kind.__new__(kind)
+    made.dispatch_shape, made.rank_group = "shape", "group"
+    with pytest.warns(DeprecationWarning, match=r"Own\.geometry is dispatch_shape"):
+        assert made.geometry == "shape"
+    with pytest.warns(DeprecationWarning, match=r"Own\.link is rank_group"):
+        assert made.link == "group"
+
+
+@distributed(2)
+def test_a_lower_bound():
+    with EPContext.from_groups(device=rank_device(), max_tokens=8) as context:
+        with pytest.warns(DeprecationWarning, match=r"EPContext\.at_most is token_limit"):
+            limit = context.at_most(4)
+        with limit:
+            assert context._current_limit == 4
+        assert context._current_limit == 8
