@@ -33,9 +33,10 @@ class AllGatherDispatcher(Dispatcher):
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        tokens, bad = (0, 0) if problem else (x.shape[0], self._out_of_range(routing))
+        if problem is not None:  # which may be that routing is none
+            self.rank_group.agree([0, 0], problem, x.device)
         gradients = {"x": x, "routing.weights": routing.weights}
-        rows = self.rank_group.agree([tokens, bad], problem, x.device, gradients=gradients)
+        rows = self.rank_group.agree([x.shape[0], self._out_of_range(routing)], None, x.device, gradients=gradients)
         self._check_ids([row[1] for row in rows])
         counts = [row[0] for row in rows]
         pending_x = gather_rows(as_bytes(x), counts, self.rank_group)

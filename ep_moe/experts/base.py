@@ -11,6 +11,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
@@ -250,10 +251,19 @@ class Experts(ABC):
             self.compute_to_peers(received, out)
             return out
         if received.layout in self.capabilities.layouts:
-            return self.compute(received, out)
+            return self._attached(self.compute(received, out), received)
         flat = None if out is None else out.flatten(0, -2)
         y = self.compute(as_rank_major(received, self.weights.num_slots), flat)
-        return y.view(*received.x.shape[:-1], y.shape[-1])
+        return self._attached(y.view(*received.x.shape[:-1], y.shape[-1]), received)
+
+    def _attached(self, y: Tensor, received: Received) -> Tensor:
+        """y, in the graph of all that may have a gradient here: backward then enters the same collectives on a rank
+        without rows, or without experts, as on its peers."""
+        if not self.capabilities.differentiable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return y  # compiled layers have no peers
+        given = (received.x, received.weights, *self.weights.tensors.values(), self.weights.anchor)
+        joined: Tensor = _Attached.apply(y, *(one for one in given if one is not None and one.requires_grad))
+        return joined
 
     @abstractmethod
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
@@ -262,3 +272,16 @@ class Experts(ABC):
     def compute_to_peers(self, received: Received, out: PeerRows) -> None:
         """As `compute`, for kernels with `peer_out`."""
         raise AssertionError(f"{self.name} writes no rows to peers")
+
+
+class _Attached(Function):
+    """The identity on y, which keeps it in the graph of what no row used."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (grad, *[None] * ctx.others)

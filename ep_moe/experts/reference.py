@@ -3,11 +3,8 @@ weights are dequantised, activations are not rounded."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.functional import grouped_mm
 
 from ep_moe.experts.activations import activate
@@ -39,10 +36,8 @@ class ReferenceExperts(Experts):
     def _compute(self, received: Received) -> Tensor:
         weights = self.weights
         grouped = group_rows(received, weights.num_slots)
-        if not torch.compiler.is_compiling() and not len(grouped.expert):  # compiled layers have no peers
-            stored = [*weights.tensors.values(), *([] if weights.anchor is None else [weights.anchor])]
-            nothing: Tensor = _Attached.apply(reduce_rows(grouped.x, grouped), *stored)
-            return nothing
+        if not torch.compiler.is_compiling() and not len(grouped.expert):
+            return reduce_rows(grouped.x, grouped)
         w13_bias, w2_bias = weights.stored("w13_bias"), weights.stored("w2_bias")
         h = _linear(grouped.x, weights.dense("w13"), grouped.ends)
         if w13_bias is not None:
@@ -51,20 +46,6 @@ class ReferenceExperts(Experts):
         if w2_bias is not None and weights.adds_output_bias:
             y = y + w2_bias[grouped.expert]
         return reduce_rows(y, grouped)
-
-
-class _Attached(Function):
-    """The identity on y, which keeps it in the graph of parameters that no row used: backward then enters the same
-    collectives on a rank without rows as on its peers."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.parameters = len(parameters)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (grad, *[None] * ctx.parameters)
 
 
 def _linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
