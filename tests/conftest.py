@@ -1,5 +1,10 @@
 """Fixtures for all tests."""
 
+import os
+
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; read as torch is imported
+
 import pytest
 import torch
 
