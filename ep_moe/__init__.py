@@ -4,10 +4,8 @@
     layer = MoELayer(MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), context)
     y = layer(x)
 
-Imports go one way: cli, integrations -> layer -> select, context, router, placement, experts, all2all -> weights,
-parallel -> registry, config, types, errors. `all2all` and `experts` never import each other; backend files are
-imported by nobody, `registry` holds their names. `lint-imports` checks it.
-"""
+Imports go one way, from `cli` down to `types` and `errors`; `lint-imports` checks the order in pyproject.toml. Backend
+files are imported by no module; `registry` holds their names."""
 
 from ep_moe._version import __version__
 from ep_moe.config import (

@@ -135,11 +135,20 @@ class EPContext:
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
     ) -> EPContext:
-        """From torchrun's environment; makes the default process group unless there is one.
+        """Make a context from torchrun's environment, and the default process group unless there is one.
 
-        parallel: defaults to expert parallel over all ranks (dp = world).
-        max_tokens: the most tokens (rows of x) that any rank will pass to a layer; opens the transports whose buffers
-            are made once, which CUDA graphs need
+        Args:
+            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
+            device: Where the layers compute. Default: this rank's GPU, else the CPU.
+            deadline_s: Seconds that a collective step may last before its peers are examined.
+            max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. It opens the transports
+                whose buffers are made once, which CUDA graphs need. Default: any number.
+
+        Returns:
+            The context, on every rank.
+
+        Raises:
+            ConfigError: on all ranks, where the sizes do not fit the world or the ranks do not agree.
         """
         device = local_device() if device is None else as_device(device)
         init_from_torchrun(device, deadline_s=deadline_s)
@@ -155,9 +164,21 @@ class EPContext:
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
     ) -> EPContext:
-        """Within an initialised torch.distributed; `groups` ("ep", "tp", "etp") are used where given, made where not.
+        """Make a context within an initialised torch.distributed.
 
-        A group must hold the ranks that RankLayout gives it.
+        Args:
+            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
+            groups: Process groups by "ep", "tp" and "etp". Each must hold the ranks that `RankLayout` gives it; a group
+                that is not given is made.
+            device: Where the layers compute.
+            deadline_s: Seconds that a collective step may last before its peers are examined.
+            max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
+
+        Returns:
+            The context, on every rank.
+
+        Raises:
+            ConfigError: on all ranks, where the sizes or groups do not fit or the ranks do not agree.
         """
         _check_initialized()
         ranks = range(dist.get_world_size())
@@ -287,7 +308,14 @@ class EPContext:
 
     @classmethod
     def local(cls, device: torch.device | str | int | None = None) -> EPContext:
-        """One process, no torch.distributed."""
+        """Make a context of one process, without torch.distributed.
+
+        Args:
+            device: Where the layers compute. Default: this process's GPU, else the CPU.
+
+        Returns:
+            The context.
+        """
         layout = RankLayout(world=1, rank=0)
         flight_recorder = FlightRecorder()
         device = local_device() if device is None else as_device(device)
@@ -321,11 +349,17 @@ class EPContext:
 
     @contextmanager
     def token_limit(self, max_tokens: int) -> Iterator[None]:
-        """Within, no rank passes more than so many tokens to a layer, fewer than the context's `max_tokens`: the
-        receivers of transports with fixed buffers then have fewer empty rows to look at.
+        """Bound the tokens of calls within, below the context's `max_tokens`.
 
-        Collective: ranks that disagree would write into each other's rows, so they compare through the store. Put it
-        around a capture, or around many steps.
+        Receivers of transports with fixed buffers then look at fewer empty rows. Put it around a capture, or around
+        many
+        steps: ranks that disagree would write into each other's rows, so that they compare through the store.
+
+        Args:
+            max_tokens: The most tokens that any rank passes to a layer within, in [1, `EPContext.max_tokens`].
+
+        Raises:
+            ConfigError: on all ranks, where a value is out of range or ranks disagree.
         """
         problem = None
         if self.max_tokens is None:
@@ -405,7 +439,7 @@ class EPContext:
 
     def _broken_by(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
         """An exception leaves a forward. What all ranks raise alike breaks nothing. Any other is this rank's alone: its
-        peers are told, and every further call raises it on all ranks.
+        peers raise it too, and every further call raises it on all ranks.
 
         where: the layer, if it left before `entered`
         users: it comes from the user's own code, which may raise any class on one rank alone
@@ -426,8 +460,11 @@ class EPContext:
         self._inside, self.flight_recorder.where = None, ""
 
     def plan(self) -> dict[str, int]:
-        """Bytes per kind of buffer on this rank over the layers that live: summed, but the largest workspace once (per
-        stream that layers run on), and a transport's buffers once per geometry (and call in flight)."""
+        """Count this rank's bytes by kind over the layers that live.
+
+        Returns:
+            Bytes by the kinds of `MoELayer.plan`. The largest workspace counts once (per stream that layers run on),
+            and a transport's buffers once per dispatch shape (and call in flight)."""
         total: dict[str, int] = {}
         for layer in self._layers.values():
             for name, size in layer.plan().items():
@@ -443,7 +480,14 @@ class EPContext:
 
     @on_device_of(lambda self, *_, **__: self.device)
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> None:
-        """`MoELayer.tune` for every layer, measured once for layers of one shape. Collective."""
+        """Run `MoELayer.tune` for every layer, measured once for layers of one shape.
+
+        Collective.
+
+        Args:
+            rows: Numbers of received rows to measure.
+            cache: A folder that keeps findings by GPU, versions and shape. Default: nothing is kept.
+        """
         found: dict[Any, list[int]] = {}
         for _, layer in sorted(self._layers.items()):
             for kernel in layer._kernels:
@@ -455,13 +499,31 @@ class EPContext:
 
     @on_device_of(lambda self, *_, **__: self.device)
     def capture(self, tokens: Sequence[int]) -> None:
-        """`MoELayer.capture` for every layer. Collective."""
+        """Run `MoELayer.capture` for every layer.
+
+        Collective.
+
+        Args:
+            tokens: Numbers of tokens, the same list on all ranks.
+
+        Raises:
+            ConfigError: on all ranks, where a layer cannot be captured.
+        """
         for _, layer in sorted(self._layers.items()):
             layer.capture(tokens)
 
     @on_device_of(lambda self, *_, **__: self.device)
     def capture_routed(self, tokens: Sequence[int]) -> None:
-        """`MoELayer.capture_routed` for every layer. Collective."""
+        """Run `MoELayer.capture_routed` for every layer.
+
+        Collective.
+
+        Args:
+            tokens: Numbers of tokens, the same list on all ranks.
+
+        Raises:
+            ConfigError: on all ranks, where a layer cannot be captured.
+        """
         for _, layer in sorted(self._layers.items()):
             layer.capture_routed(tokens)
 

@@ -64,25 +64,34 @@ from ep_moe.weights.expert_weights import ExpertWeights
 class MoELayer(nn.Module):
     """An expert-parallel Mixture-of-Experts block: [..., H] in, [..., H] out.
 
-    Made by all ranks of the context in the same order, also under `torch.device("meta")`; makes no process group.
+    Made by all ranks of the context in the same order, also under `torch.device("meta")`. Makes no process group.
 
-    config: the layer's shape and routing
-    expert_map: where experts are; default linear over the EP group
-    router: any callable x [T, H] -> Routing; default a `Router` of the configuration
-    shared_experts: any module [T, H] -> [T, H]; default by `config.shared_intermediate_size`
-    all2all, experts: backend names, "auto" lets `select` choose; a fused kernel is named under `experts`
-    tuned: what `ep-moe tune` measured for this layer here; all2all, experts and pipeline are then the fastest for the
-        tokens that any rank passes at most (`EPContext(max_tokens=)`, `EPContext.token_limit`), and are not named
-    wire: how rows are written while they travel; default plain, in the layer's dtype
-    pipeline: a call of more tokens per rank travels in parts of so many, of which one is computed while the next
-        travels and the last returns; needs a transport with fixed buffers, which need be no larger. Default: one part
-    quantization: a name in `ep_moe.quant.schemes.SCHEMES`, how the experts are stored and computed
-    options: how the expert kernel runs (deterministic, chunk_rows)
-    name: what errors call this layer
-    device, dtype: of the parameters and activations; default the context's device (or meta) and torch's default dtype
-
-    Gradients: expert parameters get the whole EP group's gradient, summed; router and shared experts get that of this
+    Gradients: expert parameters get the whole EP group's gradient, summed. Router and shared experts get that of this
     dp rank's tokens, as any replicated module does (average or sum them over dp as usual).
+
+    Args:
+        config: The layer's shape and routing.
+        context: The ranks and what their layers share.
+        expert_map: Where experts are. Default: linear over the EP group.
+        router: Any callable x [T, H] -> Routing. Default: a `Router` of the configuration.
+        shared_experts: Any module [T, H] -> [T, H]. Default: by `config.shared_intermediate_size`.
+        all2all: A transport's name, or "auto".
+        experts: A kernel's name, or "auto". Fused kernels are named here too.
+        quantization: A name in `ep_moe.quant.schemes.SCHEMES`: how the experts are stored and computed.
+        wire: How rows are written while they travel. Default: plain, in the layer's dtype.
+        pipeline: Tokens of a part. A call of more tokens per rank travels in parts, of which one is computed while the
+            next one travels and the last one returns. Needs a transport with fixed buffers, which may then be as small
+            as a part. Default: one part.
+        options: How the expert kernel runs.
+        tuned: What `ep-moe tune` measured for this layer here. Transport, kernel and pipeline are then the fastest for
+            the bound on tokens (`EPContext(max_tokens=)`, `EPContext.token_limit`), and are not named.
+        name: What errors call this layer.
+        device: Of the parameters. Default: the context's device, or meta.
+        dtype: Of parameters and activations. Default: torch's default dtype.
+
+    Raises:
+        ConfigError: on all ranks, where the layer cannot be served or ranks ask for different layers.
+        BackendUnavailable: on all ranks, where a named backend cannot run here; it says why.
     """
 
     @on_device_of(lambda self, config, context, **_: device_of(context))
@@ -207,8 +216,19 @@ class MoELayer(nn.Module):
         return call(x, None, None if mask is None else TokenMask(mask, send_masked))
 
     def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
-        """As `forward`, for a model that routes itself. routing: logical ids and weights [T, K] for x's rows; ids of -1
-        for padding."""
+        """As `forward`, for a model that routes itself.
+
+        Args:
+            x: [..., H] of the layer's dtype.
+            routing: Logical ids, int32 or int64 [T, K], and weights, float [T, K], for x's T rows. An id of -1 is no
+                expert.
+
+        Returns:
+            [..., H].
+
+        Raises:
+            InputError: on all ranks, where any of them passes a wrong x or routing.
+        """
         call = self._traced if torch.compiler.is_compiling() else self._guarded
         return call(x, NO_ROUTING if routing is None else routing, None)
 
@@ -348,10 +368,19 @@ class MoELayer(nn.Module):
         return stage(name, self.context._stage_times)
 
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> list[int]:
-        """Let the expert kernel find its fastest variant for each number of received rows, before any CUDA graph is
-        captured. Collective: the rank with the most experts measures, with the weights that are loaded, and all ranks
-        use what it found. cache: a folder that keeps findings by GPU, versions and shape, read and written by that
-        rank. Returns what was found for `experts`, in the kernel's own terms."""
+        """Let the expert kernel find its fastest variant for each number of received rows.
+
+        Collective. Call it once weights are loaded and before any CUDA graph is captured. The rank with the most
+        experts measures, and all ranks use what it found.
+
+        Args:
+            rows: Numbers of received rows to measure.
+            cache: A folder that keeps findings by GPU, versions and shape. The measuring rank reads and writes it.
+                Default: nothing is kept.
+
+        Returns:
+            What was found for `experts`, in the kernel's own terms.
+        """
         found = [self._tune_kernel(kernel, rows, cache) for kernel in self._kernels]
         return found[0]
 
@@ -375,24 +404,36 @@ class MoELayer(nn.Module):
         self._dispatchers.clear()
 
     def capture(self, tokens: Sequence[int]) -> None:
-        """Record `forward` for each of these numbers of tokens as a CUDA graph. A call without gradients then replays
-        the smallest that has room for its tokens, which costs the host a launch and two copies, and gives the bits of
-        the layer's own call (over `local`, and of its router and shared experts, of one with so many rows as were
-        recorded); a larger one runs as before, and so may the peers'. Collective, the same list on all ranks, after
-        `tune`: for calls under the bound in force (`EPContext.token_limit`), on the stream that is current. Maps may
-        change and weights be rewritten in place; after `tune`, or with other tensors or modules in their place, calls
-        run as before. A router or shared experts of the user's are recorded as they run once, for these numbers of
-        tokens
-        alone: nothing random, no wait for the device.
+        """Record `forward` for some numbers of tokens as CUDA graphs.
 
-        Raises ConfigError on all ranks where it cannot be. `plan` does not count the rows between kernels, in memory
-        that all graphs of the context share.
+        A call without gradients then replays the smallest graph that has room for its tokens. A replay costs the host
+        one launch and two copies. Results are bitwise equal to an eager call. Exception: with `local`, and in the
+        router and shared experts, GEMMs run at the recorded size and equal an eager call of that size.
+
+        Collective, after `tune`, on the current stream, for calls under the bound in force (`EPContext.token_limit`).
+        Maps may change and weights may be rewritten in place. After `tune`, or with other tensors or modules in their
+        place, calls run eagerly. A user's router or shared experts are recorded as they run once: nothing random, no
+        wait for the device. `plan` does not count the rows between kernels, in memory that all graphs of the context
+        share.
+
+        Args:
+            tokens: Numbers of tokens, the same list on all ranks. Larger calls run eagerly.
+
+        Raises:
+            ConfigError: on all ranks, where the layer cannot be captured.
         """
         self._checks.first_call(self)  # what is replayed looks at nothing
         self._captured.capture(self, tokens, routed=False)
 
     def capture_routed(self, tokens: Sequence[int]) -> None:
-        """As `capture`, for `forward_routed`."""
+        """As `capture`, for `forward_routed`.
+
+        Args:
+            tokens: Numbers of tokens, the same list on all ranks.
+
+        Raises:
+            ConfigError: on all ranks, where the layer cannot be captured.
+        """
         self._checks.first_call(self)
         self._captured.capture(self, tokens, routed=True)
 
@@ -416,9 +457,17 @@ class MoELayer(nn.Module):
 
     @on_device_of(lambda self, *_, **__: self.context.device)
     def update_expert(self, logical_id: int, **tensors: Tensor) -> int:
-        """Write an expert's whole tensors (w13 [2I, H], w2 [H, I], w13_bias, w2_bias) into all its replicas.
+        """Write an expert's whole tensors into all its replicas.
 
-        Local: call it on every rank with the same tensors. Returns the number of slots written here.
+        Local: call it on every rank with the same tensors.
+
+        Args:
+            logical_id: The expert, in [0, E).
+            **tensors: w13 [2I, H] (gate above up; [I, H] without a gate), w2 [H, I], and w13_bias and w2_bias where the
+                layer has biases.
+
+        Returns:
+            The number of slots written here.
         """
         return self.expert_weights.update_expert(logical_id, tensors)
 
@@ -496,9 +545,13 @@ class MoELayer(nn.Module):
     # --- what a user asks --------------------------------------------------------------------------------------
 
     def plan(self) -> dict[str, int]:
-        """Bytes on this rank by kind, from shapes alone: the same before and after anything is allocated. The workspace
-        and the transports' buffers (sets of them with `pipeline`) are shared with the context's other layers;
-        `EPContext.plan` counts them once."""
+        """Count this rank's bytes by kind, from shapes alone.
+
+        The result is the same before and after anything is allocated.
+
+        Returns:
+            Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The workspace and
+            the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once."""
         held = {
             kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
             for kind in ("experts", "router", "placement", "shared_experts")
@@ -515,7 +568,16 @@ class MoELayer(nn.Module):
 
     @on_device_of(lambda self: self.context.device)
     def stats(self) -> LayerStats:
-        """Load per expert and rank, as `layer_stats` says. Collective over the EP group, waits for the device."""
+        """Read the load per expert and rank.
+
+        Collective over the EP group. Waits for the device.
+
+        Returns:
+            Routes per logical expert [E] and per EP rank [R], of the whole EP group.
+
+        Raises:
+            ConfigError: where a fused kernel routes inside and counts nothing.
+        """
         if self._routes_inside:
             raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
         return layer_stats(self.name, self.placement, self.context.rank_groups["ep"])
@@ -525,7 +587,11 @@ class MoELayer(nn.Module):
         return self.placement.no_stats()
 
     def explain(self) -> list[select.BackendChoice]:
-        """Every pair of transport and kernel with "chosen", "possible" or the reason why not."""
+        """List every pair of transport and kernel.
+
+        Returns:
+            One row a pair, whose status is "chosen", "possible", or the reason why it cannot run here.
+        """
         table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
         return table if self.tuned is None else self._picks.explained(table)
 

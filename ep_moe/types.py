@@ -201,7 +201,7 @@ class Received:
     x_scale: Tensor | None = None  # [..., H / block], and x is [..., H / packed]
     input_scale: float | None = None  # of fp8_tensor and nvfp4 rows: `Wire.input_scale`
     out: Tensor | None = None  # [..., H] as x: where the transport would have the experts' rows, to spare a copy
-    peer_out: PeerRows | None = None  # or, RANK_MAJOR, rather there: then nobody has to fetch them
+    peer_out: PeerRows | None = None  # or, RANK_MAJOR, rather there: then no rank fetches them
 
     def dense(self) -> Received:
         """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""
@@ -242,7 +242,7 @@ Result = TypeVar("Result")
 class Pending(Generic[Result]):
     """A result under way. `wait()` gives it, once; every transport overlaps through this one shape.
 
-    ready: nothing is left to do, and nobody to wait for
+    ready: nothing is left to do or to wait for
     """
 
     def __init__(self, finish: Callable[[], Result], *, ready: bool = False) -> None:

@@ -35,7 +35,7 @@ class BufferSlot:
 
     def follow(self, device: torch.device) -> None:
         """Wait on the current stream for a call that ended on another. A capture begins with a synchronised device, and
-        inside one whoever waits for its results has waited for this too."""
+        inside one, the wait for its results covers this too."""
         if self.stream is not None and not self.on(current_stream(device)) and not capturing(device):
             torch.cuda.current_stream(device).wait_stream(self.stream)
 

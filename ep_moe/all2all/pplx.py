@@ -120,7 +120,7 @@ class PplxDispatcher(Dispatcher):
         def finish() -> Tensor:
             workspace.combine(sums, handle.ids, handle.weights, rows, send=False)
             handle.buffer_slot.release(y.device)
-            # a token of nobody was sent to an expert here, with weight 0: 0 times what it held
+            # a token without an expert was sent here with weight 0: 0 times what it held
             return torch.where(handle.routed, sums[: len(handle.ids)], 0)
 
         return Pending(finish)
@@ -131,13 +131,13 @@ class PplxDispatcher(Dispatcher):
             return
         g, workspace = self.dispatch_shape, buffer_slot.library
         ids = torch.empty(0, g.top_k, dtype=torch.int32, device=device)
-        weights, nobody = ids.float(), ids.view(torch.uint32)
+        weights, unsigned = ids.float(), ids.view(torch.uint32)
         for send in (True, False):
-            workspace.dispatch(*g.no_rows(device), nobody, send=send)
+            workspace.dispatch(*g.no_rows(device), unsigned, send=send)
         y = torch.full_like(workspace.rows, torch.nan, dtype=g.dtype)
         out = y.new_empty(g.max_tokens or 1, g.hidden_size)
         for send in (True, False):
-            workspace.combine(out, nobody, weights, y, send=send)
+            workspace.combine(out, unsigned, weights, y, send=send)
 
     def destroy(self) -> None:
         self.buffer_pool.destroy()

@@ -1,6 +1,6 @@
-"""Ids for transports that take them on trust: any id sends its row to some rank, or into memory that is nobody's.
+"""Ids for transports that take them on trust: any id sends its row to some rank, or into memory outside the buffers.
 
-On the wire every route names an expert; one that named none has weight 0, and a route of weight 0 is nobody's on
+On the wire every route names an expert; one that named none has weight 0, and a route of weight 0 has no expert on
 arrival. The torch forms are the definition, and what runs on a CPU; the Triton forms (GPUs) are one launch each."""
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ def machine_of() -> Machine:
 
 
 def swept() -> None:
-    """Layers and graphs refer to each other; memory that nobody holds goes back."""
+    """Layers and graphs refer to each other; memory without a reference goes back."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -213,7 +213,7 @@ class Peers:
     def _experts(self, scheme: str, rows: int, rounding: Rounding | None, *, all2all: bool) -> Experts:
         """`cutlass_fused_moe` of this rank's share, with global ids: those of other ranks, and -1, are skipped
         (`start_expert`, `end_expert` in cutlass_fused_moe_kernels.cuh). all2all: rows without an expert here need no
-        zeros, for nobody reads them."""
+        zeros, which no kernel reads."""
         from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 
         source, config = self._source(CUTLASS, scheme), self.config

@@ -104,9 +104,7 @@ def run(
             "checkpoint fp8_tensor and nvfp4 too."
         ),
     ] = "plain",
-    tuned: Annotated[
-        Path | None, typer.Option(help="File of ep-moe tune; in the place of --all2all, --experts.")
-    ] = None,
+    tuned: Annotated[Path | None, typer.Option(help="File of ep-moe tune; instead of --all2all, --experts.")] = None,
     deadline: Annotated[float, typer.Option(help="Seconds after which a silent peer is reported lost.")] = 300.0,
 ) -> None:
     """Run a model on real text with its experts spread over ranks, and compare perplexities.

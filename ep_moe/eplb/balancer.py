@@ -197,7 +197,7 @@ class ExpertBalancer:
         self._state, self._since = state, time.monotonic()
 
     def _work(self) -> None:
-        """Whatever goes wrong here is told to the others at the next exchange, and raised on all ranks after it."""
+        """What goes wrong here reaches the others at the next exchange, and all ranks raise it after that."""
         if self._trouble is Trouble.LOST:
             return
         try:

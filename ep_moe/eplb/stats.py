@@ -1,4 +1,4 @@
-"""What a balancer has done, for whoever exports it."""
+"""What a balancer has done, for exporters."""
 
 from __future__ import annotations
 

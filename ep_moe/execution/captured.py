@@ -1,4 +1,4 @@
-"""Calls of a layer as CUDA graphs: to the host an eager call is then one launch and two copies, in the place of a
+"""Calls of a layer as CUDA graphs: to the host an eager call is then one launch and two copies, instead of a
 thousand calls of Python and half a dozen launches. A call with fewer tokens than were recorded is one too."""
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Given = Sequence[int]  # addresses, and a number of 32 bits as the last one
 
 
 class CallGraph:
-    """graph(first, last, stream): all launches on that stream, with these in the place of the arguments that the first
+    """graph(first, last, stream): all launches on that stream, with these instead of the arguments that the first
     and the last one begin with."""
 
     @classmethod

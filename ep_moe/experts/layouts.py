@@ -122,7 +122,7 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
 
 def _group_all(received: Received, weights: Tensor, flat: Tensor, num_slots: int) -> GroupedRows:
     """`group_rows` in a compiled graph, whose shapes cannot depend on M: routes without an expert come last, behind
-    `ends`, and nobody's slot is there."""
+    `ends`, and no slot is there."""
     top_k, pairs = weights.shape[1], len(flat)
     known = (flat >= 0) & (flat < num_slots)
     order = flat.where(known, num_slots).argsort(stable=True)

@@ -328,8 +328,8 @@ class FlightRecorder:
             pass  # the store is gone, and with it the job
 
     def _free(self) -> None:
-        """Whoever waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait for the
-        lost peer."""
+        """A thread that waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait
+        for the lost peer."""
         if self._abort is not None and not self._aborted:
             self._aborted = True
             threading.Thread(target=self._abort, daemon=True, name="ep_moe abort").start()

@@ -228,7 +228,7 @@ class Links:
         return not all(group in known for group in self._groups)
 
     def abort(self) -> None:
-        """Free whoever waits on a device for a collective of these groups."""
+        """Free threads that wait on a device for a collective of these groups."""
         with on_device(self._device):  # in whatever thread
             for group in self._made:
                 group.abort()

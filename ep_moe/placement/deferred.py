@@ -1,4 +1,4 @@
-"""Ids that are placed on their way: by the kernel that sends them, or by a launch of their own for whoever looks."""
+"""Ids that are placed on their way: by the kernel that sends them, or by a launch of their own (`materialize`)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def given_ids(routing: PhysicalRouting) -> Tensor:
 
 
 class Placing(NamedTuple):
-    """What a kernel that can place is told besides tables. most: of an expert's replicas, 0 where ids are placed
+    """What a kernel that can place takes besides tables. most: of an expert's replicas, 0 where ids are placed
     already; seed: as `Tables` has it; experts: E"""
 
     most: int

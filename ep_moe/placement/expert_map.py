@@ -1,8 +1,8 @@
 """ExpertMap: which slot of which rank holds which expert. Linear, uneven, redundant, balanced: one structure.
 
 A physical id is `owner * slots_per_rank + local`, with `slots_per_rank` the number of slots of a rank (the largest,
-where ranks differ). Transports and kernels that know only an even split therefore serve any placement: they are told `R
-* slots_per_rank` experts."""
+where ranks differ). Transports and kernels that know only an even split therefore serve any placement:
+they see `R * slots_per_rank` experts."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class ExpertMap:
 
     @property
     def num_physical(self) -> int:
-        """R * cap: the number of experts that transports and kernels are told."""
+        """R * slots_per_rank: the number of experts that transports and kernels see."""
         return len(self.physical_to_logical)
 
     @property

@@ -177,7 +177,7 @@ class Placement(nn.Module):
         return self.slot_load.view(self.expert_map.num_ranks, -1).sum(1)
 
     def _write(self, expert_map: ExpertMap) -> None:
-        ahead, self._ahead = self._ahead, None  # it is of no use to whoever writes other tables, nor after them
+        ahead, self._ahead = self._ahead, None  # of no use to a writer of other tables, nor after them
         if self.replica_count.is_meta:
             return
         tables = ahead[1] if ahead is not None and ahead[0] is expert_map else self._tables(expert_map)

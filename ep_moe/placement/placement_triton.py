@@ -1,4 +1,4 @@
-"""The Triton form of `Placement.forward`: one launch in the place of some twenty; and its arithmetic, for kernels that
+"""The Triton form of `Placement.forward`: one launch instead of some twenty; and its arithmetic, for kernels that
 place ids as they send them."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

@@ -1,6 +1,6 @@
 """Rows in E4M3 with one scale each, and the scales of products of such rows with matrices that have one scale each.
 
-Nothing here allocates or waits for the device: whoever calls brings every output.
+Nothing here allocates or waits for the device: the caller brings every output.
 """
 
 from __future__ import annotations

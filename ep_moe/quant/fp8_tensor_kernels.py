@@ -1,6 +1,6 @@
 """Rows in E4M3 under one scale, and the scales of products whose operands have one each (`fp8_static`).
 
-Nothing here allocates or waits for the device: whoever calls brings every output.
+Nothing here allocates or waits for the device: the caller brings every output.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 128  # columns with a scale of their own in fp8_block
-WHOLE_ROW = -1  # in the place of their number, where all of a row's have one
+WHOLE_ROW = -1  # instead of their number, where all of a row's have one
 SMALLEST = 1e-10  # of fp8_block and fp8_row: a smaller largest magnitude counts as this, so that zeros have a scale
 
 

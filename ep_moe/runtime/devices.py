@@ -1,7 +1,7 @@
 """What a device can do, asked once; and the device that is current.
 
 Torch's own operations run where their tensors are. Triton, the driver, FlashInfer, pinned memory, graph captures and
-events run on the device that is current, which is 0 until somebody says otherwise. Whoever is called by a user enters
+events run on the device that is current, which is 0 until it is set. Each entry point of the package enters
 `on_device` of the context's device first.
 """
 

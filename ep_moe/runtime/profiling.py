@@ -45,7 +45,7 @@ def stage(name: str, times: StageTimes | None) -> AbstractContextManager[Any]:
     """One stage of the layer: a range `ep_moe::name` where a profiler listens, timed where times are wanted."""
     if torch.compiler.is_compiling():  # a compiled graph has no stages: its parts are not the layer's
         return _NOBODY
-    # a range costs the host microseconds, also where nobody listens
+    # a range costs the host microseconds, also without a profiler
     if torch.autograd._profiler_enabled():
         return _seen(name, times)
     return _NOBODY if times is None else times.span(name)

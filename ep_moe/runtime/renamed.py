@@ -8,7 +8,7 @@ from typing import Any
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn whoever uses `old` that it is `new` now."""
+    """Warn that `old` is `new` now."""
     warnings.warn(f"{old} is {new} now; the old name goes with the next release", DeprecationWarning, stacklevel)
 
 

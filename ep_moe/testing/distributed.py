@@ -1,4 +1,4 @@
-"""`@distributed(2, 4)`: a test body that runs on ranks, whoever starts them."""
+"""`@distributed(2, 4)`: a test body that runs on forked ranks or on torchrun's."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def views_are_taken(case: Case) -> None:
 
 
 def nan_stays_with_its_owner(case: Case) -> None:
-    """Rank 0's rows and everybody's unused weights are NaN; whoever shares experts with rank 0 is none the worse. It
+    """Rank 0's rows and everybody's unused weights are NaN; ranks that share experts with rank 0 are not affected. It
     gets NaN back where rows are not rounded to another format."""
     call = case.call(5, 3)
     assert isinstance(call.routed, PhysicalRouting)
@@ -199,7 +199,7 @@ def weights_rewritten_in_place(case: Case) -> None:
 
 
 def random_delays(case: Case) -> None:
-    """Ranks that come late: nobody reads before it was written, or writes before it was read."""
+    """Ranks that come late: no rank reads before data is written, or writes before it is read."""
     generator = torch.Generator().manual_seed(case.rank_group.rank)
     calls = [case.call(1 + turn, 10 + turn) for turn in range(6)]
     found = []
@@ -242,7 +242,7 @@ def _replayed(cases: list[Case]) -> None:
         graphs.append((graph, first, y))
     for replay in range(REPLAYS):
         case, (graph, static, y) = cases[replay % len(cases)], graphs[replay % len(cases)]
-        # rows that fill a batch up to its captured size are nobody's; where the kernel routes there are none
+        # rows that fill a batch up to its captured size have no expert; where the kernel routes there are none
         fresh = case.call(case.max_tokens, 40 + replay % 8, drop=(0.0, 0.3, 1.0)[(replay + case.rank_group.rank) % 3])
         static.x.copy_(fresh.x)
         if isinstance(static.routed, PhysicalRouting):

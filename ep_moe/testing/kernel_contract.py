@@ -134,8 +134,8 @@ def _rank_major(layer: Layer, received: Received) -> None:
     found = worst(y, *layer.wanted(received))
     that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")
     assert received.local_ids is not None
-    nobody = (received.local_ids < 0).all(1)
-    that((y[nobody] == 0).all(), layer, f"{what}: rows without an expert must be zero")
+    without = (received.local_ids < 0).all(1)
+    that((y[without] == 0).all(), layer, f"{what}: rows without an expert must be zero")
 
 
 def _rows_of_nobody(layer: Layer) -> None:
@@ -149,7 +149,7 @@ def _rows_of_nobody(layer: Layer) -> None:
 
 
 def _as_it_travelled(layer: Layer) -> None:
-    """Ids that nobody has looked at, and rows in other formats."""
+    """Ids that were not checked, and rows in other formats."""
     received = layer.rows(ROWS[0])
     assert received.local_ids is not None
     assert received.weights is not None

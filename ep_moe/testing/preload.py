@@ -16,7 +16,7 @@ for module in OPTIONAL:
     try:
         importlib.import_module(module)
     except ImportError:
-        pass  # its tests skip, or its user is told
+        pass  # its tests skip, or the tools say so
 
 # its first call imports sympy and mpmath, half a second a rank
 torch.testing.assert_close(torch.zeros(1), torch.zeros(1))

@@ -112,7 +112,7 @@ def _tell(what: str, rank_group: RankGroup, faults: Sequence[str]) -> None:
         store.set(keys[rank_group.rank], json.dumps(told[0]))
         try:
             store.wait(keys, timedelta(seconds=3 * rank_group.flight_recorder.deadline_s + 30))
-        except RuntimeError:  # an end of its own: what was said is told
+        except RuntimeError:  # an end of its own: what was said is reported
             keys = [key if store.check([key]) else "" for key in keys]
         told = {rank: json.loads(store.get(key)) if key else ["it never came"] for rank, key in enumerate(keys)}
     wrong = [rank for rank in told if told[rank]]

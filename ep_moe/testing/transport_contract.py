@@ -216,7 +216,7 @@ def two_in_flight(case: Case) -> None:
 
 
 def nan_stays_with_its_owner(case: Case) -> None:
-    """Rank 0's rows and everybody's unused weights are NaN; whoever shares experts with rank 0 is none the worse."""
+    """Rank 0's rows and everybody's unused weights are NaN; ranks that share experts with rank 0 are not affected."""
     x, routing, wanted = case.call(5)
     absent = routing.ids < 0
     routing = PhysicalRouting(routing.ids, routing.weights.masked_fill(absent, torch.nan))
@@ -231,7 +231,7 @@ def nan_stays_with_its_owner(case: Case) -> None:
 
 @contextmanager
 def _uninitialised_is_nan(device: torch.device) -> Iterator[None]:
-    """Memory that nobody has written since holds NaN."""
+    """Memory that was not written since holds NaN."""
     if device.type == "cuda":
         # into the allocator's blocks beforehand: torch's own filling would run on one stream beside a transport's other
         torch.full((1 << 24,), torch.nan, device=device)
@@ -269,7 +269,7 @@ def poisoned_buffers(case: Case) -> None:
 
 
 def random_delays(case: Case) -> None:
-    """Ranks that come late, each at another step: nobody reads before it was written, or writes before it was read."""
+    """Ranks that come late, each at another step: no rank reads before data is written, or writes before it is read."""
     generator = torch.Generator().manual_seed(case.rank + 5)
     results = []
     for turn in range(6):

@@ -4,8 +4,8 @@ That dict numbers parameters, and ranks with different experts give one number t
 keep one rank's state under it and give it to all, without a word. `get_optimizer_state_dict` goes by names, which is
 right on any ranks and under any map.
 
-Nobody hands us the optimizer, and parameters do not know it. What does see it is torch's hook on every optimizer's step
-(`register_optimizer_step_post_hook`); it is installed with the first expert parameters that differ between ranks.
+The layer is not given the optimizer, and parameters do not know it. What sees it is torch's hook on every optimizer's
+step (`register_optimizer_step_post_hook`); it is installed with the first expert parameters that differ between ranks.
 """
 
 from __future__ import annotations

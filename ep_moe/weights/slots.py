@@ -178,7 +178,7 @@ class ExpertSlots(nn.Module):
 
     @torch.no_grad()
     def _reattach(self) -> None:
-        """Whoever replaced a parameter's memory means its numbers: they go to where kernels read them. Whoever replaced
+        """A replaced parameter's numbers are meant: they go to where kernels read them. One who replaced
         a stored tensor's takes the parameters along. An expert that this rank holds twice has one parameter, and its
         other slot follows it."""
         if self._place != self.place:

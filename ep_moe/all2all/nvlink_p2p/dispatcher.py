@@ -4,9 +4,10 @@ Few tokens, and their answers, go by LL packets, which need no flag (`packets`);
 calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
-rows set out, and whoever wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row goes
-once to each rank that has an expert of it. A rank tells each peer by a number in the peer's memory when it has written
-(dispatch), and when its answers are ready (combine); the number grows from call to call, so that replays need no reset.
+rows set out, and the rank that wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row
+goes once to each rank that has an expert of it. A rank tells each peer by a number in the peer's memory when it has
+written (dispatch), and when its answers are ready (combine); the number grows from call to call, so that replays need
+no reset.
 
 Dispatch and combine take turns, which is what keeps a buffer from being written before it was read: rows of the next
 call are sent after the peer said that its experts are done, and answers are written after all rows have arrived, which

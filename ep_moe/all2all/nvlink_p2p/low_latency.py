@@ -1,7 +1,7 @@
 """Few tokens by packets: the Triton forms of `nvlink_p2p.reference.send` and `receive` without fences, flags or
 counters.
 
-A packet is 8 bytes, which arrive whole: 4 of the data and the number of the call. Whoever waits reads the packets of a
+A packet is 8 bytes, which arrive whole: 4 of the data and the number of the call. The receiver reads the packets of a
 row until all have this call's number, so that no flag follows. Twice the bytes, and two journeys less.
 
 Each program has one token, one peer and a piece of the row: it sends that token's piece there, and takes that of the

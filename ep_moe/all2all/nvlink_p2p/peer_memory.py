@@ -28,4 +28,4 @@ class PeerMemory:
         self.addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
         self._handle = handle  # it holds the mapping
         self.local.zero_()
-        barrier(device, rank_group.group)  # nobody writes here before it is zero
+        barrier(device, rank_group.group)  # no peer writes here before it is zero

@@ -163,7 +163,7 @@ def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
 
 
 def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
-    """packets: by one packet in the place of all: who waits for a flag sees nothing of it."""
+    """packets: by one packet instead of all; the waiting side sees no difference."""
     for peer in workspace.peers:
         place = peer[_PACKET_PLACES[phase]][workspace.rank, 0, :1] if packets else peer["flags"][phase, workspace.rank]
         place.copy_(workspace.sequence[0])
@@ -172,7 +172,7 @@ def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
 def _wait(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
     places = workspace.places
     ready = places[_PACKET_PLACES[phase]][:, 0, 0] if packets else places["flags"][phase]
-    while (ready != workspace.sequence[0]).any():  # nobody is a call ahead, since all wait for all twice a call
+    while (ready != workspace.sequence[0]).any():  # no rank is a call ahead: each call waits for all ranks twice
         time.sleep(2e-5)
 
 

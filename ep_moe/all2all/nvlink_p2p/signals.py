@@ -1,9 +1,8 @@
 """Flags in the peers' memory: numbers of calls, told by one rank and awaited by another.
 
 Order in memory (PTX's model): a program's stores to peers, a barrier of the program, its release of a count; the last
-one to count has acquired all of them and releases its number to each peer; whoever acquires the number sees the stores.
-Numbers may overflow.
-"""
+one to count has acquired all of them and releases its number to each peer; a peer that acquires the number sees the
+stores. Numbers may overflow."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -46,8 +45,8 @@ def tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """For exactly this number: nobody is a call ahead, and a larger one may be as old as the numbers' last round, since
-    calls by packets count and do not tell."""
+    """For exactly this number: no rank is a call ahead, and a larger one may be as old as the numbers' last round,
+    since calls by packets count and do not tell."""
     buffer_slot = tl.arange(0, LANES)
     missing = 1
     while missing > 0:

@@ -53,7 +53,7 @@ class Connections:
 
     def close(self) -> None:
         self.closed = True
-        self.consensus.healthy("ExpertBalancer.close", None)  # nobody closes connections that a peer still uses
+        self.consensus.healthy("ExpertBalancer.close", None)  # no rank closes connections that a peer still uses
         for group in self.groups:
             dist.destroy_process_group(group)
 
@@ -66,7 +66,7 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     problem: EPMoEError | None = None
     staging: Staging | None = None
     try:
-        # first among the ranks that run these layers; what they find is told to the others below
+        # first among the ranks that run these layers; what they find reaches the others below
         facts = _facts(layers, stores, context.device)
         context.consensus.same("ExpertBalancer", facts, _problem(layers, context, config))
         staging = _staging(stores, context.device, config)

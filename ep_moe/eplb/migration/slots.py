@@ -110,7 +110,7 @@ class SlotStore:
         found.copy_(self._checksum.of_parts(parts) - row[-_TAIL:].view(torch.int64)[0])
 
     def address(self, rows: Mapping[int, Tensor], pairs: Tensor) -> None:
-        """Before `write`, the device is told which row goes to which slot, in int64 [>= slots, 2] of its own."""
+        """Before `write`, the device gets which row goes to which slot, in int64 [>= slots, 2] of its own."""
         listed = [(slot, row.data_ptr()) for slot, row in rows.items()]
         # of one size, so that memory is there; a copy under way keeps it
         on_host = torch.empty(self.slots, 2, dtype=torch.int64, device="cpu", pin_memory=pairs.is_cuda)

@@ -33,7 +33,7 @@ class BalancedLayer(Protocol):
 class Mover:
     """Bytes between the ranks of an EP group, beside the model: communicator, stream and staging memory of its own.
 
-    rank_group: of the EP group, over a process group that nobody else uses; staging: on the layers' device
+    rank_group: of the EP group, over a process group of its own; staging: on the layers' device
     deadline_s: how long a batch may take
     """
 

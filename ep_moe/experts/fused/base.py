@@ -95,8 +95,8 @@ class FusedExperts(ABC):
     """One layer's fused kernel on one rank. Holds no parameters: it reads those of `ExpertWeights`.
 
     rank_group: the EP group; dispatch_shape: with `max_tokens` where it is static
-    pool: keeps what equal layers of a context share (an object with `capabilities` and `destroy()`); default: nobody
-        else has it
+    pool: keeps what equal layers of a context share (an object with `capabilities` and `destroy()`); default: it is
+        not shared
     """
 
     name: ClassVar[str]
@@ -259,7 +259,7 @@ class FusedExperts(ABC):
 
     @abstractmethod
     def compute(self, x: Tensor, routed: Routed) -> Tensor:
-        """As `__call__`, for a call that has been checked. Ids may be out of range: those are nobody's."""
+        """As `__call__`, for a call that has been checked. Ids out of range name no expert."""
 
     def _problem(self, x: Tensor, routed: Routed, max_tokens: int | None) -> str | None:
         """What is wrong with a call, without waiting for the device."""
@@ -287,7 +287,7 @@ class FusedExperts(ABC):
 
 
 class FusedCall:
-    """One call of one layer by its fused kernel; in the place of an `Exchange`. bound: the most tokens of any rank."""
+    """One call of one layer by its fused kernel; it stands for an `Exchange`. bound: the most tokens of any rank."""
 
     def __init__(self, kernel: FusedExperts, x: Tensor, routed: Routed, bound: int | None, stage: Stage) -> None:
         self.kernel, self.x, self.routed, self.bound, self._stage = kernel, x, routed, bound, stage

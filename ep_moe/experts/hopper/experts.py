@@ -50,7 +50,7 @@ class TritonExperts(Experts):
             out.write_nothing()
 
     def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
-        # rows that are grouped already take operations of torch's, which nobody records
+        # rows that are grouped already take operations of torch's, which are not recorded
         if torch.compiler.is_compiling() or received.layout is not RowLayout.RANK_MAJOR:
             self.step(received, out, peers, at_once)
             return

@@ -1,6 +1,6 @@
 """Pairs of a received row and a local expert: sorted by expert before the products, summed up by row after them.
 
-Nothing here allocates or waits for the device: whoever calls brings every output. launch: how kernels are launched.
+Nothing here allocates or waits for the device: the caller brings every output. launch: how kernels are launched.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def count_pairs(
 
 @triton.jit
 def sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
-    """Of each expert, what the programs before each one counted, in the place of its own, and all of them."""
+    """Of each expert, what the programs before each one counted, instead of its own count, and all of them."""
     expert = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     count = tl.load(counts + expert * blocks + block, mask=block < blocks, other=0)
@@ -154,7 +154,7 @@ def reduce(
         row = first + n
         start = tl.load(peers + row // bound, mask=n < rows, other=0) + offset
         narrow: tl.constexpr = out.dtype.element_ty == tl.uint8
-        left = total.to(y.dtype.element_ty)  # the same bits, whoever writes them to peers
+        left = total.to(y.dtype.element_ty)  # the same bits, whichever kernel writes them to peers
         value = to_e4m3(left.to(tl.float32)) if narrow else left
         # said of pointers: of numbers that become pointers the compiler forgets it, and stores 2 bytes at a time
         if number is None:

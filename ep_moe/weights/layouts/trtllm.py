@@ -11,7 +11,7 @@ mxfp8, nvfp4,               rows shuffled                             rows shuff
 mxfp4, mxfp4_mxfp8
 mxint4                      rows shuffled, block-major                rows shuffled, then swizzled 128 x 4
 
-Biases are float32, in the order of their matrix's rows. What a kernel is told of an expert besides is derived at the
+Biases are float32, in the order of their matrix's rows. What a kernel takes of an expert besides is derived at the
 call from the scalars of its slot (`experts/flashinfer/trtllm_op.py`), so that a slot that moves takes all of it along.
 """
 
