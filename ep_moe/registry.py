@@ -64,6 +64,11 @@ def targets(kind: Kind) -> dict[str, str]:
     return _BUILT_IN[kind] | _plugins(kind)
 
 
+def built_in(kind: Kind) -> list[str]:
+    """Names of the backends that this package brings."""
+    return list(_BUILT_IN[kind])
+
+
 def is_plugin(kind: Kind, name: str) -> bool:
     """Whether another package registered the backend."""
     return name not in _BUILT_IN[kind]

@@ -8,33 +8,11 @@ from __future__ import annotations
 import torch
 
 from ep_moe import registry
-from ep_moe.all2all.base import DispatcherCapabilities
+from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
-from ep_moe.experts.fused.base import FusedCapabilities
+from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.types import dtype_name
 
-# what a machine showed; the commands are in docs/reference/results.md
-RUN = {
-    "local": "CPU; 1 H200",
-    "allgather": "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL",
-    "torch_a2a": "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL",
-    "deepep": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
-    "deepep_static": "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract",
-    "pplx": "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract",
-    "flashinfer_nvlink": "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation of its contract",
-    "nvlink_p2p": "2 and 4 H200, 2 H100, one host, fp8 back and fp8_row out on 2; on CPU over memory that ranks share",
-    "reference": "CPU; 1 and 4 H200",
-    "flashinfer_cutlass": "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN",
-    "flashinfer_cutedsl": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
-    "flashinfer_trtllm": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
-    "bf16_triton": "1, 2 and 4 H200",
-    "fp8_tensor_triton": "1, 2 and 4 H200",
-    "fp8_block_triton": "1, 2 and 4 H200",
-    "fp8_dynamic_triton": "1 and 2 H200",
-    "flashinfer_mega_bf16": "4 H200, one host; on CPU, gloo, over an emulation",
-    "flashinfer_mega_fp8": "4 H200, one host; on CPU, gloo, over an emulation",
-    "flashinfer_trtllm_monolithic": "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts",
-}
 SOURCES = (
     "## Where their libraries come from",
     "",
@@ -66,7 +44,8 @@ def names(dtypes: frozenset[torch.dtype] | None) -> str:
     return "any" if dtypes is None else ", ".join(sorted(map(dtype_name, dtypes)))
 
 
-def transport(name: str, can: DispatcherCapabilities) -> list[str]:
+def transport(name: str, kind: type[Dispatcher]) -> list[str]:
+    can = kind.capabilities
     limits = [f"{can.max_ranks} ranks"] if can.max_ranks else []
     limits += [f"K up to {can.max_top_k}"] if can.max_top_k else []
     limits += ["needs max_tokens"] if can.static else []
@@ -75,7 +54,7 @@ def transport(name: str, can: DispatcherCapabilities) -> list[str]:
     return [
         f"`{name}`", can.layout.value, can.weighting.value, names(can.dtypes), ", ".join(formats),
         *map(yes, (can.dedup, can.cuda_graph, can.host_sync, can.deterministic, can.differentiable)),
-        ", ".join(limits), RUN[name],
+        ", ".join(limits), kind.run_on,
     ]  # fmt: skip
 
 
@@ -86,14 +65,15 @@ def capability(lowest: tuple[int, int] | None, highest: tuple[int, int] | None) 
     return f"compute capability {low}" + (f" to {high}" if high and high != low else "" if high else " or newer")
 
 
-def fused(name: str, can: FusedCapabilities) -> list[str]:
+def fused(name: str, kind: type[FusedExperts]) -> list[str]:
+    can = kind.capabilities
     inside = ["routing"] * can.routes + ["dispatch and combine"] * can.travels
     where = "as many slots on every rank" if can.any_map else "linear"
     return [
         f"`{name}`", " and ".join([*inside, "experts"]), names(can.dtypes), ", ".join(sorted(can.schemes)),
         ", ".join(sorted(a.value for a in can.activations)), where, yes(can.biases), yes(can.etp),
         *map(yes, (can.cuda_graph, can.deterministic)),
-        capability(can.min_compute_capability, can.max_compute_capability), RUN[name],
+        capability(can.min_compute_capability, can.max_compute_capability), kind.run_on,
     ]  # fmt: skip
 
 
@@ -107,7 +87,7 @@ def kernel(name: str, kind: type[Experts]) -> list[str]:
     return [
         f"`{name}`", ", ".join(sorted(layout.value for layout in can.layouts)), names(can.dtypes),
         ", ".join(sorted(can.schemes)), ", ".join(sorted(a.value for a in can.activations)), yes(can.biases),
-        yes(can.cuda_graph), yes(can.deterministic), yes(can.differentiable), gpu, RUN[name],
+        yes(can.cuda_graph), yes(can.deterministic), yes(can.differentiable), gpu, kind.run_on,
     ]  # fmt: skip
 
 
@@ -117,11 +97,9 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def document() -> str:
-    transports = [
-        transport(name, registry.load("dispatchers", name).capabilities) for name in registry.targets("dispatchers")
-    ]
-    kernels = [kernel(name, registry.load("experts", name)) for name in registry.targets("experts")]
-    all_in_one = [fused(name, registry.load("fused", name).capabilities) for name in registry.targets("fused")]
+    transports = [transport(name, registry.load("dispatchers", name)) for name in registry.built_in("dispatchers")]
+    kernels = [kernel(name, registry.load("experts", name)) for name in registry.built_in("experts")]
+    all_in_one = [fused(name, registry.load("fused", name)) for name in registry.built_in("fused")]
     return "\n".join(
         [
             "# Backends",

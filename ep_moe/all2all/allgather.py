@@ -19,6 +19,7 @@ class AllGatherDispatcher(Dispatcher):
     """All-gather of rows, ids and weights; reduce-scatter of outputs in the dtype of the rows."""
 
     name = "allgather"
+    run_on = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -29,6 +30,12 @@ class AllGatherDispatcher(Dispatcher):
         differentiable=True,
         dispatch_formats=frozenset(ROW_FORMATS),
     )
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        if top_k >= ranks:
+            return 30, f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
+        return 40, "every row to every rank"
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None

@@ -156,6 +156,7 @@ class Dispatcher(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
+    run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -168,6 +169,19 @@ class Dispatcher(ABC):
         self.dispatch_shape = dispatch_shape
         self.rank_group = rank_group
         self._side: SideStream | None = None
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        """The transport's place in "auto", and why.
+
+        Args:
+            top_k: Experts of a token.
+            ranks: Of the EP group.
+
+        Returns:
+            A number, of which the smallest comes first, and the reason that `explain` prints.
+        """
+        return 80, "it states no place"
 
     @classmethod
     def available(cls) -> str | None:

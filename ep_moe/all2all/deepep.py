@@ -27,6 +27,7 @@ RANKS = (2, 4, 8)  # that its intranode kernels are compiled for
 
 class DeepEPDispatcher(Dispatcher):
     name = "deepep"
+    run_on = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -42,6 +43,10 @@ class DeepEPDispatcher(Dispatcher):
         dispatch_formats=frozenset({"plain", "fp8_block"}),
         devices=frozenset({"cuda"}),
     )
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        return 60, "a row per rank that needs it"
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)
@@ -129,7 +134,12 @@ class DeepEPDispatcher(Dispatcher):
 
 class DeepEPStaticDispatcher(DeepEPDispatcher):
     name = "deepep_static"
+    run_on = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
     capabilities = dataclasses.replace(DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True)
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        return 50, "a row per rank that needs it, no host sync"
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None

@@ -29,6 +29,7 @@ TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compile
 
 class FlashInferNVLinkDispatcher(Dispatcher):
     name = "flashinfer_nvlink"
+    run_on = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation of its contract"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -46,6 +47,11 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         combine_formats=frozenset({"plain", "fp8"}),
         static=True,
     )
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        return 20, "straight into peers' memory, no host sync"
+
     _made: ClassVar[int] = 0  # FlashInfer shares equal workspaces within a process; none of these may be equal
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:

@@ -18,6 +18,7 @@ class LocalDispatcher(Dispatcher):
     the ids; CUDA-graph captures and compiled graphs take them on trust, and so it counts as free of host syncs."""
 
     name = "local"
+    run_on = "CPU; 1 H200"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -29,6 +30,10 @@ class LocalDispatcher(Dispatcher):
         max_ranks=1,
         dispatch_formats=frozenset(ROW_FORMATS),
     )
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        return 0, "one rank, nothing travels"
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None

@@ -34,6 +34,7 @@ class _Handle:
 
 class PplxDispatcher(Dispatcher):
     name = "pplx"
+    run_on = "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.BATCHED,
         weighting=Weighting.COMBINE,
@@ -49,6 +50,10 @@ class PplxDispatcher(Dispatcher):
         scale_alignment_bytes=16,
         static=True,
     )
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        return 70, "a row per route, for few tokens"
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)

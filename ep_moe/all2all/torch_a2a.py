@@ -31,6 +31,7 @@ class _Handle:
 
 class TorchAll2AllDispatcher(Dispatcher):
     name = "torch_a2a"
+    run_on = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -41,6 +42,12 @@ class TorchAll2AllDispatcher(Dispatcher):
         differentiable=True,
         dispatch_formats=frozenset(ROW_FORMATS),
     )
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        if top_k >= ranks:
+            return 40, "a row per rank that needs it"
+        return 30, f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None

@@ -130,6 +130,7 @@ class Experts(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[ExpertsCapabilities]
+    run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -15,6 +15,7 @@ from ep_moe.types import Activation, Received, RowLayout, Weighting
 
 class ReferenceExperts(Experts):
     name = "reference"
+    run_on = "CPU; 1 and 4 H200"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),

@@ -206,20 +206,9 @@ def _check_names(all2all: str, experts: str) -> None:
 def _ranked(config: MoEConfig, layout: RankLayout) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Transports, best first, each with the reason for its place: ours, with those of other packages that state a
     place among them, and the rest of these."""
-    ranks, top_k = layout.ep, config.top_k
-    order = {
-        "local": "one rank, nothing travels",
-        "nvlink_p2p": "straight into peers' memory by own kernels, no host sync",
-        "flashinfer_nvlink": "straight into peers' memory, no host sync",
-    }
-    if top_k >= ranks:
-        order["allgather"] = f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
-        order["torch_a2a"] = "a row per rank that needs it"
-    else:
-        order["torch_a2a"] = f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
-        order["allgather"] = "every row to every rank"
-    order |= {"deepep_static": "a row per rank that needs it, no host sync", "deepep": "a row per rank that needs it"}
-    order["pplx"] = "a row per pick, for few tokens"
+    kinds = {name: registry.load("dispatchers", name) for name in registry.built_in("dispatchers")}
+    places = {name: kind.preference(config.top_k, layout.ep) for name, kind in kinds.items()}
+    order = {name: places[name][1] for name in sorted(places, key=lambda name: places[name][0])}
     order = _ahead("dispatchers", order)
     others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}
     return list(order.items()), list(others.items())

@@ -51,6 +51,7 @@ class _Handle:
 
 class NVLinkP2PDispatcher(Dispatcher):
     name = "nvlink_p2p"
+    run_on = "2 and 4 H200, 2 H100, one host, fp8 back and fp8_row out on 2; on CPU over memory that ranks share"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -70,6 +71,11 @@ class NVLinkP2PDispatcher(Dispatcher):
         peer_out=True,
         places=True,
     )
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        return 10, "straight into peers' memory by own kernels, no host sync"
+
     few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by packets
     few_programs: ClassVar[int] = 512  # of a kernel by packets, of 4 warps, all of which must run at once
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work

@@ -30,6 +30,7 @@ _NO_LIMIT = torch.finfo(torch.float32).max
 
 class FlashInferCuteDslExperts(Experts):
     name = "flashinfer_cutedsl"
+    run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),

@@ -49,6 +49,7 @@ _MAX_INDEX = 2**31 - 1
 
 class FlashInferCutlassExperts(Experts):
     name = "flashinfer_cutlass"
+    run_on = "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),

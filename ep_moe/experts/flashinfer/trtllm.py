@@ -43,6 +43,7 @@ _MAX_TILE = 256  # rows that an expert's rows are filled up to, at most
 
 class FlashInferTrtllmExperts(Experts):
     name = "flashinfer_trtllm"
+    run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),

@@ -43,6 +43,7 @@ ENTRIES = {scheme: entry.replace("_routed_moe", "_moe") for scheme, entry in trt
 
 class FlashInferTrtllmMonolithic(FusedExperts):
     name = "flashinfer_trtllm_monolithic"
+    run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = FusedCapabilities(
         travels=False,
         routes=True,

@@ -24,6 +24,7 @@ UNIT = 128  # hidden and intermediate sizes are multiples of it
 
 class Bf16TritonExperts(TritonExperts):
     name = "bf16_triton"
+    run_on = "1, 2 and 4 H200"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),

@@ -19,6 +19,7 @@ from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 
 class Fp8BlockTritonExperts(TritonExperts):
     name = "fp8_block_triton"
+    run_on = "1, 2 and 4 H200"
     capabilities = ExpertsCapabilities(
         layouts=frozenset(RowLayout),
         weightings=frozenset(Weighting),

@@ -27,6 +27,7 @@ from ep_moe.weights.layouts.per_block import PerBlock
 
 class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     name = "fp8_dynamic_triton"
+    run_on = "1 and 2 H200"
     weight_layout = PerBlock
     capabilities = dataclasses.replace(
         Fp8BlockTritonExperts.capabilities,

@@ -23,6 +23,7 @@ UNIT = 128  # hidden and intermediate sizes are multiples of it
 
 class Fp8TensorTritonExperts(TritonExperts):
     name = "fp8_tensor_triton"
+    run_on = "1, 2 and 4 H200"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),
