@@ -16,7 +16,7 @@ from torch.autograd import Function
 from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
-from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
+from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.runtime.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
@@ -28,7 +28,7 @@ from ep_moe.weights.layouts.base import WeightLayout
 class KernelCapabilities:
     """What any kernel says of itself.
 
-    schemes: names of `weights.schemes` it computes with
+    schemes: names of `quant.schemes.SCHEMES` it computes with
     biases, etp: of experts, and experts cut over ranks
     min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
     run_on: compute capabilities that it was run on, None for any; elsewhere a layer that was given it without naming it
@@ -48,7 +48,7 @@ class KernelCapabilities:
     host_sync: bool
     deterministic: bool
     differentiable: bool = False
-    schemes: frozenset[str] = frozenset(SCHEMES)
+    schemes: frozenset[str] = frozenset({PLAIN.name})
     spare_sms: bool = False
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None

@@ -10,6 +10,7 @@ from torch.nn.functional import grouped_mm
 from ep_moe.experts.activations import activate
 from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.layouts import group_rows, reduce_rows
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import Activation, Received, RowLayout, Weighting
 
 
@@ -21,6 +22,7 @@ class ReferenceExperts(Experts):
         weightings=frozenset(Weighting),
         activations=frozenset(Activation),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        schemes=frozenset(SCHEMES),
         biases=True,
         etp=True,
         alignment_bytes=16,

@@ -44,7 +44,7 @@ class RankGroup:
 
     @classmethod
     def alone(cls) -> RankGroup:
-        """A link of one rank, for one process without torch.distributed."""
+        """A group of one rank, for one process without torch.distributed."""
         return cls(None, (0,), 0, FlightRecorder())
 
     def exchange(self, values: Tensor) -> list[list[int]]:
@@ -66,11 +66,11 @@ class RankGroup:
         *,
         gradients: Gradients = NO_GRADIENTS,
     ) -> list[list[int]]:
-        """Exchange one call's facts [R][n], and raise InputError on all ranks when any of them has a `problem` or
-        when they are not in the same layer, or carry rows of different dtypes or sizes, or some want gradients and
-        others none: their backward would wait for the others' for ever. This is how a bad argument on one rank ends in
-        one sentence everywhere and not in a hang: it rides on the exchange of counts that the call needs anyway.
-        """
+        """Exchange one call's facts [R][n], n at most R + 1, and raise InputError on all ranks when any of them has a
+        `problem` or when they are not in the same layer, or carry rows of different dtypes or sizes, or some want
+        gradients and others none: their backward would wait for the others' for ever. This is how a bad argument on one
+        rank ends in one sentence everywhere and not in a hang: it rides on the exchange of counts that the call needs
+        anyway."""
         where, carried = (
             zlib.crc32(self.flight_recorder.where.encode()),
             zlib.crc32(self.flight_recorder.carried.encode()),
@@ -80,6 +80,10 @@ class RankGroup:
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
         assert not any(isinstance(value, int) for value in values[len(integers) :]), "integers come first"
         count = len(integers) + sum(map(len, tensors))
+        if self.size > 1 and count > self.size + 1:
+            raise ValueError(
+                f"agree exchanges at most R + 1 = {self.size + 1} numbers on {self.size} ranks, got {count}"
+            )
         # one width whatever the call, so that ranks in different layers still understand each other
         filler = [0] * (self.size + 1 - count)
         asked = sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)

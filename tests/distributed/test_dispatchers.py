@@ -150,3 +150,24 @@ def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
         assert (f"rank 1: {sentence}" if sentence else "got ids out of range: ") in text, text
         assert sentence or text.endswith("on rank 1"), text
         assert_same(once(dispatcher, x, good)[0], expected(x.cpu(), moved(good, torch.device("cpu"))), f"after: {text}")
+
+
+@distributed(2)
+def test_an_exchange_has_one_width():
+    """Ranks in different layers meet in it; longer lists would part them."""
+    with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
+        group = context.rank_groups["ep"]
+        with context.flight_recorder.step("counts"):
+            assert group.agree([1, 2, 3], None, context.device) == [[1, 2, 3]] * 2
+        with context.flight_recorder.step("counts"), pytest.raises(ValueError, match=r"at most R \+ 1 = 3 .*, got 4"):
+            group.agree([1, 2, 3, 4], None, context.device)
+
+
+@distributed(2)
+@pytest.mark.parametrize("all2all", TRANSPORTS)
+def test_what_is_no_routing_is_said_on_both(all2all):
+    with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
+        dispatcher = context._dispatcher(all2all, dispatch_shape(2, TOP_K, F32))
+        given = routes(0, 3, 2, TOP_K) if context.layout.rank else None
+        text = same_error(InputError, lambda: dispatcher.dispatch(rows(0, 3, F32).to(rank_device()), given))
+    assert "rank 0: routing must be a PhysicalRouting" in text

@@ -15,7 +15,6 @@ class ExpertLoop(Experts):
         weightings=frozenset(Weighting),
         activations=frozenset(Activation),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        schemes=frozenset({"none"}),
         biases=False,
         etp=True,
         alignment_bytes=1,
