@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,8 @@ MAPS = {"linear": ExpertMap.linear(4, 2), "a rank without experts": ExpertMap.fr
 
 
 @pytest.mark.skipif(TorchrunEnv.present(), reason="starts its own ranks")
-@pytest.mark.skipif(not (find_spec("pip") and find_spec("setuptools")), reason="needs pip and setuptools")
+# not by find_spec: asked for pip, setuptools leaves this process the distutils of the standard library
+@pytest.mark.skipif(not all(map(PathFinder.find_spec, ("pip", "setuptools"))), reason="needs pip and setuptools")
 def test_the_installed_package_serves_a_layer_and_passes_the_contracts(tmp_path):
     source, installed = tmp_path / "source", tmp_path / "installed"
     shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ def build(source, out):
         ("pip", ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet", "-w", out, source]),
         ("build", ["--wheel", "--no-isolation", "-o", out, source]),
     ):
-        if find_spec(module) and find_spec("setuptools"):
+        # not by find_spec: asked for pip, setuptools leaves this process the distutils of the standard library
+        if PathFinder.find_spec(module) and PathFinder.find_spec("setuptools"):
             command = [sys.executable, "-m", module, *map(str, arguments)]
             result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
             assert result.returncode == 0, result.stdout + result.stderr
