@@ -90,7 +90,7 @@ def test_streamed_products_fit(activation, rows, kind):
     early = {"PDL": True, "launch_pdl": True}
     with (
         mock.patch.object(gemm_streaming_triton, "_stream", compiled),
-        mock.patch.object(gemm_streaming_triton, "early", return_value=early),
+        mock.patch.object(gemm_streaming_triton, "pdl_launch", return_value=early),
     ):
         how = (ring.rows, ring.stages, 132)
         gemm_streaming_triton.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
