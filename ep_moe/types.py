@@ -178,7 +178,7 @@ class PeerRows:
             block.copy_(rows)
 
     def write_nothing(self) -> None:
-        """No row is wanted of this rank, which who awaits packets must be told."""
+        """No row is wanted of this rank, and a rank that awaits packets must learn it."""
         if self.packets is not None:
             self.packets.write([block[:, :0] for block in self.blocks])
 
