@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution.cuda_graph import CallGraph
-from ep_moe.runtime.pdl import early, pdl_trigger, pdl_wait
+from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
 
 SIZE, DEVICE = 1024, torch.device("cuda")
 
@@ -41,7 +41,7 @@ def held():
 
 
 def chain(x, out, held, count=SIZE):
-    how = early(DEVICE)
+    how = pdl_launch(DEVICE)
     _begin[(1,)](x, count, held, SIZE=SIZE, PDL=how["PDL"])
     held.mul_(3)
     _end[(1,)](out, count, held, SIZE=SIZE, **how)

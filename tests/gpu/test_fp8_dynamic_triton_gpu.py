@@ -18,12 +18,13 @@ if torch.cuda.get_device_capability() != (9, 0):
 from ep_moe.experts.base import Experts
 from ep_moe.experts.hopper import fp8_row_op, gemm_grouped
 from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.quant.dequantize import FP8
 from ep_moe.quant.fp8_row_kernels import RowScales
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, WireIds
 from tests.fixtures.bf16_triton import BF16, SMALL, check_peers, rows
 from tests.fixtures.fp8_dynamic_triton import BY_ROW, apart, both, build, by_row, scales_apart
-from tests.fixtures.fp8_tensor_triton_gpu import DEEPSEEK, FORMS, FP8, ODD, QWEN3, exact_sums, operands
+from tests.fixtures.fp8_tensor_triton_gpu import DEEPSEEK, FORMS, ODD, QWEN3, exact_sums, operands
 
 pytestmark = pytest.mark.timeout(600)
 

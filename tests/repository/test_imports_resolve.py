@@ -1,0 +1,76 @@
+"""Names that a module imports from this repository exist, also in modules that skip without a GPU or Triton."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ep_moe", "tests", "tools", "examples")
+SOURCES = sorted(path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_file(module: str) -> Path | None:
+    """The file of a module of this repository, None for other modules."""
+    base = ROOT.joinpath(*module.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a module binds at its top level, in branches too."""
+    found = {"__doc__", "__file__", "__name__"}
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        else:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            todo.extend(ast.iter_child_nodes(node))
+    return found
+
+
+@functools.cache
+def names_of(path: Path) -> set[str] | None:
+    """Names of a module's file, None where a `__getattr__` makes more of them."""
+    names = defined(ast.parse(path.read_text()))
+    return None if "__getattr__" in names else names
+
+
+def has(module: str, name: str) -> bool:
+    """Whether `from module import name` finds something; True for modules of other packages."""
+    if module.split(".")[0] not in PACKAGES:
+        return True
+    path = module_file(module)
+    names = set() if path is None else names_of(path)
+    return names is None or name in names or module_file(f"{module}.{name}") is not None
+
+
+def unresolved(tree: ast.AST) -> list[str]:
+    """Imports of this repository, at any depth, and attributes of imported modules, that name nothing."""
+    missing, modules = [], {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if whole.split(".")[0] in PACKAGES and (path := module_file(whole)) and path.name != "__init__.py":
+                    modules[alias.asname or alias.name] = whole
+                if not has(node.module, alias.name):
+                    missing.append(f"line {node.lineno}: {whole}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            module = modules[node.value.id]
+            if not has(module, node.attr) and not node.attr.startswith("__"):
+                missing.append(f"line {node.lineno}: {module}.{node.attr}")
+    return missing
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imported_names_exist(path):
+    assert unresolved(ast.parse(path.read_text())) == []
