@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from ep_moe.errors import EPMoEError
 from ep_moe.runtime.devices import memory_left
 
 _TEXT = 400  # characters of an exception's own words
@@ -24,16 +26,34 @@ def is_communication_error(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
     """torch has a type for it; NCCL, the driver and libraries have words, and NCCL at times not even those."""
-    origin: BaseException | None = error
-    while isinstance(origin, RuntimeError):
+    for origin in causes(error):
+        if not isinstance(origin, RuntimeError):
+            return False
         text = str(origin).lower()
         if isinstance(origin, torch.OutOfMemoryError) or "out of memory" in text:
             return True
         if "nccl" in text and ("unhandled cuda error" in text or "failed to cuda" in text):
             free, total = memory_left(device)
             return free < total // 100
-        origin = origin.__cause__
     return False
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what it was raised from, what that was raised from, and so on; each once."""
+    seen: set[int] = set()
+    origin: BaseException | None = error
+    while origin is not None and id(origin) not in seen:
+        seen.add(id(origin))
+        yield origin
+        origin = origin.__cause__
+
+
+def with_cause(failure: EPMoEError, error: BaseException) -> EPMoEError:
+    """A failure that is raised again, without the traceback of the last time, from what it is met as now. A failure
+    that is met as itself keeps its cause: a circle of causes hangs whoever walks it."""
+    if not any(origin is failure for origin in causes(error)):
+        failure.__cause__ = error
+    return failure.with_traceback(None)
 
 
 def told(error: BaseException, rank: int, step: object, where: str, device: torch.device, *, memory: bool) -> str:

@@ -27,7 +27,7 @@ from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.device_mark import DeviceMark
-from ep_moe.parallel.failed import is_communication_error, is_out_of_memory, told
+from ep_moe.parallel.failed import is_communication_error, is_out_of_memory, told, with_cause
 from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.types import capturing
 
@@ -189,11 +189,11 @@ class FlightRecorder:
     def _explain(self, error: EPMoEError | RuntimeError) -> None:
         """Raise what it comes from, if that is something else."""
         if self._failure is not None:  # whatever an aborted collective left behind is no news of its own
-            raise self._failure.with_traceback(None) from error
+            raise with_cause(self._failure, error)
         if isinstance(error, EPMoEError):
             return
         if is_out_of_memory(error, self._device):
-            raise self.fail(error) from error
+            raise with_cause(self.fail(error), error)
         if is_communication_error(error):
             found = self._diagnose(str(error).splitlines()[0])
             if self._keeps:
