@@ -74,7 +74,7 @@ class Placement(nn.Module):
 
     def forward(self, routing: Routing, mask: TokenMask | None = None) -> PhysicalRouting:
         """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
-        that the dispatcher refuses it on all ranks together. On a GPU they leave as a `DeferredRouting`.
+        that the dispatcher refuses it on all ranks together. They are placed when they are needed (`DeferredRouting`).
 
         Within a backward pass nothing is counted: activation checkpointing runs there what was counted before.
         mask: of these rows; the others are not counted, and are placed where the mask says that they are sent"""
@@ -97,9 +97,7 @@ class Placement(nn.Module):
 
             placed = place(routing.ids, *tables[:5], tables.seed)
             return PhysicalRouting(cast("PhysicalIds", placed), routing.weights)
-        if routing.ids.is_cuda:
-            return DeferredRouting(routing.ids, routing.weights, tables)
-        return PhysicalRouting(PhysicalIds(tables.place(routing.ids)), routing.weights)
+        return DeferredRouting(routing.ids, routing.weights, tables)
 
     @property
     def tables(self) -> Tables:

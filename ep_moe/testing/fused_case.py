@@ -122,7 +122,7 @@ class Case:
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Call:
         """ids: logical."""
         routing = Routing(LogicalIds(ids), weights)
-        return self.expect(x, self.placement(routing), routing)
+        return self.expect(x, self.placement(routing).materialize(), routing)
 
     def expect(self, x: Tensor, routed: Routed, routing: Routing) -> Call:
         value, limit = expected_and_limit(

@@ -136,7 +136,7 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
 
 def test_what_is_there_of_a_late_routing():
     routing, placement = integer_routing(5, CONFIG, 0), Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
-    expected = placement(routing).ids
+    expected = placement(routing).materialize().ids
     placement.reset_load()
     late = Late(placement)
     given = placement(routing)

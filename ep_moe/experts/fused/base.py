@@ -24,6 +24,7 @@ from ep_moe.errors import InputError
 from ep_moe.experts.base import ExpertsOptions, KernelCapabilities
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.placement.deferred import given_ids
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.runtime.renamed import PLUGIN_HOOKS, renamed, take_old_names
@@ -231,6 +232,8 @@ class FusedExperts(ABC):
             self.refuse(problem)
         if capturing(x.device) and not self.capabilities.cuda_graph:
             raise InputError(f"{self.name} cannot be captured in a CUDA graph")
+        if isinstance(routed, PhysicalRouting):
+            routed = routed.materialize()
         self.connect()
         with self.rank_group.flight_recorder.step("fused", self.name):
             out = self.compute(x, routed)
@@ -284,7 +287,7 @@ class FusedExperts(ABC):
             return None
         if not isinstance(routed, PhysicalRouting):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routed).__name__}"
-        return routing_problem(routed.ids, routed.weights, x, g.top_k)
+        return routing_problem(given_ids(routed), routed.weights, x, g.top_k)
 
 
 class FusedCall:

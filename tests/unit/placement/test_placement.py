@@ -56,9 +56,9 @@ def test_every_id_goes_to_a_replica_of_its_expert(expert_map, data):
     given_routing = routing(ids)
     placed = placement(given_routing)
     assert isinstance(placed, PhysicalRouting)
-    assert placed.ids.shape == ids.shape
+    assert placed.materialize().ids.shape == ids.shape
     assert placed.weights is given_routing.weights
-    for logical, physical in zip(flat, placed.ids.flatten().tolist(), strict=True):
+    for logical, physical in zip(flat, placed.materialize().ids.flatten().tolist(), strict=True):
         if logical == -1:
             assert physical == -1
         else:
@@ -68,12 +68,12 @@ def test_every_id_goes_to_a_replica_of_its_expert(expert_map, data):
 def test_without_replicas_the_ids_are_the_maps():
     placement = Placement(ExpertMap.from_ranks([[2, -1, 0], [1, 3]], 4))
     placed = placement(routing(torch.tensor([[0, 1], [2, -1], [3, 0]])))
-    assert placed.ids.tolist() == [[2, 3], [0, -1], [4, 2]]
+    assert placed.materialize().ids.tolist() == [[2, 3], [0, -1], [4, 2]]
 
 
 def test_minus_one_stays_and_counts_nothing():
     placement = Placement(ExpertMap.redundant(4, 2, 2))
-    assert (placement(routing(torch.full((5, 3), -1))).ids == -1).all()
+    assert (placement(routing(torch.full((5, 3), -1))).materialize().ids == -1).all()
     assert placement.expert_load.sum() == placement.slot_load.sum() == 0
 
 
@@ -81,9 +81,9 @@ def test_minus_one_stays_and_counts_nothing():
 def test_id_out_of_range_leaves_out_of_range(bad):
     placement = Placement(ExpertMap.redundant(4, 2, 2))  # 6 slots: 4 and 5 would be slots, but are no experts
     placed = placement(routing(torch.tensor([[0, bad], [-1, 3]])))
-    physical = placed.ids[0, 1].item()
+    physical = placed.materialize().ids[0, 1].item()
     assert physical < -1 or physical >= 6
-    assert placed.ids[1, 0] == -1
+    assert placed.materialize().ids[1, 0] == -1
     assert placement.expert_load.tolist() == [1, 0, 0, 1]
     assert placement.slot_load.sum() == 2
 
@@ -105,7 +105,7 @@ def test_replicas_are_used_alike(replicas, stride):
     for expert in range(8):
         ids[::stride] = expert
         placement.reset_load()
-        placement(routing(ids))
+        placement(routing(ids)).materialize()
         used = placement.slot_load[list(expert_map.logical_to_physical[expert])]
         assert used.sum() == TOKENS
         assert (used - even).abs().max() <= 3 * deviation
@@ -119,7 +119,7 @@ def test_few_rows_use_replicas_alike_too(replicas):
     rows = torch.arange(1, TOKENS + 1)
     bound = 2 + rows.log() / math.log((1 + math.sqrt(5)) / 2)
     for ep_rank in range(replicas):
-        physical = Placement(expert_map, ep_rank=ep_rank)(routing(torch.arange(8).expand(TOKENS, 8))).ids
+        physical = Placement(expert_map, ep_rank=ep_rank)(routing(torch.arange(8).expand(TOKENS, 8))).materialize().ids
         for expert in range(8):
             for slot in expert_map.logical_to_physical[expert]:
                 used = (physical[:, expert] == slot).cumsum(0)
@@ -129,11 +129,11 @@ def test_few_rows_use_replicas_alike_too(replicas):
 def test_choice_depends_on_row_expert_and_ep_rank_alone():
     expert_map = ExpertMap.redundant(6, 4, 18)
     every = torch.arange(6).expand(500, 6)
-    all_experts = Placement(expert_map, ep_rank=2)(routing(every)).ids
+    all_experts = Placement(expert_map, ep_rank=2)(routing(every)).materialize().ids
     order = torch.rand(500, 6, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :3]
     other = Placement(expert_map, ep_rank=2)
     other(routing(every[:7]))  # a call before must not matter
-    placed = other(Routing(every.gather(1, order), torch.ones(500, 3))).ids
+    placed = other(Routing(every.gather(1, order), torch.ones(500, 3))).materialize().ids
     assert torch.equal(placed, all_experts.gather(1, order))
 
 
@@ -144,7 +144,7 @@ def test_ranks_with_a_few_tokens_each_spread_over_the_replicas(replicas):
     total = torch.zeros(expert_map.num_physical, dtype=torch.int64)
     for rank in range(16):
         placement = Placement(expert_map, ep_rank=rank)
-        placement(routing(torch.arange(16).expand(4, 16)))
+        placement(routing(torch.arange(16).expand(4, 16))).materialize()
         total += placement.slot_load
     assert total.max() <= 1.5 * 64 / replicas
 
@@ -154,7 +154,7 @@ def test_experts_of_a_token_spread_over_the_replicas(replicas):
     """Every rank holds all experts in order, so that the rank is the replica's number. Two experts of a token share a
     rank no more often than by chance, on average over the pairs, give or take a tenth."""
     placement = Placement(ExpertMap.redundant(32, replicas, 32 * replicas - 32))
-    rank = placement(routing(torch.arange(32).expand(512, 32))).ids // 32
+    rank = placement(routing(torch.arange(32).expand(512, 32))).materialize().ids // 32
     alike = (rank.unsqueeze(2) == rank.unsqueeze(1)).float().mean(0)
     average = (alike.sum() - 32) / (32 * 31)
     assert abs(average * replicas - 1) < 0.1
@@ -169,7 +169,7 @@ def test_load_counts_valid_rows(expert_map, tokens, seed):
     experts = expert_map.num_experts
     ids = torch.randint(-2, experts + 2, (tokens, 3), generator=torch.Generator().manual_seed(seed))
     placement = Placement(expert_map)
-    placed = placement(routing(ids)).ids
+    placed = placement(routing(ids)).materialize().ids
     valid = (ids >= 0) & (ids < experts)
     assert torch.equal(placement.expert_load, ids[valid].bincount(minlength=experts))
     assert torch.equal(placement.slot_load, placed[valid].bincount(minlength=expert_map.num_physical))
@@ -180,7 +180,7 @@ def test_load_counts_valid_rows(expert_map, tokens, seed):
 def test_load_adds_up_over_calls_until_reset():
     placement = Placement(ExpertMap.linear(4, 2))
     for _ in range(3):
-        placement(routing(torch.tensor([[0, 1], [1, -1]])))
+        placement(routing(torch.tensor([[0, 1], [1, -1]]))).materialize()
     assert placement.expert_load.tolist() == placement.slot_load.tolist() == [3, 6, 0, 0]
     placement.reset_load()
     assert placement.expert_load.tolist() == placement.slot_load.tolist() == [0, 0, 0, 0]
@@ -189,7 +189,7 @@ def test_load_adds_up_over_calls_until_reset():
 def test_load_is_counted_without_gradients():
     placement = Placement(ExpertMap.linear(4, 2))
     weights = torch.rand(2, 2, requires_grad=True)
-    placed = placement(Routing(torch.tensor([[0, 1], [1, 2]]), weights))
+    placed = placement(Routing(torch.tensor([[0, 1], [1, 2]]), weights)).materialize()
     placed.weights.sum().backward()
     assert weights.grad is not None
     assert not placement.expert_load.requires_grad
@@ -209,19 +209,19 @@ def test_update_rewrites_in_place():
     placement = Placement(old)
     before = {name: getattr(placement, name) for name in TABLES}
     pointers = {name: tensor.data_ptr() for name, tensor in before.items()}
-    placement(routing(torch.tensor([[0], [5]])))
+    placement(routing(torch.tensor([[0], [5]]))).materialize()
     placement.update(new)
     for name in TABLES:
         assert getattr(placement, name) is before[name]
         assert getattr(placement, name).data_ptr() == pointers[name]
     assert placement.expert_map == new
     assert_tables(placement, new)
-    assert new.physical_to_logical[placement(routing(torch.tensor([[5]]))).ids.item()] == 5
+    assert new.physical_to_logical[placement(routing(torch.tensor([[5]]))).materialize().ids.item()] == 5
 
 
 def test_update_keeps_the_experts_load_and_drops_the_slots():
     placement = Placement(ExpertMap.redundant(6, 2, 2))
-    placement(routing(torch.tensor([[0], [5]])))
+    placement(routing(torch.tensor([[0], [5]]))).materialize()
     placement.update(ExpertMap.from_ranks([[5, 4, 3, 2], [1, 0, 5, 4]], 6))
     assert placement.expert_load.tolist() == [1, 0, 0, 0, 0, 1]
     assert placement.slot_load.sum() == 0
@@ -317,10 +317,10 @@ def test_within_no_stats_nothing_is_counted():
     some = routing(torch.tensor([[0, 1], [2, -1]]))
     with placement.no_stats():
         with placement.no_stats():
-            placement(some)
-        placement(some)
+            placement(some).materialize()
+        placement(some).materialize()
     assert placement.expert_load.sum() == placement.slot_load.sum() == 0
-    placement(some)
+    placement(some).materialize()
     assert placement.expert_load.tolist() == [1, 1, 1, 0, 0, 0]
 
 
