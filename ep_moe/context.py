@@ -20,7 +20,7 @@ from ep_moe.checks import as_whole, shown
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError, ContextClosed, EPMoEError, OutOfMemory, PeerTimeout
 from ep_moe.parallel.consensus import StoreConsensus
-from ep_moe.parallel.failed import is_out_of_memory
+from ep_moe.parallel.failed import is_out_of_memory, with_cause
 from ep_moe.parallel.flight_recorder import COMPILING_S, FlightRecorder
 from ep_moe.parallel.groups import (
     DEADLINE_S,
@@ -118,6 +118,7 @@ class EPContext:
         self._pool: dict[tuple[str, DispatchShape], Any] = {}
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
+        self._connector = _connector(weakref.ref(self))
         self._inside: str | None = None
         self._forward = _Forward(self)
         self._destroyed = False
@@ -452,7 +453,7 @@ class EPContext:
         before = self.flight_recorder.failed
         failure = self.flight_recorder.fail(error, where)
         if before or isinstance(failure, OutOfMemory):
-            raise failure.with_traceback(None) from error
+            raise with_cause(failure, error)
         error.add_note(f"ep_moe: {failure}")
 
     def _left(self) -> None:
@@ -583,6 +584,17 @@ class EPContext:
 
     def __repr__(self) -> str:
         return f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._pool)} transports)"
+
+
+def _connector(known: weakref.ref[EPContext]) -> Callable[[str], bool]:
+    """What makes the dispatcher of a layer, by the layer's name, while a graph is traced (`execution.compiled`)."""
+
+    def connect(name: str) -> bool:
+        context = known()
+        assert context is not None
+        return all(layer._dispatcher is not None for layer in context._layers.values() if layer.name == name)
+
+    return connect
 
 
 def _never_destroyed(flight_recorder: FlightRecorder, layout: str) -> None:

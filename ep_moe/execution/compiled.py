@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep_moe.types import Routing, TokenMask
 
 UNTRACED = (
@@ -35,6 +37,7 @@ def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMa
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def connected(layer: Any) -> bool:
-    """Have the layer's dispatcher made, if it is not. Run while a graph is traced, and not a part of it."""
-    return layer._dispatcher is not None
+def connected(connect: Callable[[str], bool], layer: str) -> bool:
+    """Have a layer's dispatcher made, if it is not. Run while a graph is traced, and not a part of it: torch before
+    2.13 takes functions and names there, no modules."""
+    return connect(layer)

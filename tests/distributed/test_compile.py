@@ -76,7 +76,10 @@ def test_a_full_graph_is_refused_in_words(what):
     context = EPContext.from_torchrun(device=rank_device())
     block = made(context, torch.float32, all2all="allgather", experts="reference")
     compiled = torch.compile(block if what == "block" else block.layer, fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"compile the model with torch.compile\(model\), without fullgraph=True"):
+    words = r"compile the model with torch.compile\(model\), without fullgraph=True"
+    if torch.__version__ < "2.13":  # which do not print the reason of a function that is not compiled
+        words += "|Hard failure due to fullgraph=True"
+    with pytest.raises(Exception, match=words):
         compiled(torch.ones(2, 16, device=block.layer.device))
     context.destroy()
 
