@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ep_moe.config import Wire
 from ep_moe.quant.row_format import BLOCK, SMALLEST
+from ep_moe.runtime.devices import on_device
 
 _FP8_MAX = 448.0
 
@@ -34,7 +35,8 @@ def round_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(*x.shape[:-1], x.shape[-1] // block, device=x.device)
     if x.is_cuda:
-        _triton().round_blocks(x, out, scale)
+        with on_device(x.device):
+            _triton().round_blocks(x, out, scale)
         return out, scale
     blocks = x.float().unflatten(-1, (-1, block))
     scale.copy_(blocks.abs().amax(-1).clamp(min=SMALLEST) / _FP8_MAX)
@@ -52,7 +54,8 @@ def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor
     x = x.detach().contiguous()
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) if out is None else out
     if x.is_cuda:
-        _triton().round_by(x, input_scale, out)
+        with on_device(x.device):
+            _triton().round_by(x, input_scale, out)
         return out
     return out.copy_((x.float() / x.new_tensor(input_scale, dtype=torch.float32)).clamp(-_FP8_MAX, _FP8_MAX))
 

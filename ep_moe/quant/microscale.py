@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ep_moe.runtime.devices import on_device_of
+
 NVFP4_BLOCK = 16
 MX_BLOCK = 32
 E2M1_MAX = 6.0
@@ -77,6 +79,7 @@ def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
     return _scaled(data.float(), e8m0_values(scale))
 
 
+@on_device_of(lambda x: x.device)  # else torch 2.11 reads memory that is not there, of a GPU that is not current
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """E2M1 with an E8M0 scale per 32 columns: value = code * 2 ** (scale - 127).
 

@@ -25,6 +25,7 @@ from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
 from ep_moe.testing.host_data import made_on_the_host
@@ -36,6 +37,7 @@ REPLAYS = 60
 Make = Callable[..., Case]  # (shared, expert_map=..., seed=...)
 
 
+@on_device_of(lambda *_, **__: rank_device())
 @made_on_the_host
 def check_fused(
     kind: type[FusedExperts],
