@@ -169,6 +169,13 @@ def make_group(
     return own
 
 
+def backend_for(device: torch.device) -> str | None:
+    """gloo for a CPU that the default group's backends do not serve, as that of `init_process_group("nccl")`; None for
+    those backends."""
+    served = {pair.partition(":")[0] for pair in dist.get_backend_config().split(",")}
+    return "gloo" if device.type == "cpu" and "cpu" not in served else None
+
+
 def local_device() -> torch.device:
     """This process's GPU by LOCAL_RANK where there are GPUs, else the CPU."""
     if not torch.cuda.is_available():
@@ -211,7 +218,7 @@ class Links:
             if group is None and len(mine) > 1:
                 group = (given or {}).get(kind)
                 if group is None:
-                    group = make_group(layout, kind, name, timedelta(seconds=seconds))
+                    group = make_group(layout, kind, name, timedelta(seconds=seconds), backend_for(device))
                     self._made.append(group)
             known.append((every, group))
             if group is not None and group not in self._groups:
