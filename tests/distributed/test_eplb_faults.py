@@ -2,6 +2,7 @@
 rank is told. Nothing hangs and nothing is lost."""
 
 import os
+import re
 import threading
 import time
 from unittest import mock
@@ -109,7 +110,8 @@ def test_a_lost_message(world_size):
 
         with mock.patch.object(Mover, "swap", drops_one):
             sentence = raises_everywhere(PeerTimeout, balancer, layers, context)
-        assert f"bytes from rank {LOST} did not arrive within 1 s" in sentence
+        # a device whose bytes wait for those of the peer may not have sent its own either
+        assert re.search(f"bytes (to rank {LOST} and )?from rank {LOST} did not arrive within 1 s", sentence)
         assert [layer.placement.expert_map for layer in layers] == before
         is_off(balancer, layers)
 

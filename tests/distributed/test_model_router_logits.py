@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from ep_moe import EPContext, ParallelConfig
 from ep_moe.errors import ConfigError
@@ -45,10 +46,18 @@ def whole_loss(out):
     return out.loss + sum(logits.float().logsumexp(-1).square().mean() for logits in out.router_logits)
 
 
+def returns_logits(family):
+    """transformers 5.17's DeepSeek-V3 and Llama-4 return none."""
+    out = tiny_model(family)(torch.ones(1, 3, dtype=torch.int64), output_router_logits=True)
+    return getattr(out, "router_logits", None) is not None
+
+
 @distributed(1, 2, 4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_losses_and_gradients_equal_the_untouched_model(family, world_size):
     quiet()
+    if transformers.__version__ < "5.24" and not returns_logits(family):
+        pytest.skip(f"transformers {transformers.__version__} itself returns no router logits")
     for sizes in LAYOUTS[world_size]:
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
             given = inputs(batch_of(context.layout, dist.get_rank()))

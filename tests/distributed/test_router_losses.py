@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Routing, RoutingConfig, RoutingMethod, Tokens
 from ep_moe.testing import distributed, rank_device
-from ep_moe.training import BiasUpdate, load_balancing_loss, router_logits, router_z_loss
+from ep_moe.training import BiasUpdate, load_balancing_loss, parameter_groups, router_logits, router_z_loss
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere
 from tests.fixtures.helpers import assert_same, fill
 
@@ -160,7 +160,7 @@ def test_recording_on_a_part_of_the_ranks(world_size):
 
 def trained(layers, context, batches_of, steps=3):
     """The biases after `steps` optimizer steps of two micro-batches each."""
-    optimizer = torch.optim.SGD(layers.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(parameter_groups(layers), lr=0.0)
     optimizer.register_step_pre_hook(BiasUpdate(layers, context, speed=0.125))
     for step in range(steps):
         for micro in range(2):
