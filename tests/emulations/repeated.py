@@ -20,10 +20,12 @@ from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution import repeated
-from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
-from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.experts.hopper.experts import (
+    Bf16TritonExperts,
+    Fp8BlockTritonExperts,
+    Fp8DynamicTritonExperts,
+    Fp8TensorTritonExperts,
+)
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout

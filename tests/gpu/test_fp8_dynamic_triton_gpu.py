@@ -16,8 +16,8 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
 from ep_moe.experts.base import Experts
-from ep_moe.experts.hopper import fp8_row_op, gemm_grouped
-from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.experts.hopper import gemm_grouped, step
+from ep_moe.experts.hopper.experts import Fp8DynamicTritonExperts
 from ep_moe.quant.dequantize import FP8
 from ep_moe.quant.fp8_row_kernels import RowScales
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.timeout(600)
 def steps(monkeypatch) -> list[int]:
     """Passes that went by row."""
     seen: list[int] = []
-    step = fp8_row_op._pass
+    run = step._pass
 
-    def counted(*args):
-        seen.append(1)
-        step(*args)
+    def counted(of, scaling, *args):
+        seen.extend([1] * (scaling == "row"))
+        run(of, scaling, *args)
 
-    monkeypatch.setattr(fp8_row_op, "_pass", counted)
+    monkeypatch.setattr(step, "_pass", counted)
     return seen
 
 

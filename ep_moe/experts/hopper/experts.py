@@ -1,27 +1,40 @@
-"""What this project's own expert kernels share."""
+"""This project's own expert kernels for Hopper: one step (`step`) under four scalings (`scaling`).
+
+Weights are read as the checkpoint has them, rows where the transport left them, ids as they travelled. Nothing is tuned
+at run time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ep_moe.experts.base import Experts
+from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.experts.hopper import step
+from ep_moe.experts.hopper.operator import home_of, ids_ready_of
+from ep_moe.experts.hopper.scaling import BLOCK, SCALINGS
+from ep_moe.experts.layouts import expected_pairs
+from ep_moe.quant.schemes import PLAIN
+from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
-from ep_moe.types import PeerRows, Received, RowLayout
+from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
+from ep_moe.weights.layouts.per_block import PerBlock
 
 _PLACES = 32  # of calls that are remembered
 
 
-class TritonExperts(Experts):
-    """Kernels in Triton, whose last step sums a row's experts into one tensor, or where the row came from.
+class HopperExperts(Experts):
+    """The step of one scheme, whose last kernel sums a row's experts into one tensor, or where the row came from.
 
     What a call launches depends on where its rows lie and on their number alone, and transports with fixed buffers
     leave them in the same place: the second call there is recorded, later ones launch the same again.
     """
+
+    scaling: ClassVar[str]  # of `SCALINGS`
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -35,6 +48,19 @@ class TritonExperts(Experts):
     def routes(self) -> int:
         """Of one pass."""
         return self.options.chunk_rows * self.config.top_k
+
+    def workspace_bytes(self) -> int:
+        return self._scratch_bytes(self.scaling)
+
+    def _scratch_bytes(self, scaling: str) -> int:
+        weights, config = self.weights, self.config
+        if not weights.num_slots:
+            return 0
+        inner = config.intermediate_size // weights.etp.size
+        gated, dtype = config.activation.gated, weights.dtype
+        return step.scratch_bytes(
+            scaling, self.routes, config.hidden_size, inner, weights.num_slots, gated=gated, dtype=dtype
+        )
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         out = torch.empty_like(received.x, dtype=self.weights.dtype) if out is None else out
@@ -52,7 +78,7 @@ class TritonExperts(Experts):
     def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
         # rows that are grouped already take operations of torch's, which are not recorded
         if torch.compiler.is_compiling() or received.layout is not RowLayout.RANK_MAJOR:
-            self.step(received, out, peers, at_once)
+            self._launch(received, out, peers, at_once)
             return
         place = self._place(received, out, peers)
         recorded = self._recorded.get(place)
@@ -60,16 +86,16 @@ class TritonExperts(Experts):
             recorded.again()
         elif place in self._recorded:
             recorded = RecordedLaunches()
-            self.step(received, out, peers, recorded)
+            self._launch(received, out, peers, recorded)
             self._recorded[place] = recorded
         else:
             if len(self._recorded) == _PLACES:
                 self._recorded.clear()
-            self.step(received, out, peers, at_once)
+            self._launch(received, out, peers, at_once)
             self._recorded[place] = None
 
     def _place(self, received: Received, out: Tensor, peers: PeerRows | None) -> tuple[Any, ...]:
-        """All that `step` makes its launches of."""
+        """All that `_launch` makes its launches of."""
         wire, weights, scale = received.wire_ids, received.weights, received.x_scale
         ids = received.local_ids if wire is None else wire.ids
         assert ids is not None
@@ -92,6 +118,180 @@ class TritonExperts(Experts):
             self.weights.place,
         )
 
-    @abstractmethod
-    def step(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
+    def _launch(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
         """Into out, or with peers there; then out is a block of theirs. Of RANK_MAJOR rows nothing but launches."""
+        self._launch_scaled(self.scaling, received, out, peers, launch)
+
+    def _launch_scaled(
+        self, scaling: str, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch
+    ) -> None:
+        x, weights, config, wire = received.x, self.weights, self.config, received.wire_ids
+        ids = received.local_ids if wire is None else wire.ids
+        scale, input_scale = received.x_scale, received.input_scale
+        step.hopper_moe(
+            out.view(-1, config.hidden_size),
+            self.workspace(),
+            scaling,
+            x.view(-1, config.hidden_size),
+            None if scale is None else scale.view(-1, scale.shape[-1]),
+            None if input_scale is None else float(input_scale),
+            weights.dtype,
+            ids,
+            0 if wire is None else wire.base,
+            *ids_ready_of(wire),
+            self._routing_weights(received),
+            *self._bounds(received),
+            weights.get_parameter("w13"),
+            weights.get_parameter("w2"),
+            [weights.get_parameter(name) for name in SCALINGS[scaling].names],
+            config.activation.value,
+            config.activation_alpha,
+            config.activation_limit,
+            expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1]),
+            self.routes,
+            self.options.spare_sms,
+            *home_of(peers),
+            launch=launch,
+        )
+
+    def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:
+        """First and last row of each expert among rows that are grouped, int32 [L]."""
+        slots = self.weights.num_slots
+        match received.layout:
+            case RowLayout.RANK_MAJOR:
+                return None, None
+            case RowLayout.CONTIGUOUS:
+                assert received.expert_offsets is not None
+                offsets = received.expert_offsets[: slots + 1].int()  # no rows beyond this rank's slots
+                return offsets[:-1], offsets[1:]
+            case RowLayout.BATCHED:
+                assert received.expert_counts is not None
+                capacity = received.x.shape[1]
+                starts = torch.arange(0, slots * capacity, capacity, dtype=torch.int32, device=received.x.device)
+                return starts, starts + received.expert_counts[:slots].int()
+
+    def _routing_weights(self, received: Received) -> Tensor | None:
+        if received.weighting is Weighting.COMBINE:
+            return None
+        assert received.weights is not None
+        return received.weights if received.layout is RowLayout.RANK_MAJOR else received.weights.flatten()
+
+
+_HOPPER = ExpertsCapabilities(
+    layouts=frozenset({RowLayout.RANK_MAJOR}),
+    weightings=frozenset(Weighting),
+    activations=frozenset(Activation),
+    dtypes=frozenset({torch.bfloat16}),
+    schemes=frozenset({PLAIN.name}),
+    biases=False,
+    etp=True,
+    alignment_bytes=2 * BLOCK,  # hidden and intermediate sizes are multiples of 128
+    cuda_graph=True,
+    host_sync=False,
+    deterministic=True,
+    differentiable=False,
+    min_compute_capability=(9, 0),
+    max_compute_capability=(9, 0),
+    devices=frozenset({"cuda"}),
+    wire_ids=True,
+    spare_sms=True,
+    peer_out=True,
+)
+
+
+class Bf16TritonExperts(HopperExperts):
+    """Unquantised experts in bf16."""
+
+    name = "bf16_triton"
+    run_on = "1, 2 and 4 H200"
+    scaling = "none"
+    capabilities = _HOPPER
+
+    @classmethod
+    def available(cls) -> str | None:
+        return super().available() or nvrtc.missing()
+
+
+class Fp8TensorTritonExperts(HopperExperts):
+    """Experts in fp8 with one calibrated scale a matrix. Rows come plain and are rounded here, or were rounded before
+    they travelled."""
+
+    name = "fp8_tensor_triton"
+    run_on = "1, 2 and 4 H200"
+    scaling = "matrix"
+    capabilities = dataclasses.replace(
+        _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"})
+    )
+
+    @classmethod
+    def available(cls) -> str | None:
+        return super().available() or nvrtc.missing()
+
+
+class Fp8BlockTritonExperts(HopperExperts):
+    """DeepSeek's fp8 blocks of 128 x 128. Takes every row layout as it is: CONTIGUOUS and BATCHED rows are neither
+    sorted nor copied."""
+
+    name = "fp8_block_triton"
+    run_on = "1, 2 and 4 H200"
+    scaling = "block"
+    capabilities = dataclasses.replace(
+        _HOPPER,
+        layouts=frozenset(RowLayout),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        schemes=frozenset({"fp8_block"}),
+        alignment_bytes=16,
+        row_formats=frozenset({"plain", "fp8_block"}),
+    )
+
+    def compute(self, received: Received, out: Tensor | None) -> Tensor:
+        out, slots = super().compute(received, out), self.weights.num_slots
+        if received.layout is RowLayout.BATCHED:
+            out[slots:].zero_()  # slots that only wider ranks have; a transport may fill rows up there
+        return out
+
+
+class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
+    """Experts in fp8 with one scale a matrix, whose activations get theirs from the rows.
+
+    Rows have one scale each, and may have travelled so. Those that travelled in fp8_block, those that are grouped
+    already and those of fp16 layers go by blocks, where rows have a scale for each 128 columns: that way finds the
+    scale of a matrix at each of its blocks, and the one of a row that came with it likewise.
+    """
+
+    name = "fp8_dynamic_triton"
+    run_on = "1 and 2 H200"
+    weight_layout = PerBlock
+    capabilities = dataclasses.replace(
+        Fp8BlockTritonExperts.capabilities,
+        schemes=frozenset({"fp8_dynamic"}),
+        alignment_bytes=2 * BLOCK,
+        row_formats=frozenset({"plain", "fp8_block", "fp8_row"}),
+    )
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._compiles = nvrtc.missing() is None
+
+    def workspace_bytes(self) -> int:
+        return max(self._scratch_bytes("block"), self._scratch_bytes("row"))
+
+    def _launch(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
+        if self._by_row(received):
+            self._launch_scaled("row", received, out, peers, launch)
+        else:
+            self._launch_scaled("block", _scaled_by_block(received), out, peers, launch)
+
+    def _by_row(self, received: Received) -> bool:
+        if received.layout is not RowLayout.RANK_MAJOR or received.format == "fp8_block":
+            return False
+        return self.weights.dtype == torch.bfloat16 and self._compiles
+
+
+def _scaled_by_block(received: Received) -> Received:
+    """A row's one scale, if it came with one, for each 128 columns of it: no memory of its own."""
+    if received.format != "fp8_row":
+        return received
+    assert received.x_scale is not None
+    scale = received.x_scale.expand(*received.x.shape[:-1], received.x.shape[-1] // BLOCK)
+    return dataclasses.replace(received, x_scale=scale, format="fp8_block")

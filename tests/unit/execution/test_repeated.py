@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ep_moe import ExpertMap, MoELayer, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.execution import repeated
-from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router

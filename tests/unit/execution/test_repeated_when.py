@@ -19,7 +19,7 @@ from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.config import RoutingConfig
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution import repeated
-from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
+from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout

@@ -11,9 +11,7 @@ import torch
 from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.experts.hopper.experts import Bf16TritonExperts, Fp8BlockTritonExperts, Fp8TensorTritonExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
 from ep_moe.selection.resolve import LayerRequest, agree

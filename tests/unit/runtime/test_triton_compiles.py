@@ -27,10 +27,12 @@ from ep_moe.experts.hopper import (
     gemm_streaming,
     gemm_streaming_triton,
 )
-from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
-from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
-from ep_moe.experts.hopper.fp8_tensor_triton import Fp8TensorTritonExperts
+from ep_moe.experts.hopper.experts import (
+    Bf16TritonExperts,
+    Fp8BlockTritonExperts,
+    Fp8DynamicTritonExperts,
+    Fp8TensorTritonExperts,
+)
 from ep_moe.quant.fp8_row_kernels import RowScales
 from ep_moe.quant.fp8_tensor_kernels import NO_SCALES, MatrixScales
 from ep_moe.quant.schemes import SCHEMES

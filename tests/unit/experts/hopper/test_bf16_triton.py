@@ -18,8 +18,7 @@ if problem := interpreter_problem():
 
 from ep_moe import Activation
 from ep_moe.experts.hopper import gemm_skinny
-from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
-from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
+from ep_moe.experts.hopper.experts import Bf16TritonExperts, Fp8BlockTritonExperts
 from ep_moe.experts.hopper.gemm_streaming import FEW, FEW_E4M3, FEW_LARGE, ring_for
 from ep_moe.quant.fp8_rows import round_blocks
 from ep_moe.quant.schemes import PLAIN

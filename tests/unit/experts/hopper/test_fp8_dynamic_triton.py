@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe import Activation
 from ep_moe.experts.base import Experts
-from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.experts import Fp8DynamicTritonExperts
 from ep_moe.quant.fp8_rows import round_blocks
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime import nvrtc

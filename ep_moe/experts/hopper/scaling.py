@@ -1,0 +1,380 @@
+"""What schemes differ in within the Hopper expert step (`step`): how rows are rounded, and which scales the products
+multiply into their sums.
+
+| scaling | weights | rows | between the products |
+|---|---|---|---|
+| `none` | bf16 | bf16 | bf16 |
+| `matrix` | E4M3, one scale an expert | E4M3 by a calibrated scale | E4M3 by a calibrated scale |
+| `row` | E4M3, one scale an expert | E4M3, one scale a row | E4M3, one scale a row |
+| `block` | E4M3, one scale for 128 x 128 | E4M3, one scale for 128 columns | the same |
+
+Scratch memory is the caller's. Nothing allocates or waits for the device. Kernels that need Triton or a compiler are
+imported when a step runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ep_moe.runtime.launch_cache import Launch
+from ep_moe.runtime.workspace import Shapes
+from ep_moe.types import Activation
+
+if TYPE_CHECKING:
+    from ep_moe.experts.hopper.gemm_skinny import TileConfig
+    from ep_moe.experts.hopper.gemm_streaming import Ring
+    from ep_moe.experts.hopper.route_sort import Lists
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BLOCK = 128  # columns, and rows of weights, of a scale of the `block` scaling
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a product's operand. x: [M, H]; scale: by the scaling, None where there is none (yet)"""
+
+    x: Tensor
+    scale: Tensor | float | None = None
+
+    def part(self, part: slice) -> Rows:
+        return Rows(self.x[part], self.scale[part] if isinstance(self.scale, Tensor) else self.scale)
+
+
+@dataclass(frozen=True)
+class Products:
+    """What both products of a call are made with.
+
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; scales: as `Scaling.names` has them
+    dtype: of the layer, and of plain rows
+    spare_sms: multiprocessors that the large products leave free
+    """
+
+    w13: Tensor
+    w2: Tensor
+    scales: Sequence[Tensor]
+    dtype: torch.dtype
+    activation: Activation
+    alpha: float
+    limit: float
+    spare_sms: int
+    launch: Launch
+
+    @property
+    def activated(self) -> dict[str, Any]:
+        """Of the first product."""
+        return {"activation": self.activation, "alpha": self.alpha, "limit": self.limit}
+
+
+class Scaling(ABC):
+    """One scheme's part of a step, for one call. `own` is the scratch memory that `scratch` named."""
+
+    names: ClassVar[tuple[str, ...]] = ()  # of the parameters that `Products.scales` holds, in order
+    streams: ClassVar[bool] = True  # `gemm_streaming` multiplies it
+
+    def __init__(self, products: Products) -> None:
+        self.products = products
+
+    @classmethod
+    @abstractmethod
+    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+        """Scratch for so many routes, without the lists of the sort. y [routes, H] is what `reduce` sums."""
+
+    @abstractmethod
+    def skinny(self, routes: int, each: float) -> TileConfig | None:
+        """Tiles of `gemm_skinny`, None where there are too many rows for it. each: rows of an expert on average"""
+
+    @abstractmethod
+    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+        """Rows as the products read them, where they lay."""
+
+    @abstractmethod
+    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
+        """Rows as the products read them, in the order of `lists`."""
+
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
+        """The second product's rows. counts: int32 [1], how many there are; soon: as `quant.fp8_row_kernels`"""
+        return Rows(own["act"])
+
+    def of_first(self, rows: Rows) -> dict[str, Any]:
+        """Scales of the first product, as `gemm_streaming` and `gemm_grouped` take them."""
+        return {}
+
+    def of_second(self, rows: Rows) -> dict[str, Any]:
+        """Scales of the second one."""
+        return {}
+
+    def few(
+        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
+        own: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Both products of few rows, into own["y"]. found: ids, weights and base"""
+        from ep_moe.experts.hopper import gemm_skinny
+
+        p, act = self.products, own["act"]
+        gemm_skinny.first_product(
+            rows.x, *found, p.w13, act, p.activation, cut.first, lists=lists, alpha=p.alpha, limit=p.limit,
+            launch=p.launch, **self.of_first(rows),
+        )  # fmt: skip
+        gemm_skinny.second_product(
+            act, *found, p.w2, own["y"], cut.second, lists=lists, launch=p.launch, **self.of_second(Rows(act))
+        )
+
+    def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
+        """Both products of some rows, which are gathered, into own["y"]."""
+        from ep_moe.experts.hopper import gemm_streaming
+
+        p = self.products
+        gemm_streaming.product(
+            rows.x, p.w13, lists, own["act"], ring, gather=True, **p.activated, **self.of_first(rows), launch=p.launch
+        )
+        act = self.between(own, lists.ends[-1:], True)
+        gemm_streaming.product(act.x, p.w2, lists, own["y"], ring, **self.of_second(act), launch=p.launch)
+
+    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
+        """Both products of many rows, sorted ones, into own["y"]. expected: rows of all experts"""
+        from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for
+
+        p, spare = self.products, self.products.spare_sms
+        first, second = (tiles_for(each, w, spare) for w in (p.w13, p.w2))
+        how: dict[str, Any] = {"spare_sms": spare, "launch": p.launch}
+        grouped_gemm(rows.x, p.w13, lists.ends, own["act"], first, **p.activated, **self.of_first(rows), **how)
+        act = self.between(own, lists.ends[-1:], False)
+        grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
+
+
+class Unscaled(Scaling):
+    """Everything in bf16."""
+
+    @classmethod
+    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+        return {"act": ((routes, inner), BF16), "y": ((routes, hidden), BF16)}
+
+    def skinny(self, routes: int, each: float) -> TileConfig | None:
+        from ep_moe.experts.hopper.gemm_skinny import TileConfig
+
+        return TileConfig.of(routes, each)
+
+    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+        return rows
+
+    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
+        from ep_moe.experts.hopper.route_sort import copy_rows
+
+        # into the room of y, which is written after they are read
+        copy_rows(rows.x, lists.slots, own["y"], launch=self.products.launch)
+        return Rows(own["y"])
+
+
+def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:
+    """E4M3 [rows, H] in the room of y, which is written after they are read."""
+    y = own["y"]
+    return y.view(FP8).view(-1, y.shape[1])[:rows]
+
+
+class MatrixScaled(Scaling):
+    """`fp8_static`: weights and rows in E4M3 by calibrated scales, float32 [L]. Rows come in bf16 and are rounded by
+    the largest of the experts' input scales, or in E4M3 with `Rows.scale` as the number that they were rounded by."""
+
+    names = ("w13_scale", "w13_input_scale", "w2_scale", "w2_input_scale")
+
+    @classmethod
+    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+        return {"scale": ((1,), torch.float32), "act": ((routes, inner), FP8), "y": ((routes, hidden), BF16)}
+
+    def skinny(self, routes: int, each: float) -> TileConfig | None:
+        from ep_moe.experts.hopper.gemm_skinny import TileConfig
+
+        return TileConfig.of_matrices(routes, each)
+
+    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+        return rows if rows.scale is not None else self._round(rows, _numbers(own, len(rows.x)), own)
+
+    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
+        from ep_moe.experts.hopper.route_sort import copy_rows
+
+        out = _numbers(own, lists.slots.numel())
+        if rows.scale is None:
+            return self._round(rows, out, own, lists.slots)
+        copy_rows(rows.x, lists.slots, out, launch=self.products.launch)
+        return Rows(out, rows.scale)
+
+    def _round(self, rows: Rows, out: Tensor, own: Mapping[str, Tensor], slots: Tensor | None = None) -> Rows:
+        from ep_moe.quant.fp8_tensor_kernels import round_rows
+
+        round_rows(rows.x, self.products.scales[1], out, own["scale"], slots, launch=self.products.launch)
+        return Rows(out, own["scale"])
+
+    def of_first(self, rows: Rows) -> dict[str, Any]:
+        from ep_moe.quant.fp8_tensor_kernels import MatrixScales
+
+        assert rows.scale is not None
+        w13_scale, _, _, w2_input_scale = self.products.scales
+        return {"scales": MatrixScales(rows.scale, w13_scale, w2_input_scale)}
+
+    def of_second(self, rows: Rows) -> dict[str, Any]:
+        from ep_moe.quant.fp8_tensor_kernels import MatrixScales
+
+        _, _, w2_scale, w2_input_scale = self.products.scales
+        return {"scales": MatrixScales(w2_input_scale, w2_scale)}
+
+
+class RowScaled(Scaling):
+    """`fp8_dynamic`: one scale an expert's matrix and one a row, float32 [M], found here or come with the rows.
+
+    Scales of weights: float32 [L, rows / 128, columns / 128], of which a matrix's are all the same.
+    """
+
+    names = ("w13_scale", "w2_scale")
+
+    @classmethod
+    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+        return {
+            "row_scale": ((routes,), torch.float32),
+            "act": ((routes, inner), BF16),
+            "act_numbers": ((routes, inner), FP8),
+            "act_scale": ((routes,), torch.float32),
+            "y": ((routes, hidden), BF16),
+        }
+
+    def skinny(self, routes: int, each: float) -> TileConfig | None:
+        from ep_moe.experts.hopper.gemm_skinny import TileConfig
+
+        return TileConfig.of_rows(routes, each)
+
+    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+        if rows.scale is not None:
+            return rows
+        count = len(rows.x)
+        return self._round(rows, Rows(_numbers(own, count), own["row_scale"][:count]))
+
+    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
+        out = Rows(_numbers(own, lists.slots.numel()), own["row_scale"])
+        return self._round(rows, out, x_scale=rows.scale, slots=lists.slots)
+
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
+        return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]), counts=counts, soon=soon)
+
+    def _round(self, rows: Rows, to: Rows, **how: Any) -> Rows:
+        from ep_moe.quant.fp8_row_kernels import round_rows
+
+        assert isinstance(to.scale, Tensor)
+        round_rows(rows.x, to.x, to.scale, **how, launch=self.products.launch)
+        return to
+
+    def of_first(self, rows: Rows) -> dict[str, Any]:
+        return self._scales(rows, 0)
+
+    def of_second(self, rows: Rows) -> dict[str, Any]:
+        if rows.scale is None:  # `gemm_skinny` rounds its own, by blocks
+            return {"w2_scale": self.products.scales[1]}
+        return self._scales(rows, 1)
+
+    def _scales(self, rows: Rows, which: int) -> dict[str, Any]:
+        from ep_moe.quant.fp8_row_kernels import RowScales
+
+        assert isinstance(rows.scale, Tensor)
+        return {"scales": RowScales(rows.scale, self.products.scales[which][:, 0, 0])}
+
+
+class BlockScaled(Scaling):
+    """`fp8_block`, as DeepSeek-V3's: float32 scales [L, rows / 128, columns / 128] of weights and [M, H / 128] of rows,
+    found here or come with the rows. In fp16 too, and for rows that are grouped already."""
+
+    names = ("w13_scale", "w2_scale")
+    streams = False
+
+    @classmethod
+    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+        return {
+            "rows": ((routes, hidden), FP8),
+            "row_scale": ((routes, hidden // BLOCK), torch.float32),
+            "h": ((routes, inner * (1 + gated)), dtype),
+            "act_numbers": ((routes, inner), FP8),
+            "act_scale": ((routes, inner // BLOCK), torch.float32),
+            "y": ((routes, hidden), dtype),
+        }
+
+    def skinny(self, routes: int, each: float) -> TileConfig | None:
+        from ep_moe.experts.hopper.gemm_skinny import TileConfig
+
+        return TileConfig.of_blocks(routes, each, self.products.w2.shape[1], self.products.w2.numel())
+
+    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+        from ep_moe.experts.hopper.gemm_fp8_block import quantize_rows
+
+        if rows.scale is not None:
+            return rows
+        count = len(rows.x)
+        quantize_rows(rows.x, own["rows"][:count], own["row_scale"][:count], launch=self.products.launch)
+        return Rows(own["rows"][:count], own["row_scale"][:count])
+
+    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
+        from ep_moe.experts.hopper.gemm_fp8_block import copy_pairs, quantize_pairs
+
+        out, scale = own["rows"], own["row_scale"]
+        if rows.scale is None:
+            quantize_pairs(rows.x, lists.slots, out, scale, launch=self.products.launch)
+        else:
+            assert isinstance(rows.scale, Tensor)
+            copy_pairs(rows.x, rows.scale, lists.slots, out, scale, launch=self.products.launch)
+        return Rows(out, scale)
+
+    def few(
+        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
+        own: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        routes, inner = found[0].numel(), self.products.w2.shape[2]
+        super().few(
+            rows, found, cut, lists, {"act": own["h"].view(-1)[: routes * inner].view(-1, inner), "y": own["y"]}
+        )
+
+    def of_first(self, rows: Rows) -> dict[str, Any]:
+        return {"x_scale": rows.scale, "w13_scale": self.products.scales[0]}
+
+    def of_second(self, rows: Rows) -> dict[str, Any]:
+        return {"w2_scale": self.products.scales[1]}
+
+    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
+        self.multiply(rows, None, lists.ends, lists.ends[-1:], own["y"], expected, own)
+
+    def multiply(
+        self, rows: Rows, starts: Tensor | None, ends: Tensor, counts: Tensor | None, out: Tensor, expected: float,
+        own: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Both products of rows that are grouped by expert, into out.
+
+        starts, ends: int32 [L], each expert's rows, without starts one's begin where the last one's end
+        """
+        from ep_moe.experts.hopper import gemm_fp8_block as kernels
+
+        p, (w13_scale, w2_scale), routes = self.products, self.products.scales, max(1, int(expected))
+        hopper, slots, launch = kernels.has_hopper(out.device), len(p.w2), p.launch
+        config = kernels.config_for(routes, slots, *p.w13.shape[1:], hopper=hopper, activated=hopper)
+        config = dataclasses.replace(config, spare_sms=p.spare_sms)
+        assert isinstance(rows.scale, Tensor)
+        first = (rows.x, rows.scale, p.w13, w13_scale, ends)
+        act = (own["act_numbers"], own["act_scale"])
+        how: dict[str, Any] = {"alpha": p.alpha, "limit": p.limit, "launch": launch}
+        if hopper:
+            kernels.grouped_gemm_activate(*first, *act, p.activation, starts=starts, config=config, **how)
+        else:
+            kernels.grouped_gemm(*first, own["h"], starts=starts, config=config, launch=launch)
+            kernels.activate_and_quantize(own["h"], *act, p.activation, counts=counts, **how)
+        config = kernels.config_for(routes, slots, *p.w2.shape[1:], hopper=hopper)
+        config = dataclasses.replace(config, spare_sms=p.spare_sms)
+        kernels.grouped_gemm(*act, p.w2, w2_scale, ends, out, starts=starts, config=config, launch=launch)
+
+
+SCALINGS: dict[str, type[Scaling]] = {
+    "none": Unscaled,
+    "matrix": MatrixScaled,
+    "row": RowScaled,
+    "block": BlockScaled,
+}

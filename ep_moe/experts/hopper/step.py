@@ -1,0 +1,175 @@
+"""The Hopper expert step as one torch operator on caller-owned memory: sort rows by expert, multiply, sum up by row.
+
+Three ways, by how many rows an expert has: few are looked up by each program (`gemm_skinny`), more are gathered while
+weights stream by (`gemm_streaming`), many are sorted before (`gemm_grouped`, `gemm_fp8_block`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ep_moe.experts.hopper.operator import launching_operator
+from ep_moe.experts.hopper.scaling import SCALINGS, BlockScaled, Products, Rows, Scaling
+from ep_moe.runtime.launch_cache import Launch
+from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
+from ep_moe.types import Activation
+
+if TYPE_CHECKING:
+    from ep_moe.experts.hopper.route_sort import Home, IdsReady
+
+
+def shapes(
+    scaling: str,
+    routes: int,
+    hidden: int,
+    inner: int,
+    slots: int,
+    *,
+    gated: bool,
+    dtype: torch.dtype,
+    sort: bool = True,
+) -> Shapes:
+    """Scratch of one pass. sort: rows are sorted and summed up; else they are grouped by expert already"""
+    found = SCALINGS[scaling].scratch(routes, hidden, inner, gated, dtype)
+    if sort:
+        from ep_moe.experts.hopper.route_sort import list_shapes
+
+        return found | list_shapes(routes, slots)
+    del found["y"]
+    return found | dict.fromkeys(("starts", "ends"), ((slots,), torch.int32))
+
+
+def scratch_bytes(
+    scaling: str, routes: int, hidden: int, inner: int, slots: int, *, gated: bool, dtype: torch.dtype
+) -> int:
+    """Bytes of scratch for passes of at most so many routes."""
+    sizes = [
+        carved_bytes(shapes(scaling, routes, hidden, inner, slots, gated=gated, dtype=dtype, sort=sort))
+        for sort in (True, False)
+    ]
+    return max(sizes)
+
+
+@launching_operator("hopper_moe")
+def hopper_moe(
+    launch: Launch,
+    out: Tensor,
+    workspace: Tensor,
+    scaling: str,
+    x: Tensor,
+    x_scale: Tensor | None,
+    input_scale: float | None,
+    dtype: torch.dtype,
+    ids: Tensor | None,
+    base: int,
+    ids_ready: Tensor | None,
+    sequence: Tensor | None,
+    weights: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    w13: Tensor,
+    w2: Tensor,
+    scales: Sequence[Tensor],
+    activation: str,
+    alpha: float,
+    limit: float,
+    expected: float,
+    chunk: int,
+    spare_sms: int,
+    peers: Tensor | None,
+    offset: int,
+    bound: int,
+    rank: int,
+    number: Tensor | None,
+    stride: int,
+) -> None:
+    """scaling: of `SCALINGS`; scales: of its `names`
+    x: [N, H], plain or in E4M3 with the scaling's x_scale or input_scale; out: [N, H]; dtype: of the layer
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]
+
+    Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
+    route of weight 0 is none), or, with the `block` scaling, starts and ends (int32 [L], each expert's rows) and
+    weights (float32 [N] or None).
+
+    expected: routes per row that tiles are chosen for; chunk: routes of one pass
+    spare_sms: multiprocessors that the large products leave free
+    ids_ready, sequence: of `types.WireIds`
+    peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None; with ids only
+    """
+    products = Products(w13, w2, scales, dtype, Activation(activation), alpha, limit, spare_sms, launch)
+    step = SCALINGS[scaling](products)
+    rows = Rows(x, x_scale if input_scale is None else input_scale)
+    if ids is None:
+        assert isinstance(step, BlockScaled)
+        assert starts is not None
+        assert ends is not None
+        for start in range(0, len(x), chunk):
+            part = slice(start, min(start + chunk, len(x)))
+            _grouped(step, workspace, rows.part(part), (starts, ends), start, out[part], expected)
+        if weights is not None:
+            out.mul_(weights.unsqueeze(1))
+        return
+    from ep_moe.experts.hopper.route_sort import Home, passes
+
+    home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
+    coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
+    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
+        found = (ids[part], None if weights is None else weights[part], base)
+        _pass(step, scaling, workspace, rows.part(part), found, coming, out if to else out[part], to, expected)
+        coming = None  # what comes later is here by then
+
+
+def _pass(
+    step: Scaling, scaling: str, workspace: Tensor, rows: Rows, found: tuple[Tensor, Tensor | None, int],
+    coming: IdsReady | None, out: Tensor, home: Home | None, expected: float,
+) -> None:  # fmt: skip
+    """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
+    from ep_moe.experts.hopper import route_sort
+    from ep_moe.experts.hopper.gemm_streaming import ring_for
+
+    p, (count, top_k) = step.products, found[0].shape
+    launch, (slots, hidden, inner) = p.launch, p.w2.shape
+    total = count * expected
+    each = total / slots
+    cut = step.skinny(count * top_k, each)
+    ring = ring_for(each, p.w13) if step.streams and cut is None else None
+    own = carve(
+        workspace, shapes(scaling, count * top_k, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype)
+    )
+    if cut is not None and not cut.sort:
+        step.few(step.rounded(rows, own), found, cut, None, own)
+        route_sort.reduce(own["y"], *found, slots, out, home=home, launch=launch)
+        return
+    soon = ring is not None  # weights are fetched while routes are sorted
+    if soon:
+        rows = step.rounded(rows, own)
+    lists = route_sort.list_pairs(own, *found, slots, soon=soon, ids_ready=coming, launch=launch)
+    if cut is not None:
+        step.few(step.rounded(rows, own), found, cut, lists, own)
+    elif ring is not None:
+        step.streamed(rows, lists, ring, own)
+    else:
+        step.grouped(step.sorted(rows, lists, own), lists, each, total, own)
+    route_sort.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home, soon=soon, launch=launch)
+
+
+def _grouped(
+    step: BlockScaled, workspace: Tensor, rows: Rows, bounds: tuple[Tensor, Tensor], first: int, out: Tensor,
+    expected: float,
+) -> None:  # fmt: skip
+    """Rows that are grouped by expert already. bounds: `starts` and `ends` of the call; first: the number of rows'
+    first one there"""
+    p, count = step.products, len(rows.x)
+    slots, hidden, inner = p.w2.shape
+    own = carve(
+        workspace, shapes("block", count, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype, sort=False)
+    )
+    for name, bound in zip(("starts", "ends"), bounds, strict=True):
+        own[name].copy_(bound).sub_(first).clamp_(0, count)
+    if isinstance(rows.scale, Tensor):
+        rows = Rows(rows.x, rows.scale.contiguous())
+    step.multiply(step.rounded(rows, own), own["starts"], own["ends"], None, out, count * expected, own)
