@@ -29,12 +29,6 @@ BATCHES = 4
 
 # what stands on a page before its first block, in words
 BEFORE = {
-    "docs/explanation/eplb_migration.md": """
-        from ep_moe import EPContext, EPLBConfig, ExpertBalancer
-        from ep_moe.integrations.transformers import load_pretrained
-        context = EPContext.from_torchrun()
-        model = load_pretrained("path/to/Qwen3-30B-A3B", context, progress=False)
-    """,
     "docs/reference/quantization.md": """
         import torch
         from ep_moe import EPContext, MoEConfig, MoELayer
@@ -124,7 +118,6 @@ def on_rank(asked: list[str]) -> int:
         space: dict[str, Any] = {"__name__": "__main__"}
         failed = run("before the first block", BEFORE.get(page, ""), 1, space, told, quiet=True)
         space["batches"] = [torch.ones(1, 8, dtype=torch.int64, device=own_device()) for _ in range(BATCHES)]
-        space["warm_up"] = lambda model: model(torch.ones(1, 8, dtype=torch.int64, device=own_device()))
         for block in blocks(page):
             unsupported_reason = block.unsupported_reason(gpus) or (
                 "an earlier block of this program failed" if failed else None
