@@ -1,13 +1,20 @@
-"""What documents say of the code is so: the generated page, and links."""
+"""What documents say of the code is so: the generated page, links, files, names and options."""
 
+import pkgutil
 import re
 import runpy
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import typer
+
+from ep_moe.cli.app import app
+from ep_moe.registry import Kind
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names what was
 
 
 def test_backends_page_is_what_the_classes_state():
@@ -29,3 +36,26 @@ def test_files_that_are_named_exist(page):
     """Paths with a folder, in backticks: from the root or within the package."""
     for name in re.findall(r"`([\w./]+/[\w.]+\.(?:py|md|toml|sbatch|sh))`", page.read_text()):
         assert any((base / name).exists() for base in (ROOT, ROOT / "ep_moe", page.parent)), name
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_names_of_the_package_exist(page):
+    """Paths `ep_moe/...`, names `ep_moe.x.y` and modules behind -m."""
+    text = page.read_text()
+    for path in re.findall(r"`(ep_moe/[\w./]*)`", text):
+        assert (ROOT / path).exists(), path
+    groups = {f"ep_moe.{kind}" for kind in get_args(Kind)}  # of entry points
+    for name in {*re.findall(r"`(ep_moe(?:\.\w+)+)", text), *re.findall(r"-m (ep_moe(?:\.\w+)*)", text)} - groups:
+        pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_options_of_commands_exist(page):
+    """Options behind `ep-moe NAME` or `-m ep_moe NAME`, in code; those of benchmarks are their own."""
+    commands = typer.main.get_command(app).commands
+    text = page.read_text().replace("\\\n", " ")
+    for name, arguments in re.findall(r"(?:ep-moe|-m ep_moe) (\w+)([^`\n#]*)", text):
+        options = set(re.findall(r"(?<!\S)(--[a-z-]+)", arguments))
+        if options and name != "bench":
+            known = {option for parameter in commands[name].params for option in parameter.opts}
+            assert options <= known, (name, options - known)
