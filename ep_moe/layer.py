@@ -57,7 +57,7 @@ from ep_moe.selection.kernel_tuning import Kernel, tuned_on_one_rank
 from ep_moe.selection.picks import TableEntry
 from ep_moe.selection.resolve import LayerRequest, agree, device_of
 from ep_moe.selection.tuned import Tuned
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing, TokenMask, dtype_name, recomputing
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, dtype_name, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 
@@ -323,7 +323,7 @@ class MoELayer(nn.Module):
                 self._tap(routing.logits)
             ids, weights = routing.ids, flow.shared_gradients(routing.weights)
             if flow.etp_rows_are_local:
-                return Routing(cast("LogicalIds", flow.union(ids, call)), flow.union(weights, call))
+                return Routing(flow.union(ids, call), flow.union(weights, call))
             return Routing(*flow.etp_gather_routing(flow.own(ids, call), flow.own(weights, call), call))
         rows = rows if flow.etp_rows_are_local else own
         chosen: Routing = self._replicated(self.router, rows)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 
 
 def softmax_topk(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -87,7 +86,7 @@ def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Te
     weights = weights.float()
     if config.scaling_factor != 1.0:
         weights = weights * config.scaling_factor
-    return Routing(cast("LogicalIds", ids), weights)
+    return Routing(ids, weights)
 
 
 class Router(nn.Module):

@@ -17,26 +17,30 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, NewType, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NewType, TypeVar
 
 import torch
 from torch import Tensor
 
-LogicalIds = NewType("LogicalIds", Tensor)
 PhysicalIds = NewType("PhysicalIds", Tensor)
 LocalIds = NewType("LocalIds", Tensor)
+LogicalIds = NewType("LogicalIds", Tensor)  # no longer needed: `Routing` takes tensors. It goes with the next release
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A router's choice, in ids of the checkpoint.
+    """The experts of each token, chosen by a router, as logical ids (those of the checkpoint).
 
-    ids: int64 or int32 [T, K], logical ids, -1 for none; the valid ids of a row are distinct.
-    weights: float32 [T, K], what each expert's output (or input) is multiplied by.
-    logits: [T, E], what they were chosen by; None where no one asks for it (`ep_moe.training.router_logits`).
+    Nothing is checked here: a layer checks a routing in the call, so that all ranks raise alike.
+
+    Args:
+        ids: int64 or int32 [T, K], logical ids in [0, E), -1 for no expert. The valid ids of a row are distinct.
+        weights: float32 [T, K]. Each expert's output (or input) is multiplied by its weight.
+        logits: [T, E], the scores that the choice was made by. `ep_moe.training.router_logits` records them. Default:
+            not recorded.
     """
 
-    ids: LogicalIds
+    ids: Tensor
     weights: Tensor
     logits: Tensor | None = None
 
@@ -53,9 +57,8 @@ class TokenMask(NamedTuple):
 
 
 def without_rows(routing: Routing, kept: Tensor) -> Routing:
-    """No picks for the other rows. routing: ids [T, K]; kept: bool [...] of T rows."""
-    ids = routing.ids.masked_fill(~kept.reshape(-1, 1), -1)
-    return Routing(cast("LogicalIds", ids), routing.weights)  # a cast, which torch.compile traces
+    """Remove the routes of the other rows. routing: ids [T, K]; kept: bool [...] of T rows."""
+    return Routing(routing.ids.masked_fill(~kept.reshape(-1, 1), -1), routing.weights)
 
 
 @dataclass(frozen=True)

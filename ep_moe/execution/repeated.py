@@ -32,7 +32,7 @@ from ep_moe.placement.deferred import DeferredRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream
-from ep_moe.types import LogicalIds, PhysicalRouting, Routing, TokenMask, capturing
+from ep_moe.types import PhysicalRouting, Routing, TokenMask, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _STEPS = 2  # of the ledger: dispatch and combine
@@ -188,7 +188,7 @@ def _graph(layer: Layer, again: RecordableCall, form: CallSignature, ids: torch.
     """Of a call's launches. Nothing is computed, whatever the rows."""
     x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
     chosen = torch.empty(1, form.top_k, dtype=ids, device=form.device)
-    routing = DeferredRouting(LogicalIds(chosen), torch.empty(chosen.shape, device=form.device), layer.placement.tables)
+    routing = DeferredRouting(chosen, torch.empty(chosen.shape, device=form.device), layer.placement.tables)
     out, kernel, received = torch.empty_like(x), layer._kernel, again.received
     to_peers = kernel.capabilities.peer_out and received.peer_out is not None
 

@@ -27,7 +27,7 @@ from ep_moe.parallel.replicated import (
     counts_problem,
     has_mask,
 )
-from ep_moe.types import LogicalIds, TokenMask, capturing
+from ep_moe.types import TokenMask, capturing
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class TokenFlow:
         with self._etp.flight_recorder.step("etp gather"):
             return gather_rows(self.own(x, call), call.etp_counts, self._etp).wait()
 
-    def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[LogicalIds, Tensor]:
+    def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[Tensor, Tensor]:
         """The routing [union, K] of `union`'s rows from that of the own rows, where these lie on other ranks. Each rank
         thereby routes its own tokens alone, and its router has their gradient.
 
@@ -159,7 +159,7 @@ class TokenFlow:
         with self._etp.flight_recorder.step("etp gather"):
             both = gather_rows(torch.cat([ids.float(), weights], dim=1), call.etp_counts, self._etp).wait()
         found, gathered = both.chunk(2, dim=1)
-        return LogicalIds(found.detach().long()), gathered
+        return found.detach().long(), gathered
 
     def mask(self, mask: TokenMask | None, rows: Tensor, call: Share) -> TokenMask | None:
         """That of the union's rows. mask: of x, None where all are tokens; rows: x. Collective over etp where `union`

@@ -20,7 +20,7 @@ from ep_moe.placement.placement import Replicas
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.distributed_cases import batch_of, check_call, everywhere
 from tests.fixtures.eplb_cases import (
     CONFIG,
@@ -184,7 +184,7 @@ def test_a_window_counts_its_steps_and_nothing_else(world_size):
         def forward(expert):
             ids = torch.tensor([[expert, -1, -1], [expert, 9, -1], [-1, -1, -1]], device=context.device)
             x = torch.zeros(3, 16, device=context.device)
-            layer.forward_routed(x, Routing(LogicalIds(ids), torch.ones(3, 3, device=context.device)))
+            layer.forward_routed(x, Routing(ids, torch.ones(3, 3, device=context.device)))
 
         config = EPLBConfig(interval=8, window=3, sync_every=1)
         with ExpertBalancer([layer], context, config, planner=planner) as balancer:
@@ -221,7 +221,7 @@ def test_by_itself_with_the_planner_and_a_price(world_size):
                 ids = torch.tensor([[0, 1, 2], [0, 3, 4], [0, 5, 6]], device=context.device)
                 layer.forward_routed(
                     torch.zeros(3, 16, device=context.device),
-                    Routing(LogicalIds(ids), torch.ones(3, 3, device=context.device)),
+                    Routing(ids, torch.ones(3, 3, device=context.device)),
                 )
 
         slow = dataclasses.replace(H200, link_bytes_per_s=1e-3, node_link_bytes_per_s=1e-3)
@@ -281,7 +281,7 @@ def same_rows(layer, alone, what):
     for first in range(0, 10, dist.get_world_size()):
         expert = (first + rank) % 10
         x = torch.randn(1, 128, generator=torch.Generator().manual_seed(expert)).bfloat16().to(layer.device)
-        routing = moved(Routing(LogicalIds(torch.tensor([[expert]])), torch.ones(1, 1)), layer.device)
+        routing = moved(Routing(torch.tensor([[expert]]), torch.ones(1, 1)), layer.device)
         with torch.no_grad():
             assert_same(layer.forward_routed(x, routing), alone.forward_routed(x, routing), what)
 
@@ -377,7 +377,7 @@ def test_slots_that_a_user_emptied_are_used_again(world_size):
             balancer.settle()
             assert layer.placement.expert_map.num_redundant == 0
             ids = torch.tensor([[0, 1, 2]] * 8, device=context.device)
-            routing = Routing(LogicalIds(ids), torch.ones(8, 3, device=context.device))
+            routing = Routing(ids, torch.ones(8, 3, device=context.device))
             for _ in range(40):
                 layer.forward_routed(torch.zeros(8, 16, device=context.device), routing)
                 balancer.step()

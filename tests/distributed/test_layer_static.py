@@ -19,7 +19,7 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
 from tests.fixtures.layer_static import CONFIG, TOKENS, WIDE, Captured, as_it_arrives, on_the_cpu
@@ -289,7 +289,7 @@ def check_call_eagerly(layer: MoELayer, tensors: list[dict[str, torch.Tensor]], 
     tokens = (33, 0, 64, 7)[rank]
     x = torch.randn(tokens, WIDE.hidden_size, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
     routing = integer_routing(tokens, WIDE, rank)
-    routing = Routing(LogicalIds(routing.ids.to(device)), routing.weights.to(device))
+    routing = Routing(routing.ids.to(device), routing.weights.to(device))
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
     x = as_it_arrives(layer, x)

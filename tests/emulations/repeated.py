@@ -28,7 +28,7 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.launches import Driver
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
@@ -152,7 +152,7 @@ def given(tokens: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> tuple
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, CONFIG.hidden_size, generator=generator).bfloat16()
     ids = torch.rand(tokens, CONFIG.num_experts, generator=generator).topk(CONFIG.top_k).indices.to(dtype)
-    return x, Routing(LogicalIds(ids), torch.rand(ids.shape, generator=generator))
+    return x, Routing(ids, torch.rand(ids.shape, generator=generator))
 
 
 @torch.no_grad()

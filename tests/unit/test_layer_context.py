@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, Routing
-from ep_moe.types import LogicalIds
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
 
@@ -22,7 +21,7 @@ def test_destroyed_context_refuses_forwards_and_layers():
     context.destroy()
     for call in (
         lambda: layer(torch.ones(1, HIDDEN)),
-        lambda: layer.forward_routed(torch.ones(3, HIDDEN), Routing(LogicalIds(IDS), WEIGHTS)),
+        lambda: layer.forward_routed(torch.ones(3, HIDDEN), Routing(IDS, WEIGHTS)),
         lambda: MoELayer(shape(), context),
     ):
         with pytest.raises(RuntimeError, match="this EPContext was destroyed"):

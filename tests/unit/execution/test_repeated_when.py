@@ -25,7 +25,7 @@ from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
 from ep_moe.runtime.profiling import StageTimes
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.emulations.repeated import (  # noqa: F401 (fixtures)
     CONFIG,
     CPU,
@@ -114,7 +114,7 @@ def test_tensors_that_binaries_do_not_take(which, change, layer):
     x, routing = given(2)
     parts = {"x": x, "ids": routing.ids, "weights": routing.weights}
     parts[which] = change(parts[which])
-    assert not repeats(layer, parts["x"], Routing(LogicalIds(parts["ids"]), parts["weights"]))
+    assert not repeats(layer, parts["x"], Routing(parts["ids"], parts["weights"]))
     assert repeats(layer, x, routing)
 
 
@@ -280,9 +280,7 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     if why == "another transport":
         monkeypatch.setattr(NVLinkP2PDispatcher, "again", lambda *given: None)
     x, routing = given(1)
-    routing = Routing(
-        LogicalIds(routing.ids[:, : config.top_k].contiguous()), routing.weights[:, : config.top_k].clone()
-    )
+    routing = Routing(routing.ids[:, : config.top_k].contiguous(), routing.weights[:, : config.top_k].clone())
     with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
         for _ in range(6):
             assert not repeats(layer, x, routing)
