@@ -102,7 +102,7 @@ class _Places:
         others = [module for module in modules if not isinstance(module, ExpertWeights)]
         self._children = [(module._modules, list(module._modules.values())) for module in others]
         self._owners: list[Any] = [tensors for module in others for tensors in (module._parameters, module._buffers)]
-        self._owners += [module.tensors for module in weights]
+        self._owners += [module.stored_tensors() for module in weights]
         self._sizes = list(map(len, self._owners))
         self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
         self._places = self._now()

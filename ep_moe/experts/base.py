@@ -262,7 +262,7 @@ class Experts(ABC):
         without rows, or without experts, as on its peers."""
         if not self.capabilities.differentiable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return y  # compiled layers have no peers
-        given = (received.x, received.weights, *self.weights.tensors.values(), self.weights.anchor)
+        given = (received.x, received.weights, *self.weights.stored_tensors().values(), self.weights.anchor)
         joined: Tensor = _Attached.apply(y, *(one for one in given if one is not None and one.requires_grad))
         return joined
 

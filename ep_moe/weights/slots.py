@@ -84,9 +84,12 @@ class ExpertSlots(nn.Module):
         """What fresh experts hold."""
         raise NotImplementedError
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All stored tensors of all slots, [L, ...] each. While a kernel runs they are functions of the parameters."""
+    def stored_tensors(self) -> Mapping[str, Tensor]:
+        """Return the stored tensors of all slots, [L, ...] each.
+
+        While a kernel runs they are functions of the parameters. At other times a method, and no property: numbers of
+        parameters that were replaced are first written into them.
+        """
         if self._joined is not None:
             return self._joined
         if self._slots and not torch.compiler.is_compiling():
@@ -101,7 +104,7 @@ class ExpertSlots(nn.Module):
 
     def stored(self, name: str) -> Tensor | None:
         """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
-        return self.tensors.get(name)
+        return self.stored_tensors().get(name)
 
     def get_parameter(self, target: str) -> Any:
         """A stored tensor of all slots, such as "w13", as kernels read it; or a parameter by its path, such as "3.w1".
@@ -110,17 +113,17 @@ class ExpertSlots(nn.Module):
         if found is not None:
             return found
         if target in self._held:
-            return self.tensors[target]
+            return self.stored_tensors()[target]
         return super().get_parameter(target)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_slots", ()):
-            return self.tensors[name]
+            return self.stored_tensors()[name]
         return super().__getattr__(name)
 
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a kernel on the parameters: within, `tensors` are functions of them, gathered first where they are
-        sharded. A module's call, so that wrappers' hooks come before and behind it."""
+        """Run a kernel on the parameters: within, `stored_tensors` gives functions of them, gathered first where they
+        are sharded. A module's call, so that wrappers' hooks come before and behind it."""
         before, self._joined = self._joined, self._join()
         try:
             return compute(*arguments)
