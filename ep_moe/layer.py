@@ -498,7 +498,7 @@ class MoELayer(nn.Module):
             self.placement.update(saved)
         except ConfigError:
             return  # keys that are missing are reported
-        self.expert_weights.expert_map = saved
+        self.expert_weights.set_expert_map(saved)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -205,7 +205,7 @@ class ExpertBalancer:
                 assert self._migration is not None
                 self._migration.advance()
                 if self._migration.done and not self._problem:
-                    self._trouble_here(self._migration.damaged)
+                    self._trouble_here(self._migration.damage())
             elif self._state is State.PLANNING and self._decision is None and not self._problem:
                 self._look_at_plan()
             if not self._done and time.monotonic() - self._since > self._connection.deadline_s:

@@ -57,7 +57,7 @@ class ExpertSlots(nn.Module):
         problem = scheme.problem(config, self.etp.size)
         if problem is not None:
             raise ConfigError(problem)
-        self._expert_map = expert_map
+        self.expert_map = expert_map
         self.num_slots = expert_map.num_slots(ep_rank)
         self.updates = 0  # calls that may have written weights, alike on all ranks
         self._dtype = dtype or torch.get_default_dtype()
@@ -225,14 +225,9 @@ class ExpertSlots(nn.Module):
                     self._views.append((parameter, view))
             self.add_module(str(expert), module)
 
-    @property
-    def expert_map(self) -> ExpertMap:
-        return self._expert_map
-
-    @expert_map.setter
-    def expert_map(self, expert_map: ExpertMap) -> None:
-        """Slots hold other experts from now on."""
-        self._expert_map = expert_map
+    def set_expert_map(self, expert_map: ExpertMap) -> None:
+        """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
+        self.expert_map = expert_map
         self._name_experts(requires_grad=any(p.requires_grad for p in self.parameters()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

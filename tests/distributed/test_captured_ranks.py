@@ -68,7 +68,7 @@ def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
         )
         moved = ExpertMap(physical_to_logical=turned, num_experts=6, num_ranks=world_size)
         layer.placement.update(moved)
-        layer.expert_weights.expert_map = moved
+        layer.expert_weights.set_expert_map(moved)
         fill(layer)
         check(layer, 4, 99 + rank, replays=True)
         assert max(everywhere(sum(layer.stats().expert_load))) > 0

@@ -276,7 +276,7 @@ def test_captured_with_other_routes_tokens_and_placements(scheme, experts, optio
         )
         moved = ExpertMap(physical_to_logical=rotated, num_experts=10, num_ranks=world_size)
         layer.placement.update(moved)
-        layer.expert_weights.expert_map = moved
+        layer.expert_weights.set_expert_map(moved)
         for expert in range(10):
             layer.update_expert(expert, **tensors[expert])
         assert captured.replay(TOKENS, 77 + rank) <= 1, "after the placement changed"

@@ -61,7 +61,7 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(bound, pair, world
         )
         other = ExpertMap(physical_to_logical=turned, num_experts=10, num_ranks=world_size)
         layers[0].placement.update(other)
-        layers[0].expert_weights.expert_map = other
+        layers[0].expert_weights.set_expert_map(other)
         written(layers[0])
         assert check(layers[0], rows(layers[0], 32, rank), routes(layers[0], 32, rank))
         assert len(set(everywhere(context.flight_recorder.number))) == 1
