@@ -279,7 +279,7 @@ class MoELayer(nn.Module):
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
         """A call with arguments that were checked."""
         flow, shape = self.context._tokens, x.shape
-        with self.context._entered(self.name, self._carried):
+        with self.context._entered(self.name, self._carried()):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
@@ -297,11 +297,10 @@ class MoELayer(nn.Module):
                 out = flow.leave(out if shared is None else (out + shared).to(out.dtype), call)
         return out.view(shape)
 
-    @property
     def _carried(self) -> str:
         """What decides the sizes of all that a call exchanges; the ranks compare it."""
         alone = torch.compiler.is_compiling() or self.context.flight_recorder.alone
-        return "" if alone else self._dispatch_shape.described
+        return "" if alone else self._dispatch_shape().described
 
     def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
         """What a call is differentiated by, where more ranks than the EP group must go backward together."""
@@ -513,9 +512,9 @@ class MoELayer(nn.Module):
         """Transport and kernel under the bound in force."""
         return self._picks.at(self.context._current_limit)
 
-    @property
     def _dispatcher(self) -> Dispatcher:
-        """The context's dispatcher for this layer's present dtype and the bound in force; a fused kernel has none."""
+        """The context's dispatcher for this layer's present dtype and the bound in force, made with the peers on first
+        use; a fused kernel has none."""
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
         pick = self._pick
@@ -525,7 +524,6 @@ class MoELayer(nn.Module):
             found = self._dispatchers[key] = self.context._dispatcher(key[0], self._shape_of(pick))
         return found
 
-    @property
     def _dispatch_shape(self) -> DispatchShape:
         """Under the bound in force."""
         return self._shape_of(self._pick)
@@ -674,18 +672,18 @@ class MoELayer(nn.Module):
                 return f"experts={kernel.name}"
         if self.wire != PLAIN_WIRE:
             return f"{self.wire}"
-        return "" if self._dispatcher.capabilities.differentiable else f"all2all={self._pick.choice.all2all}"
+        return "" if self._dispatcher().capabilities.differentiable else f"all2all={self._pick.choice.all2all}"
 
     def _id_problem(self, routing: Routing) -> str | None:
         """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
-        transport = self.experts if isinstance(self.experts, FusedExperts) else self._dispatcher
+        transport = self.experts if isinstance(self.experts, FusedExperts) else self._dispatcher()
         if torch.compiler.is_compiling() or (not transport.capabilities.host_sync and routing.ids.is_cuda):
             return None
         return id_problem(routing.ids, self.config.num_experts)
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
-        with self.context._entered(self.name, self._carried):
+        with self.context._entered(self.name, self._carried()):
             self.context._tokens.enter(0, problem, self.context.device)
             self._refuse_dispatch(problem)
 
@@ -698,7 +696,7 @@ class MoELayer(nn.Module):
         if isinstance(self.experts, FusedExperts):
             return FusedCall(self.experts, x, routed, self.context._current_limit, self._stage)
         assert isinstance(routed, PhysicalRouting)
-        return Exchange(self.context, self._dispatcher, cast("Experts", self._kernel), x, routed)
+        return Exchange(self.context, self._dispatcher(), cast("Experts", self._kernel), x, routed)
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)

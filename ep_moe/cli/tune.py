@@ -300,7 +300,7 @@ def _candidates(
         for pipeline in (None, *parts):
             line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
             dispatch_shape = dataclasses.replace(
-                layer._dispatch_shape, max_tokens=pipeline or context._max_dispatch_tokens
+                layer._dispatch_shape(), max_tokens=pipeline or context._max_dispatch_tokens
             )
             make = partial(_transport, context, transport, dispatch_shape, pipeline)
             dispatcher, problem = _tried(context, f"making {transport}", make)

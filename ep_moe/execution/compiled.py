@@ -37,4 +37,4 @@ def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMa
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def connected(layer: Any) -> bool:
     """Have the layer's dispatcher made, if it is not. Run while a graph is traced, and not a part of it."""
-    return layer._dispatcher is not None
+    return layer._dispatcher() is not None

@@ -47,7 +47,6 @@ class Layer(Protocol):
     shared_experts: nn.Module | None
     expert_weights: ExpertWeights
 
-    @property
     def _carried(self) -> str: ...
 
 
@@ -94,7 +93,7 @@ class RankChecks:
         device = layer.context.device
         if torch.compiler.is_compiling() or capturing(device):
             return
-        with layer.context._entered(layer.name, layer._carried), torch.no_grad():
+        with layer.context._entered(layer.name, layer._carried()), torch.no_grad():
             whole = layer.context.rank_groups["lockstep"]
             dense = dict(_dense(layer))
             text = zlib.crc32(layer.placement.expert_map.to_json().encode())

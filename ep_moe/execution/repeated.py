@@ -51,7 +51,6 @@ class Layer(Protocol):
 
     @property
     def _kernel(self) -> Any: ...
-    @property
     def _dispatcher(self) -> Dispatcher: ...
     @property
     def device(self) -> torch.device: ...
@@ -160,7 +159,7 @@ class AutomaticGraphs:
 
     def _recorded(self, layer: Layer, ids: torch.dtype, bound: int, placing: Placing) -> _Call | None:
         context, c = self._context, self._config
-        again, shared = layer._dispatcher.again(bound), layer.shared_experts
+        again, shared = layer._dispatcher().again(bound), layer.shared_experts
         if again is None or not (shared is None or _behind(shared, again.few)):
             return None
         form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
@@ -175,7 +174,7 @@ class AutomaticGraphs:
                 text = f"calls of {layer.name} take the host longer than they could, they cannot be recorded: {error}"
                 warnings.warn(text, stacklevel=2)
             return None
-        left = (layer.name, "combine", layer._dispatcher.name, True)
+        left = (layer.name, "combine", layer._dispatcher().name, True)
         return _Call(form, graph, again.buffer_slot, again.few, placing, layer.expert_weights.place, left)
 
 

@@ -61,7 +61,7 @@ def test_layers_share_dispatchers_by_geometry(world_size):
         for turn in range(2):
             for layer in layers:
                 check_call(fill(layer), context, tokens=turn + 1, what=layer.name)
-        first, second, *others = (layer._dispatcher for layer in layers)
+        first, second, *others = (layer._dispatcher() for layer in layers)
         assert first is second
         assert len({id(dispatcher) for dispatcher in (first, *others)}) == 5
         assert [layer.name for layer in layers] == [f"moe{index}" for index in range(6)]

@@ -129,7 +129,7 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
             else:
                 late = layer.placement(Routing(routing.ids[:3], routing.weights))
                 with pytest.raises(InputError, match=r"rank 1: routing.ids must be \[T, K\] = \[9, 3\], got \[3, 3\]"):
-                    layer._dispatcher.dispatch(x, late)
+                    layer._dispatcher().dispatch(x, late)
                 assert not layer.placement.expert_load.any()
         barrier(rank_device())
 

@@ -61,19 +61,21 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
                 check_call(layer, context, tokens=4, what=f"{sizes}, at most 4")
             check_call(layer, context, tokens=9, what=f"{sizes}, after")
             twin = MoELayer(CONFIG, context, expert_map=layer.placement.expert_map, all2all=kind.name)
-            assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer._dispatch_shape) > 0
+            assert (
+                twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer._dispatch_shape()) > 0
+            )
             assert context.plan()["transport"] == layer.plan()["transport"], "equal layers share their buffers"
             del twin, layer
         parts = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=2))
-        assert parts._dispatch_shape.max_tokens == 2
-        each = kind.buffer_bytes(parts._dispatch_shape)
-        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts._dispatch_shape)
+        assert parts._dispatch_shape().max_tokens == 2
+        each = kind.buffer_bytes(parts._dispatch_shape())
+        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts._dispatch_shape())
         for tokens in (9, 0, 5, 1):
             check_call(parts, context, tokens=tokens, what=f"{sizes}, T={tokens}, in parts")
         with context.token_limit(2):
             check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
-        buffer_pool = context._pool[kind.name, parts._dispatch_shape].buffer_pool
-        planned = kind.calls_in_parts(parts._dispatch_shape)
+        buffer_pool = context._pool[kind.name, parts._dispatch_shape()].buffer_pool
+        planned = kind.calls_in_parts(parts._dispatch_shape())
         assert len(buffer_pool.made) == min(planned, -(-context.layout.max_dispatch_tokens(9) // 2)), (
             "workspaces as planned"
         )

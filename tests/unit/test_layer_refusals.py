@@ -71,7 +71,7 @@ def test_dispatcher_refuses_logical_ids(context):
     """The mix-up that no shape or range would show: both are integers below E."""
     layer = MoELayer(shape(), context)
     with pytest.raises(InputError) as error:
-        layer._dispatcher.dispatch(torch.ones(3, HIDDEN), Routing(IDS, WEIGHTS))
+        layer._dispatcher().dispatch(torch.ones(3, HIDDEN), Routing(IDS, WEIGHTS))
     assert "routing must be a PhysicalRouting (pass it through Placement), got Routing" in str(error.value)
 
 
@@ -90,13 +90,13 @@ def test_dispatcher_refuses_logical_ids(context):
 def test_dispatcher_refuses_what_does_not_fit(context, all2all, x, ids, message):
     layer = MoELayer(shape(), context, all2all=all2all)
     with pytest.raises(InputError) as error:
-        layer._dispatcher.dispatch(x, PhysicalRouting(PhysicalIds(ids), WEIGHTS))
+        layer._dispatcher().dispatch(x, PhysicalRouting(PhysicalIds(ids), WEIGHTS))
     assert message in str(error.value)
 
 
 def test_a_result_is_waited_for_once(context):
     layer = MoELayer(shape(), context)
-    pending = layer._dispatcher.dispatch_start(torch.ones(3, HIDDEN), PhysicalRouting(PhysicalIds(IDS), WEIGHTS))
+    pending = layer._dispatcher().dispatch_start(torch.ones(3, HIDDEN), PhysicalRouting(PhysicalIds(IDS), WEIGHTS))
     pending.wait()
     with pytest.raises(RuntimeError, match="waited for already"):
         pending.wait()

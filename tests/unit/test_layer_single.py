@@ -65,13 +65,13 @@ def test_input_may_begin_anywhere(context):
     start = -room.data_ptr() % 16 // 4 + 1
     odd = room[start : start + x.numel()].view(x.shape).copy_(x).requires_grad_()
     assert odd.data_ptr() % 16 == 4
-    seen, start_of = [], type(layer._dispatcher)._begin_dispatch
+    seen, start_of = [], type(layer._dispatcher())._begin_dispatch
 
     def noted(self, x, *rest):
         seen.append(x.data_ptr() % 16)
         return start_of(self, x, *rest)
 
-    with mock.patch.object(type(layer._dispatcher), "_begin_dispatch", noted):
+    with mock.patch.object(type(layer._dispatcher()), "_begin_dispatch", noted):
         y = layer(odd)
     assert seen == [0]
     x.requires_grad_()

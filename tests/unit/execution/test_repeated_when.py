@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 
 def test_from_the_third_on(driver, context):
     layer = built(context)
-    assert layer._dispatcher.again(MOST) is None
+    assert layer._dispatcher().again(MOST) is None
     assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
     assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, False, True]
     with context.token_limit(2):
@@ -169,7 +169,7 @@ def on_another_stream(layer):
 
 
 def after_another_stream(layer):
-    return mock.patch.object(layer._dispatcher.buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
+    return mock.patch.object(layer._dispatcher().buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
 
 
 def captured(layer):
@@ -187,7 +187,7 @@ def compiled(layer):
 def test_states_in_which_the_layer_runs(state, layer):
     x, routing = given(1)
     with (
-        mock.patch.object(layer._dispatcher.buffer_pool.made[0], "follow"),
+        mock.patch.object(layer._dispatcher().buffer_pool.made[0], "follow"),
         mock.patch.object(MoELayer, "run", autospec=True, return_value=x) as run,
         mock.patch.object(Placement, "forward", side_effect=AssertionError("it was placed for nothing")),
         torch.no_grad(),
@@ -200,7 +200,7 @@ def test_states_in_which_the_layer_runs(state, layer):
 
 def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
     x, routing = given(1)
-    buffer_slot = layer._dispatcher.buffer_pool.made[0]
+    buffer_slot = layer._dispatcher().buffer_pool.made[0]
     buffer_slot.busy = True
     assert not repeats(layer, x, routing)
     buffer_slot.busy = False

@@ -109,8 +109,8 @@ def test_a_call_of_another_kind(routed, sentence):
     layer = layer_of()
     kernel = layer.experts
     sizes = {"hidden_size": 16, "top_k": 2, "slots_per_rank": 6, "num_ranks": 1, "dtype": torch.float32}
-    assert layer._dispatch_shape == FusedDispatchShape(**sizes, kernel="routes_inside", intermediate_size=16)
-    alone = RoutesInside(CONFIG, layer.expert_weights, RankGroup.alone(), layer._dispatch_shape)
+    assert layer._dispatch_shape() == FusedDispatchShape(**sizes, kernel="routes_inside", intermediate_size=16)
+    alone = RoutesInside(CONFIG, layer.expert_weights, RankGroup.alone(), layer._dispatch_shape())
     for each in (kernel, alone):
         with pytest.raises(InputError, match=sentence):
             each(torch.zeros(3, 16), routed)
