@@ -73,21 +73,23 @@ _COMPILED = nullcontext()  # a graph is traced once, and runs where nothing here
 
 
 class EPContext:
-    """Rank layout and groups, the pool of dispatchers, the lockstep ledger and the deadline of one model.
+    """Rank layout and groups, the pool of dispatchers, the flight recorder and the deadline of one model.
 
     Made collectively by one of `from_torchrun`, `from_groups`, `from_mesh`; `local` makes one for a single process.
-    Outlives its layers, is not re-entrant, works as a context manager. Several may live in one process.
+    These call the constructor. Outlives its layers, is not re-entrant, works as a context manager. Several may live in
+    one process.
 
-    layout: this rank's RankLayout; device: where the layers compute; gpu: its index, None on a CPU
-    tokens: the TokenFlow between attention's and the experts' view
-    agreement: among the ranks that run the same layers (this rank's lockstep group)
-    stage_times: None, or a StageTimes that the layers add to
-    max_tokens: the most tokens that any rank passes to a layer in one call; None: any number, and no transport with
-        fixed buffers
-    workspaces: the kernels' scratch memory, shared by all layers
-    compute: the stream that computes parts while others travel
-    recorders: of captured calls, one for each stream that they were captured for
-    generation: what keeps ranks in step while models of `integrations` generate
+    Args:
+        layout: This rank's coordinates and groups.
+        device: Where the layers compute.
+        store: Shared by the ranks; None for a single process.
+        rank_groups: Process groups by kind.
+        flight_recorder: Follows the steps of this rank and its peers.
+        max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number, and no transport
+            with fixed buffers.
+
+    Attributes:
+        consensus: Among the ranks that run the same layers (this rank's lockstep group).
     """
 
     def __init__(
@@ -349,7 +351,7 @@ class EPContext:
 
     @contextmanager
     def token_limit(self, max_tokens: int) -> Iterator[None]:
-        """Bound the tokens of calls within, below the context's `max_tokens`.
+        """Bound the tokens of calls within a block, below the context's `max_tokens`.
 
         Receivers of transports with fixed buffers then look at fewer empty rows. Put it around a capture, or around
         many
@@ -357,6 +359,9 @@ class EPContext:
 
         Args:
             max_tokens: The most tokens that any rank passes to a layer within, in [1, `EPContext.max_tokens`].
+
+        Yields:
+            Nothing.
 
         Raises:
             ConfigError: on all ranks, where a value is out of range or ranks disagree.

@@ -277,7 +277,16 @@ class MoELayer(nn.Module):
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
-        """A call with arguments that were checked."""
+        """Route, place, dispatch, compute, combine: a call with arguments that were checked.
+
+        Args:
+            x: [..., H] of the layer's dtype.
+            routing: As `forward_routed` takes it; None for the layer's own router.
+            mask: Which rows are tokens; None where all are.
+
+        Returns:
+            [..., H].
+        """
         flow, shape = self.context._tokens, x.shape
         with self.context._entered(self.name, self._carried()):
             rows = x.reshape(-1, self.config.hidden_size)
@@ -501,10 +510,12 @@ class MoELayer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
         return self.expert_weights.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the expert weights lie."""
         return self.expert_weights.device
 
     @property
@@ -581,7 +592,11 @@ class MoELayer(nn.Module):
         return layer_stats(self.name, self.placement, self.context.rank_groups["ep"])
 
     def no_stats(self) -> AbstractContextManager[None]:
-        """Within, forwards are not counted as load: for warm-up and idle steps."""
+        """Count no forward as load within the block: for warm-up and idle steps.
+
+        Returns:
+            A context manager.
+        """
         return self.placement.no_stats()
 
     def explain(self) -> list[select.BackendChoice]:
@@ -594,6 +609,7 @@ class MoELayer(nn.Module):
         return table if self.tuned is None else self._picks.explained(table)
 
     def extra_repr(self) -> str:
+        """Describe the layer in one line, for `print`."""
         c = self.config
         return (
             f"{self.name}: H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, "

@@ -111,9 +111,14 @@ class ExpertsCapabilities(KernelCapabilities):
 class ExpertsOptions:
     """How a kernel runs, where it leaves a choice.
 
-    deterministic: equal inputs give equal bits
-    chunk_rows: received rows of one kernel call; more are computed in several, so that scratch memory has a bound
-    spare_sms: multiprocessors that its long-running kernels leave to a transport beside them (`MoELayer(pipeline=)`)
+    Args:
+        deterministic: Equal inputs give equal bits.
+        chunk_rows: Received rows of one kernel call. More are computed in several, so that scratch memory has a bound.
+        spare_sms: Multiprocessors that its long-running kernels leave to a transport beside them
+            (`MoELayer(pipeline=)`).
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     deterministic: bool = False
