@@ -35,9 +35,9 @@ from ep_moe.parallel.groups import (
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.mesh import axis_groups, members, read_mesh
 from ep_moe.parallel.token_flow import TokenFlow
+from ep_moe.renamed import renamed
 from ep_moe.runtime.devices import as_device, gpu_index, on_device, on_device_of
 from ep_moe.runtime.profiling import StageTimes
-from ep_moe.runtime.renamed import renamed, warn_renamed
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
@@ -384,11 +384,7 @@ class EPContext:
             self._current_limit = before
 
     links = renamed("links", "rank_groups")
-
-    def at_most(self, max_tokens: int) -> AbstractContextManager[None]:
-        """Deprecated name of `token_limit`."""
-        warn_renamed("EPContext.at_most", "token_limit")
-        return self.token_limit(max_tokens)
+    at_most = renamed("at_most", "token_limit")
 
     def _name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""

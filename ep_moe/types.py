@@ -17,10 +17,12 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, NewType, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NewType, TypeVar
 
 import torch
 from torch import Tensor
+
+from ep_moe.renamed import renamed_in
 
 PhysicalIds = NewType("PhysicalIds", Tensor)
 LocalIds = NewType("LocalIds", Tensor)
@@ -360,5 +362,16 @@ def recomputing() -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as configurations do: "bfloat16" for torch.bfloat16."""
+    """Name a dtype as configurations do.
+
+    Args:
+        dtype: Such as torch.bfloat16.
+
+    Returns:
+        Such as "bfloat16".
+    """
     return str(dtype).removeprefix("torch.")
+
+
+if not TYPE_CHECKING:  # checkers know the new names alone
+    __getattr__ = renamed_in(__name__, {"PeerCells": ("PeerPackets", PeerPackets)})

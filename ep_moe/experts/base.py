@@ -17,7 +17,7 @@ from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
-from ep_moe.runtime.renamed import PLUGIN_HOOKS, take_old_names
+from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
