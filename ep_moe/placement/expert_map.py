@@ -41,12 +41,12 @@ class ExpertMap:
     allow_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        set_counts(self, token_limit=MOST_EXPERTS, num_experts=1, num_ranks=1)
+        set_counts(self, at_most=MOST_EXPERTS, num_experts=1, num_ranks=1)
         set_flags(self, "allow_duplicates")
         if type(self.physical_to_logical) is not tuple:  # a list has no hash
             object.__setattr__(self, "physical_to_logical", _whole("physical_to_logical", self.physical_to_logical))
         check_count(
-            "ExpertMap.physical_to_logical slots", len(self.physical_to_logical), at_least=0, token_limit=MOST_EXPERTS
+            "ExpertMap.physical_to_logical slots", len(self.physical_to_logical), at_least=0, at_most=MOST_EXPERTS
         )
         if not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
@@ -114,8 +114,8 @@ class ExpertMap:
         Raises:
             ConfigError: a number is out of range.
         """
-        num_experts = check_count("ExpertMap.num_experts", num_experts, at_least=1, token_limit=MOST_EXPERTS)
-        num_ranks = check_count("ExpertMap.num_ranks", num_ranks, at_least=1, token_limit=MOST_EXPERTS)
+        num_experts = check_count("ExpertMap.num_experts", num_experts, at_least=1, at_most=MOST_EXPERTS)
+        num_ranks = check_count("ExpertMap.num_ranks", num_ranks, at_least=1, at_most=MOST_EXPERTS)
         return cls.from_ranks([list(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)], num_experts)
 
     @classmethod
@@ -134,10 +134,9 @@ class ExpertMap:
         if isinstance(counts, str) or not isinstance(counts, Iterable):
             raise ConfigError(f"ExpertMap.uneven: counts must be a sequence of integers, got {shown(counts)}")
         counts = [
-            check_count(f"counts[{rank}]", count, at_least=0, token_limit=MOST_EXPERTS)
-            for rank, count in enumerate(counts)
+            check_count(f"counts[{rank}]", count, at_least=0, at_most=MOST_EXPERTS) for rank, count in enumerate(counts)
         ]
-        check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, token_limit=MOST_EXPERTS)
+        check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, at_most=MOST_EXPERTS)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         ranks = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
         return cls.from_ranks(ranks, sum(counts))
@@ -158,7 +157,7 @@ class ExpertMap:
             ConfigError: a number is out of range, or a rank would hold an expert twice.
         """
         num_experts, num_ranks, num_redundant = (
-            check_count(f"ExpertMap.{name}", value, at_least=least, token_limit=MOST_EXPERTS)
+            check_count(f"ExpertMap.{name}", value, at_least=least, at_most=MOST_EXPERTS)
             for name, value, least in (
                 ("num_experts", num_experts, 1),
                 ("num_ranks", num_ranks, 1),
