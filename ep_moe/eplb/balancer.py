@@ -300,7 +300,7 @@ class ExpertBalancer:
             self._decision = decision
 
     def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, TransferSchedule]]:
-        pairs = zip(self.layers, decision.itineraries, strict=True)
+        pairs = zip(self.layers, decision.schedules, strict=True)
         return [(layer, part) for layer, parts in pairs for part in parts]
 
     @property

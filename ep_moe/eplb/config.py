@@ -19,9 +19,9 @@ class EPLBConfig:
         window: The last so many of these steps are counted.
         bytes_per_step: What a rank sends, and what it receives, in one step.
         bytes_per_commit: What a rank rewrites between two forwards, where experts do not change places in larger
-            cycles. A layer that needs more is put in force in pieces, each a map of its own. A balancer holds both as
-            memory, the step's for 16 experts at most and the commit's for 8 at least, and for no more than a layer has
-            on a rank.
+            cycles. A layer that needs more is put in force in sub-plans, each a map of its own. A balancer holds both
+            as memory, the step's for 16 experts at most and the commit's for 8 at least, and for no more than a layer
+            has on a rank.
         sync_every: Steps between two looks at the other ranks while a rebalance is under way. A layer is put in force
             at such a step; nothing is exchanged while none is under way.
         deadline_s: Seconds after which a rank that does not answer is lost, and a transfer after half of it. At most

@@ -17,7 +17,7 @@ class BalancerStats:
         state: What is under way.
         steps: Calls of `step`.
         rebalances: Plans that were begun.
-        commits: Of layers, or pieces of them.
+        commits: Of layers, or sub-plans of them.
         rollbacks: Rebalances that came to nothing.
         skipped: Windows that ended while a rebalance was still under way.
         restarts: Layers begun anew because their weights were updated on the way.

@@ -15,7 +15,7 @@ from ep_moe import (
 )
 from ep_moe.eplb.cost import H200
 from ep_moe.eplb.migration.consensus import State
-from ep_moe.eplb.migration.pieces import pieces
+from ep_moe.eplb.migration.sub_plans import sub_plans
 from ep_moe.placement.placement import Replicas
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
@@ -52,7 +52,7 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
                 maps = [random_map(world_size, slots_per_rank, 10 * turn + index) for index in range(2)]
                 addresses = [layer.expert_weights.place for layer in layers]
                 for layer, new in zip(layers, maps, strict=True):
-                    counted += len(pieces(layer.placement.expert_map, new, max(1, commit // ROW)))
+                    counted += len(sub_plans(layer.placement.expert_map, new, max(1, commit // ROW)))
                 balancer.move_to(maps)
                 all_alike(drive(balancer, layers, context))
                 assert [layer.placement.expert_map for layer in layers] == maps
