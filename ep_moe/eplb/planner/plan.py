@@ -31,7 +31,7 @@ from ep_moe.eplb.planner.candidates import (
     refined,
 )
 from ep_moe.eplb.planner.packing import ABSENT, Bools, Floats, Ints
-from ep_moe.eplb.planner.relabel import keep_slots
+from ep_moe.eplb.planner.relabel import relabel_slots
 from ep_moe.eplb.planner.score import checked_loads, dead_of
 from ep_moe.errors import ConfigError, NoRoom
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
@@ -107,7 +107,7 @@ def _plan(problem: Problem) -> Ints:
         found, done = _improved(part)
         changed = np.flatnonzero((found != part.now).any((1, 2)))
         found, old = occupied(part.only(changed), found[changed]), problem.now[layers[changed]]
-        planned[layers[changed]] = keep_slots(old, found, problem.load.shape[1])
+        planned[layers[changed]] = relabel_slots(old, found, problem.load.shape[1])
         layers = layers[~done]
     return planned
 
