@@ -53,8 +53,8 @@ from ep_moe.runtime.devices import as_device, elsewhere, on_device, on_device_of
 from ep_moe.runtime.launch_cache import aligned
 from ep_moe.runtime.profiling import stage
 from ep_moe.selection import explain as select
+from ep_moe.selection.backend_table import TableEntry
 from ep_moe.selection.kernel_tuning import Kernel, tuned_on_one_rank
-from ep_moe.selection.picks import TableEntry
 from ep_moe.selection.resolve import LayerRequest, agree, device_of
 from ep_moe.selection.tuned import Tuned
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, dtype_name, recomputing
@@ -124,9 +124,9 @@ class MoELayer(nn.Module):
         asked = LayerRequest(
             all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
         )
-        self._picks, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
-        self.choice = self._picks.last.choice  # of a tuned layer that for the most tokens
-        self._fixed = self._picks.fixed
+        self._table, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
+        self.choice = self._table.last.choice  # of a tuned layer that for the most tokens
+        self._fixed = self._table.fixed
         self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
         self._shapes: dict[Any, DispatchShape] = {}
         self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
@@ -166,7 +166,7 @@ class MoELayer(nn.Module):
             self.experts = kernel(config, self.expert_weights, context._workspaces, options)
         self._others: dict[str, Experts] = {  # for fewer tokens, on the same weights
             name: registry.load("experts", name)(config, self.expert_weights, context._workspaces, options)
-            for name in self._picks.kernels[1:]
+            for name in self._table.kernels[1:]
         }
         self._checks = RankChecks(self)
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
@@ -448,7 +448,7 @@ class MoELayer(nn.Module):
     @property
     def _kernel(self) -> Kernel:
         """That of `kernels` which serves calls under the bound in force."""
-        return self._others.get(self._pick.choice.experts, self.experts)
+        return self._others.get(self._entry.choice.experts, self.experts)
 
     @property
     def _kernels(self) -> tuple[Kernel, ...]:
@@ -519,35 +519,35 @@ class MoELayer(nn.Module):
         return self.expert_weights.device
 
     @property
-    def _pick(self) -> TableEntry:
+    def _entry(self) -> TableEntry:
         """Transport and kernel under the bound in force."""
-        return self._picks.at(self.context._current_limit)
+        return self._table.at(self.context._current_limit)
 
     def _dispatcher(self) -> Dispatcher:
         """The context's dispatcher for this layer's present dtype and the bound in force, made with the peers on first
         use; a fused kernel has none."""
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
-        pick = self._pick
-        key = (pick.choice.all2all, pick.room, self._call_dtype)
+        entry = self._entry
+        key = (entry.choice.all2all, entry.room, self._call_dtype)
         found = self._dispatchers.get(key)
         if found is None:
-            found = self._dispatchers[key] = self.context._dispatcher(key[0], self._shape_of(pick))
+            found = self._dispatchers[key] = self.context._dispatcher(key[0], self._shape_of(entry))
         return found
 
     def _dispatch_shape(self) -> DispatchShape:
         """Under the bound in force."""
-        return self._shape_of(self._pick)
+        return self._shape_of(self._entry)
 
-    def _shape_of(self, pick: TableEntry) -> DispatchShape:
+    def _shape_of(self, entry: TableEntry) -> DispatchShape:
         if isinstance(self.experts, FusedExperts):
             return self.experts.dispatch_shape
-        key = (pick.room, self._call_dtype)
+        key = (entry.room, self._call_dtype)
         if key not in self._shapes:
             expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
             self._shapes[key] = DispatchShape(
                 hidden_size=self.config.hidden_size, top_k=self.config.top_k, slots_per_rank=expert_map.slots_per_rank,
-                num_ranks=expert_map.num_ranks, dtype=key[1], max_tokens=pick.room, wire=self.wire,
+                num_ranks=expert_map.num_ranks, dtype=key[1], max_tokens=entry.room, wire=self.wire,
             )  # fmt: skip
         return self._shapes[key]
 
@@ -573,7 +573,7 @@ class MoELayer(nn.Module):
         """Buffers by transport and geometry."""
         if isinstance(self.experts, FusedExperts):
             return {(INSIDE, self.experts.dispatch_shape): self.experts.buffer_bytes(self.experts.dispatch_shape)}
-        return self._picks.transport_bytes(self._shape_of)
+        return self._table.transport_bytes(self._shape_of)
 
     @on_device_of(lambda self: self.context.device)
     def stats(self) -> LayerStats:
@@ -606,7 +606,7 @@ class MoELayer(nn.Module):
             One row a pair, whose status is "chosen", "possible", or the reason why it cannot run here.
         """
         table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
-        return table if self.tuned is None else self._picks.explained(table)
+        return table if self.tuned is None else self._table.explained(table)
 
     def extra_repr(self) -> str:
         """Describe the layer in one line, for `print`."""
@@ -616,7 +616,7 @@ class MoELayer(nn.Module):
             f"{c.activation.value}, ep={self.context.layout.ep}, etp={self.context.layout.etp}, "
             f"all2all={self.choice.all2all}, experts={self.choice.experts}, "
             f"quantization={self.expert_weights.scheme.name}"
-            + ("" if self.tuned is None else f", tuned: {self._picks}")
+            + ("" if self.tuned is None else f", tuned: {self._table}")
         )
 
     # --- checks ------------------------------------------------------------------------------------------------
@@ -655,13 +655,13 @@ class MoELayer(nn.Module):
         if dtype != agreed:
             return (
                 f"the layer became {dtype_name(dtype)} after its first call in {dtype_name(agreed)}, and all2all="
-                f"{self._pick.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks before the "
+                f"{self._entry.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks before the "
                 f"first call, or build another with dtype={dtype}"
             )
         if dtype == self._made_dtype:
             return None
         if dtype not in self._dtype_problems:
-            why = self._picks.dtype_problem(
+            why = self._table.dtype_problem(
                 dtype, self.config, self.context.layout, self.expert_weights.scheme, self.experts.options, self.wire
             )
             self._dtype_problems[dtype] = why and (
@@ -688,7 +688,7 @@ class MoELayer(nn.Module):
                 return f"experts={kernel.name}"
         if self.wire != PLAIN_WIRE:
             return f"{self.wire}"
-        return "" if self._dispatcher().capabilities.differentiable else f"all2all={self._pick.choice.all2all}"
+        return "" if self._dispatcher().capabilities.differentiable else f"all2all={self._entry.choice.all2all}"
 
     def _id_problem(self, routing: Routing) -> str | None:
         """Waits for the device, and so only where dispatch does too; elsewhere valid ids are the caller's duty."""
