@@ -1,5 +1,5 @@
 """What a layer's arguments are like, and what captured calls read. Such may have fewer tokens than were recorded:
-the rows behind them are then picked by no expert."""
+the rows behind them have then no route."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Inputs:
             self.tokens.zero_()
 
     def masked(self, routing: Routing) -> Routing:
-        """A router's picks for x, without those for rows that are no tokens."""
+        """A router's routes for x, without those for rows that are no tokens."""
         assert self.tokens is not None
         none = self.numbers.unsqueeze(1) >= self.tokens
         return Routing(routing.ids.masked_fill(none, -1), routing.weights)

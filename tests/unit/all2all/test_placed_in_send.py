@@ -136,7 +136,7 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
             assert (ours.sent[:MOST] < 99).all()
         for placing, sum_ in zip(ranks, counted, strict=True):
             sum_ += valid_picks(placing) * (change != "counting")
-            assert torch.equal(placing.late.expert_load.cpu(), sum_), "once per pick"
+            assert torch.equal(placing.late.expert_load.cpu(), sum_), "once per route"
             assert torch.equal(placing.late.expert_load.cpu(), placing.before.expert_load), change
             assert torch.equal(placing.late.slot_load.cpu(), placing.before.slot_load), change
 
