@@ -18,6 +18,7 @@ from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.execution.autocast import call_cast
+from ep_moe.execution.automatic_graphs import AutomaticGraphs
 from ep_moe.execution.captured import CapturedCalls
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.initial_seed import fresh_numbers
@@ -30,7 +31,6 @@ from ep_moe.execution.layer_checks import (
     rows_problem,
 )
 from ep_moe.execution.rank_checks import RankChecks
-from ep_moe.execution.repeated import AutomaticGraphs
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fused.base import (
     INSIDE,
@@ -171,7 +171,7 @@ class MoELayer(nn.Module):
         self._checks = RankChecks(self)
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
         self._captured = CapturedCalls(context, config)
-        self._repeated = AutomaticGraphs(context, config, self._kernels)
+        self._automatic_graphs = AutomaticGraphs(context, config, self._kernels)
         context._register(self)
 
     def __reduce__(self) -> Any:
@@ -266,14 +266,14 @@ class MoELayer(nn.Module):
         if not self._logit_taps and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
             if (replayed := self._captured.replay(x, routing, mask)) is not None:
                 return replayed
-            if (repeated := self._repeated.run(self, x, routing, mask)) is not None:
-                return repeated
+            if (replayed := self._automatic_graphs.run(self, x, routing, mask)) is not None:
+                return replayed
         self._checks.first_call(self)
         problem = self._problem(x, routing, mask)
         if problem is not None:
             self._refuse(problem)
         out = self.run(x, routing, mask)
-        self._repeated.note(self, routing)
+        self._automatic_graphs.note(self, routing)
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
@@ -403,12 +403,12 @@ class MoELayer(nn.Module):
         """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
         kernel.use(tuned)
         self._captured.drop()
-        self._repeated.drop()
+        self._automatic_graphs.drop()
 
     def _release_buffers(self) -> None:
         """Of what the context gives back."""
         self._captured.drop()  # graphs hold addresses of it
-        self._repeated.drop()
+        self._automatic_graphs.drop()
         self._dispatchers.clear()
 
     def capture(self, tokens: Sequence[int]) -> None:

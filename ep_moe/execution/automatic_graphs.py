@@ -1,7 +1,7 @@
-"""Eager calls that launch again what one like them launched before. To the host such a call is a look at its arguments
-and one launch: nothing is made, chosen or placed anew.
+"""Automatic CUDA graphs: eager calls that are recorded, and replayed for later calls like them. To the host a replay is
+a look at its arguments and one launch: nothing is made, chosen or placed anew.
 
-A layer's call can be repeated where it is no more than the launches of a transport (`Dispatcher.again`) and of experts,
+A layer's call can be replayed where it is no more than the launches of a transport (`Dispatcher.again`) and of experts,
 which are then one graph (`CallGraph`): rows in one part over fixed buffers, each rank's tokens its own, no gradients.
 Shared experts are called behind it where few rows travel; where many do, they are computed beside them, which is the
 layer's own. Of every other call `MoELayer.run` is the whole story, and so of the first ones.
@@ -135,7 +135,7 @@ class AutomaticGraphs:
         return out if shared is None else out + shared(x.view(tokens, form.hidden)).view(x.shape)
 
     def note(self, layer: Layer, routing: Routing | None) -> None:
-        """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are repeated."""
+        """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
         bound, device = self._context._current_limit, layer.device
         if torch.compiler.is_compiling() or not self._able or bound is None:
             return

@@ -19,7 +19,7 @@ from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
-from ep_moe.execution import repeated
+from ep_moe.execution import automatic_graphs
 from ep_moe.experts.hopper.bf16_triton import Bf16TritonExperts
 from ep_moe.experts.hopper.fp8_block_triton import Fp8BlockTritonExperts
 from ep_moe.experts.hopper.fp8_dynamic_triton import Fp8DynamicTritonExperts
@@ -110,7 +110,7 @@ def driver(monkeypatch):
             return tables(self, expert_map)
 
     monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(repeated, "Recorder", Recording(made))
+    monkeypatch.setattr(automatic_graphs, "Recorder", Recording(made))
     monkeypatch.setattr(Placement, "_tables", unpinned)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(dispatcher, "make_memory", make_memory)
@@ -144,7 +144,7 @@ def layer(driver, context):
     made = built(context)
     for _ in range(2):
         forward(made, *given(1))
-    assert len(made._repeated) == 1
+    assert len(made._automatic_graphs) == 1
     return made
 
 
