@@ -293,17 +293,17 @@ class MoELayer(nn.Module):
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
             call = flow.enter(len(rows), None, rows.device, _passed(rows, routing, mask), gradients=gradients)
-            mine, own = flow.union(rows, call), flow.own(rows, call)
+            local, gathered = flow.local_tokens(rows, call), flow.etp_gather(rows, call)
             with self._stage("route"):
-                routed = self._route(mine, own, call, routing)
-                mine, routed = self._weigh_input(mine, routed)
+                routed = self._route(gathered, local, call, routing)
+                gathered, routed = self._weigh_input(gathered, routed)
             with self._stage("place"):
                 placed = self.placement(routed, flow.mask(mask, rows, call)) if isinstance(routed, Routing) else routed
-            work = None if self.shared_experts is None else partial(self._replicated, self.shared_experts, own)
-            out, shared = self._travel(mine, placed).run(work)
-            with self._stage("leave"):
-                out = flow.reduce(out, call)
-                out = flow.leave(out if shared is None else (out + shared).to(out.dtype), call)
+            work = None if self.shared_experts is None else partial(self._replicated, self.shared_experts, local)
+            out, shared = self._travel(gathered, placed).run(work)
+            with self._stage("gather"):
+                out = flow.etp_reduce(out, call)
+                out = flow.tp_gather(out if shared is None else (out + shared).to(out.dtype), call)
         return out.view(shape)
 
     def _carried(self) -> str:
@@ -317,8 +317,8 @@ class MoELayer(nn.Module):
             return {"x": rows, "routing.weights": routing.weights}
         return {"x": rows, "router.weight": self.router.weight} if isinstance(self.router, Router) else {"x": rows}
 
-    def _route(self, rows: Tensor, own: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
-        """Of the union's `rows`. Where these come from other ranks, each rank routes its `own` ones."""
+    def _route(self, rows: Tensor, local: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
+        """Of the rows of `etp_gather`. Where these come from other ranks, each rank routes its `local` tokens."""
         flow = self.context._tokens
         tapped = self._logit_taps and not recomputing()
         if self._routes_inside:
@@ -331,9 +331,11 @@ class MoELayer(nn.Module):
                 self._tap(routing.logits)
             ids, weights = routing.ids, flow.shared_gradients(routing.weights)
             if flow.etp_rows_are_local:
-                return Routing(flow.union(ids, call), flow.union(weights, call))
-            return Routing(*flow.etp_gather_routing(flow.own(ids, call), flow.own(weights, call), call))
-        rows = rows if flow.etp_rows_are_local else own
+                return Routing(flow.etp_gather(ids, call), flow.etp_gather(weights, call))
+            return Routing(
+                *flow.etp_gather_routing(flow.local_tokens(ids, call), flow.local_tokens(weights, call), call)
+            )
+        rows = rows if flow.etp_rows_are_local else local
         chosen: Routing = self._replicated(self.router, rows)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
             problem = choice_problem(chosen, rows, self.config.top_k) or self._id_problem(chosen)
