@@ -20,7 +20,7 @@ from ep_moe import (
     ParallelConfig,
     PeerTimeout,
 )
-from ep_moe import context as context_module
+from ep_moe.parallel import connected_ranks
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import check_call, everywhere
 from tests.fixtures.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved, saved_expert
@@ -246,12 +246,12 @@ def test_groups_that_do_not_connect_are_a_sentence(world_size):
     def rank_groups(*_):
         raise RuntimeError("Gloo connectFullMesh failed with pair.h:311 Connect timeout")
 
-    before, context_module.Links = context_module.Links, rank_groups
+    before, connected_ranks.Links = connected_ranks.Links, rank_groups
     try:
         with pytest.raises(PeerTimeout, match=r"connect \(step 0\): Gloo connectFullMesh failed.*Raise deadline_s"):
             EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=1)
     finally:
-        context_module.Links = before
+        connected_ranks.Links = before
     begins = time.monotonic()
     while any(thread.name == "ep_moe ledger" for thread in threading.enumerate()):
         assert time.monotonic() < begins + 5

@@ -68,7 +68,8 @@ def missing(name: str, found: Any) -> list[str]:
         lacks = [] if found.__doc__ else [f"{name} has no docstring"]
     else:
         lacks = missing_of(name, found)
-    for own, member in vars(found).items():
+    ours = [kind for kind in found.__mro__ if kind.__module__ == found.__module__ or "ep_moe." in kind.__module__]
+    for own, member in (item for kind in ours for item in vars(kind).items()):
         if own.startswith("_") or own in WITHOUT:
             continue
         member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
