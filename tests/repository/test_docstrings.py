@@ -41,7 +41,9 @@ def raises(function: Any) -> bool:
 def missing_of(name: str, found: Any) -> list[str]:
     """What the docstring of a function, or of a class as its constructor, leaves out."""
     doc = inspect.cleandoc(found.__doc__ or "")
-    if not doc:
+    if inspect.isclass(found):
+        doc += "\n" + inspect.cleandoc(found.__init__.__doc__ or "")
+    if not doc.strip():
         return [f"{name} has no docstring"]
     signature = inspect.signature(found)
     parameters = [p for p in signature.parameters if p not in ("self", "cls") and not p.startswith("_")]
