@@ -27,11 +27,11 @@ MOST_EXPERTS = 2**20  # and ranks of a map: far more than any model has, and a t
 _SHOWN = 120  # characters of a value
 
 
-def check_count(name: str, value: object, *, at_least: int, token_limit: int = LARGEST) -> int:
+def check_count(name: str, value: object, *, at_least: int, at_most: int = LARGEST) -> int:
     """name: as the user wrote it, such as `MoEConfig.top_k`"""
     found = as_whole(value)
-    if found is None or not at_least <= found <= token_limit:
-        within = f"at most {token_limit}" if found is not None and found > token_limit else f"at least {at_least}"
+    if found is None or not at_least <= found <= at_most:
+        within = f"at most {at_most}" if found is not None and found > at_most else f"at least {at_least}"
         raise ConfigError(f"{name} must be an integer of {within}, got {shown(value)}")
     return found
 
@@ -119,12 +119,10 @@ def check_path(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a path, got {shown(value)}")
 
 
-def set_counts(config: Any, *, token_limit: int = LARGEST, **least: int) -> None:
+def set_counts(config: Any, *, at_most: int = LARGEST, **least: int) -> None:
     """Check integer fields of a frozen dataclass: name=the least that it may be."""
     for name, at_least in least.items():
-        found = check_count(
-            f"{_name(config)}.{name}", getattr(config, name), at_least=at_least, token_limit=token_limit
-        )
+        found = check_count(f"{_name(config)}.{name}", getattr(config, name), at_least=at_least, at_most=at_most)
         object.__setattr__(config, name, found)
 
 

@@ -49,14 +49,19 @@ class RoutingMethod(enum.Enum):
 class RoutingConfig:
     """How tokens choose experts.
 
-    renormalize: divide the K weights by their sum (SOFTMAX_TOPK and SIGMOID_TOPK)
-    scaling_factor: routed scaling factor, multiplied in last
-    num_groups, top_groups: SIGMOID_TOPK looks only at the experts of the `top_groups` best of `num_groups`
-        groups; a group's score is the sum of its two best experts
-    correction_bias: SIGMOID_TOPK adds a learned bias [E] to the scores for the choice, not to the weights
-    bias: the router's linear map has a bias [E]
-    weight_on_input: multiply the expert's input, not its output, by the weight (needs top_k = 1)
-    float32_logits: hold and compute the linear map in float32 whatever the layer's dtype
+    Args:
+        method: From logits to ids and weights.
+        renormalize: Divide the K weights by their sum (SOFTMAX_TOPK and SIGMOID_TOPK).
+        scaling_factor: Routed scaling factor, multiplied in last.
+        num_groups: SIGMOID_TOPK: groups of experts. A group's score is the sum of its two best experts.
+        top_groups: SIGMOID_TOPK: the number of best groups whose experts can be chosen.
+        correction_bias: SIGMOID_TOPK adds a learned bias [E] to the scores for the choice, not to the weights.
+        bias: The router's linear map has a bias [E].
+        weight_on_input: Multiply the expert's input, not its output, by the weight (needs top_k = 1).
+        float32_logits: Hold and compute the linear map in float32 whatever the layer's dtype.
+
+    Raises:
+        ConfigError: a field is of a wrong kind, out of range or of no use to the method.
     """
 
     method: RoutingMethod = RoutingMethod.SOFTMAX_TOPK
@@ -96,11 +101,21 @@ class RoutingConfig:
 class MoEConfig:
     """One MoE layer, independent of where it runs.
 
-    hidden_size H, intermediate_size I (of one routed expert), num_experts E, top_k K
-    activation_alpha, activation_limit: the constants of SWIGLU_CLAMPED
-    expert_bias: both expert matrices have biases [E, 2I] and [E, H]
-    shared_intermediate_size: I of the shared expert, 0 for none; it is gated as the routed ones
-    shared_gate: the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
+    Args:
+        hidden_size: H.
+        intermediate_size: I, of one routed expert.
+        num_experts: E, logical experts.
+        top_k: K, experts of a token.
+        activation: What stands between the two expert matrices.
+        activation_alpha: The constant alpha of SWIGLU_CLAMPED.
+        activation_limit: The constant limit of SWIGLU_CLAMPED.
+        expert_bias: Both expert matrices have biases [E, 2I] and [E, H].
+        shared_intermediate_size: I of the shared expert, 0 for none. It is gated as the routed ones.
+        shared_gate: Multiply the shared expert's output by sigmoid(x @ gate) (Qwen2-MoE).
+        routing: How tokens choose experts.
+
+    Raises:
+        ConfigError: a field is of a wrong kind, out of range, or does not fit another.
     """
 
     hidden_size: int
@@ -118,8 +133,8 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_kind("MoEConfig.activation", self.activation, Activation)
         check_kind("MoEConfig.routing", self.routing, RoutingConfig)
-        set_counts(self, token_limit=INT32, hidden_size=1, intermediate_size=1, shared_intermediate_size=0)
-        set_counts(self, token_limit=MOST_EXPERTS, num_experts=1, top_k=1)
+        set_counts(self, at_most=INT32, hidden_size=1, intermediate_size=1, shared_intermediate_size=0)
+        set_counts(self, at_most=MOST_EXPERTS, num_experts=1, top_k=1)
         set_positive(self, "activation_alpha", "activation_limit")
         set_flags(self, "expert_bias", "shared_gate")
         if self.top_k > self.num_experts:
@@ -166,18 +181,26 @@ ONE_SCALE = {"fp8_tensor": 448, "nvfp4": 448 * 6}  # formats under one `Wire.inp
 class Wire:
     """How rows are written while they travel.
 
-    dispatch: "plain", in the layer's dtype, or "fp8_block", in E4M3 with a float32 scale for each 128 columns
-        (DeepSeek-V3's activations): half the bytes. Rounded once, before the wire: a kernel that takes such rows
-        (`fp8_block_triton`) gives the same bits as from plain ones, which it would round alike; others widen them.
-        "fp8_row", E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton`. "fp8_tensor", E4M3 under
-        one scale and none beside the rows, for per-tensor fp8 with calibrated scales (`fp8_static`). "mxfp8", E4M3 with
-        an E8M0 scale for each 32 columns, and "nvfp4", E2M1 with an E4M3 scale for each 16, for Blackwell's kernels of
-        these formats
-    combine: "plain", or "fp8", in E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
-        (2**-4 of its size) and clamped to 448
-    input_scale: of "fp8_tensor" and "nvfp4" rows, and only of these: what their numbers, or these times their scales,
-        are multiplied by, the largest magnitude of a calibration / 448, or / (448 * 6), as a checkpoint's
-        `input_scale`; the largest of the layer's experts
+    Formats of `dispatch`:
+        "plain": The layer's dtype.
+        "fp8_block": E4M3 with a float32 scale for each 128 columns (DeepSeek-V3's activations): half the bytes. Rounded
+            once, before the wire: a kernel that takes such rows (`fp8_block_triton`) gives the same bits as from plain
+            ones, which it would round alike; others widen them.
+        "fp8_row": E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton`.
+        "fp8_tensor": E4M3 under one scale and none beside the rows, for `fp8_static` with calibrated scales.
+        "mxfp8": E4M3 with an E8M0 scale for each 32 columns, for Blackwell's kernels of this format.
+        "nvfp4": E2M1 with an E4M3 scale for each 16 columns, for Blackwell's kernels of this format.
+
+    Args:
+        dispatch: The format of rows on their way to the experts.
+        combine: "plain", or "fp8", E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
+            (2**-4 of its size) and clamped to 448.
+        input_scale: Of "fp8_tensor" and "nvfp4" rows, and only of these: the factor of their numbers (of these times
+            their scales). The largest magnitude of a calibration / 448, or / (448 * 6), as a checkpoint's
+            `input_scale`; the largest of the layer's experts.
+
+    Raises:
+        ConfigError: an unknown format, or an `input_scale` that is missing or of no use.
     """
 
     dispatch: str = "plain"
@@ -224,7 +247,16 @@ class Tokens(enum.Enum):
 class ParallelConfig:
     """The sizes of both views of the ranks: attention sees pp * dp * tp, experts see pp * replicas * ep * etp.
 
-    ep = None takes what is left: dp * tp / etp.
+    Args:
+        pp: Pipeline stages.
+        dp: Data-parallel ranks of a stage.
+        tp: Tensor-parallel ranks of a dp rank.
+        ep: Ranks of an EP group. Default: what is left, dp * tp / etp.
+        etp: Ranks over which an expert is cut.
+        tokens: Whether the tp ranks of one dp rank pass the same tokens.
+
+    Raises:
+        ConfigError: a size is no integer of at least 1.
     """
 
     pp: int = 1
@@ -235,33 +267,67 @@ class ParallelConfig:
     tokens: Tokens = Tokens.REPLICATED
 
     def __post_init__(self) -> None:
-        set_counts(self, token_limit=INT32, pp=1, dp=1, tp=1, etp=1)
+        set_counts(self, at_most=INT32, pp=1, dp=1, tp=1, etp=1)
         if self.ep is not None:
-            set_counts(self, token_limit=INT32, ep=1)
+            set_counts(self, at_most=INT32, ep=1)
         check_kind("ParallelConfig.tokens", self.tokens, Tokens)
 
     @classmethod
     def expert_parallel(cls, *, dp: int, tp: int = 1, pp: int = 1) -> ParallelConfig:
-        """Whole experts spread over every rank of the stage: ep = dp * tp, etp = 1."""
+        """Spread whole experts over every rank of the stage: ep = dp * tp, etp = 1.
+
+        Args:
+            dp: Data-parallel ranks of a stage.
+            tp: Tensor-parallel ranks of a dp rank.
+            pp: Pipeline stages.
+
+        Returns:
+            The sizes.
+        """
         return cls(pp=pp, dp=dp, tp=tp, ep=dp * tp)
 
     @classmethod
     def expert_tensor_parallel(cls, *, dp: int, tp: int, pp: int = 1) -> ParallelConfig:
-        """Experts spread over dp, each cut over tp: ep = dp, etp = tp."""
+        """Spread experts over dp and cut each over tp: ep = dp, etp = tp.
+
+        Args:
+            dp: Data-parallel ranks of a stage.
+            tp: Tensor-parallel ranks of a dp rank.
+            pp: Pipeline stages.
+
+        Returns:
+            The sizes.
+        """
         return cls(pp=pp, dp=dp, tp=tp, ep=dp, etp=tp)
 
     @classmethod
     def tensor_parallel(cls, *, dp: int = 1, tp: int, pp: int = 1) -> ParallelConfig:
-        """Every expert cut over every rank of the stage: ep = 1, etp = dp * tp."""
+        """Cut every expert over every rank of the stage: ep = 1, etp = dp * tp.
+
+        Args:
+            dp: Data-parallel ranks of a stage.
+            tp: Tensor-parallel ranks of a dp rank.
+            pp: Pipeline stages.
+
+        Returns:
+            The sizes.
+        """
         return cls(pp=pp, dp=dp, tp=tp, ep=1, etp=dp * tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A published model, as far as its MoE layers go; `configs/*.toml` hold these.
+    """A published model, as far as its MoE layers go. `configs/*.toml` hold these.
 
-    family: the row of `ep_moe.checkpoint.families` that names its tensors
-    dense_layers: layers without experts
+    Args:
+        name: The model's name.
+        family: The row of `ep_moe.checkpoint.families` that names its tensors.
+        num_layers: Layers, dense ones included.
+        dense_layers: Layers without experts.
+        moe: Its MoE layers, which are alike.
+
+    Raises:
+        ConfigError: a field is of a wrong kind, or no layer has experts.
     """
 
     name: str
@@ -273,7 +339,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, kind in (("name", str), ("family", str), ("moe", MoEConfig)):
             check_kind(f"ModelConfig.{name}", getattr(self, name), kind)
-        set_counts(self, token_limit=INT32, num_layers=1, dense_layers=0)
+        set_counts(self, at_most=INT32, num_layers=1, dense_layers=0)
         if self.dense_layers >= self.num_layers:
             raise ConfigError(
                 f"ModelConfig.dense_layers must be less than num_layers, got dense_layers={self.dense_layers}, "
@@ -282,6 +348,7 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> int:
+        """Layers with experts."""
         return self.num_layers - self.dense_layers
 
     @property
@@ -292,13 +359,27 @@ class ModelConfig:
 
 
 def model_configs() -> list[str]:
-    """Names that `load_model_config` knows without a path."""
+    """List the bundled model configurations.
+
+    Returns:
+        Names that `load_model_config` takes, sorted.
+    """
     folder = resources.files("ep_moe") / "configs"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """A bundled configuration by its name, or any TOML file by its path."""
+    """Read a model's configuration.
+
+    Args:
+        name_or_path: The name of a bundled configuration (`model_configs`), or a path that ends in .toml.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: there is no such configuration, or the file is not one.
+    """
     check_path("load_model_config: name_or_path", name_or_path)
     path = Path(name_or_path)
     if path.suffix == ".toml":
@@ -320,7 +401,18 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
 
 
 def from_table(cls: type[Config], table: dict[str, Any], *, where: str) -> Config:
-    """Build a configuration dataclass from nested tables; unknown and missing keys are errors by name."""
+    """Build a configuration dataclass from nested tables.
+
+    Args:
+        table: Fields by name, as TOML has them.
+        where: What errors call the table, such as its path.
+
+    Returns:
+        An instance of the class.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value of another type.
+    """
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in table:
@@ -356,7 +448,15 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def flat_facts(config: Any, prefix: str) -> dict[str, Any]:
-    """A configuration as plain facts, field by field, so that a difference between ranks has a name."""
+    """Write a configuration as plain facts, field by field, so that a difference between ranks has a name.
+
+    Args:
+        config: A dataclass.
+        prefix: What the names begin with.
+
+    Returns:
+        Values by "prefix.field", of nested dataclasses too.
+    """
     facts: dict[str, Any] = {}
     for own in dataclasses.fields(config):
         value = getattr(config, own.name)

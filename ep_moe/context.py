@@ -4,40 +4,26 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import Store
 
 from ep_moe import registry
-from ep_moe.checks import as_whole, shown
-from ep_moe.config import ParallelConfig, Tokens
+from ep_moe.checks import as_whole
 from ep_moe.errors import ConfigError, ContextClosed, EPMoEError, OutOfMemory, PeerTimeout
-from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.connected_ranks import ConnectedRanks
 from ep_moe.parallel.failed import is_out_of_memory, with_cause
 from ep_moe.parallel.flight_recorder import COMPILING_S, FlightRecorder
-from ep_moe.parallel.groups import (
-    DEADLINE_S,
-    Links,
-    agreed_layout,
-    check_groups,
-    default_store,
-    init_from_torchrun,
-    local_device,
-    numbered,
-)
+from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.mesh import axis_groups, members, read_mesh
-from ep_moe.parallel.token_flow import TokenFlow
-from ep_moe.runtime.devices import as_device, gpu_index, on_device, on_device_of
+from ep_moe.renamed import renamed
+from ep_moe.runtime.devices import on_device_of
 from ep_moe.runtime.profiling import StageTimes
-from ep_moe.runtime.renamed import renamed, warn_renamed
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
@@ -72,22 +58,24 @@ class _Forward:
 _COMPILED = nullcontext()  # a graph is traced once, and runs where nothing here is looked at
 
 
-class EPContext:
-    """Rank layout and groups, the pool of dispatchers, the lockstep ledger and the deadline of one model.
+class EPContext(ConnectedRanks):
+    """Rank layout and groups, the pool of dispatchers, the flight recorder and the deadline of one model.
 
     Made collectively by one of `from_torchrun`, `from_groups`, `from_mesh`; `local` makes one for a single process.
-    Outlives its layers, is not re-entrant, works as a context manager. Several may live in one process.
+    These call the constructor. Outlives its layers, is not re-entrant, works as a context manager. Several may live in
+    one process.
 
-    layout: this rank's RankLayout; device: where the layers compute; gpu: its index, None on a CPU
-    tokens: the TokenFlow between attention's and the experts' view
-    agreement: among the ranks that run the same layers (this rank's lockstep group)
-    stage_times: None, or a StageTimes that the layers add to
-    max_tokens: the most tokens that any rank passes to a layer in one call; None: any number, and no transport with
-        fixed buffers
-    workspaces: the kernels' scratch memory, shared by all layers
-    compute: the stream that computes parts while others travel
-    recorders: of captured calls, one for each stream that they were captured for
-    generation: what keeps ranks in step while models of `integrations` generate
+    Args:
+        layout: This rank's coordinates and groups.
+        device: Where the layers compute.
+        store: Shared by the ranks; None for a single process.
+        rank_groups: Process groups by kind.
+        flight_recorder: Follows the steps of this rank and its peers.
+        max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number, and no transport
+            with fixed buffers.
+
+    Attributes:
+        consensus: Among the ranks that run the same layers (this rank's lockstep group).
     """
 
     def __init__(
@@ -99,18 +87,9 @@ class EPContext:
         flight_recorder: FlightRecorder,
         max_tokens: int | None = None,
     ) -> None:
-        self.layout = layout
-        self.device, self._gpu = device, gpu_index(device)
-        self.flight_recorder = flight_recorder
-        self.rank_groups = rank_groups
-        self._tokens = TokenFlow(layout, tp=rank_groups["tp"], etp=rank_groups["etp"], lockstep=rank_groups["lockstep"])
+        super().__init__(layout, device, store, rank_groups, flight_recorder, max_tokens)
         self._stage_times: StageTimes | None = None
-        self.max_tokens = max_tokens
         self._current_limit = self._max_dispatch_tokens
-        self._seeds = None if store is None else PrefixStore(f"seeds/stage{layout.pp_rank}", store)
-        peers = layout.group("lockstep")
-        scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
-        self.consensus = StoreConsensus(scope, peers, layout.rank, flight_recorder.deadline_s)
         self._workspaces = Workspaces(device)
         self._compute = SideStream(priority=-1)
         self._recorders: list[Any] = []
@@ -124,203 +103,6 @@ class EPContext:
         self._destroyed = False
         self._dropped = weakref.finalize(self, _never_destroyed, flight_recorder, str(layout))
         self._dropped.atexit = False  # a process that ends takes everything with it
-
-    # --- constructors ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_torchrun(
-        cls,
-        parallel: ParallelConfig | None = None,
-        *,
-        device: torch.device | str | int | None = None,
-        deadline_s: float = DEADLINE_S,
-        max_tokens: int | None = None,
-    ) -> EPContext:
-        """Make a context from torchrun's environment, and the default process group unless there is one.
-
-        Args:
-            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
-            device: Where the layers compute. Default: this rank's GPU, else the CPU.
-            deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. It opens the transports
-                whose buffers are made once, which CUDA graphs need. Default: any number.
-
-        Returns:
-            The context, on every rank.
-
-        Raises:
-            ConfigError: on all ranks, where the sizes do not fit the world or the ranks do not agree.
-        """
-        device = local_device() if device is None else as_device(device)
-        init_from_torchrun(device, deadline_s=deadline_s)
-        return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
-
-    @classmethod
-    def from_groups(
-        cls,
-        parallel: ParallelConfig | None = None,
-        groups: Mapping[str, ProcessGroup] | None = None,
-        *,
-        device: torch.device | str | int,
-        deadline_s: float = DEADLINE_S,
-        max_tokens: int | None = None,
-    ) -> EPContext:
-        """Make a context within an initialised torch.distributed.
-
-        Args:
-            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
-            groups: Process groups by "ep", "tp" and "etp". Each must hold the ranks that `RankLayout` gives it; a group
-                that is not given is made.
-            device: Where the layers compute.
-            deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
-
-        Returns:
-            The context, on every rank.
-
-        Raises:
-            ConfigError: on all ranks, where the sizes or groups do not fit or the ranks do not agree.
-        """
-        _check_initialized()
-        ranks = range(dist.get_world_size())
-        problem = None
-        if not isinstance(parallel, ParallelConfig | None):
-            problem = ConfigError(
-                f"parallel must be a ParallelConfig, got {shown(parallel)}; give ParallelConfig(dp=...)"
-            )
-            parallel = None
-        parallel = parallel or ParallelConfig(dp=len(ranks))
-        try:
-            device = as_device(device)
-        except ConfigError as error:  # all ranks raise it, once they have met
-            device, problem = torch.device("cpu"), error
-        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
-
-    @classmethod
-    def from_mesh(
-        cls,
-        mesh: DeviceMesh,
-        *,
-        tokens: Tokens = Tokens.REPLICATED,
-        ep: int | None = None,
-        etp: int | None = None,
-        device: torch.device | str | int | None = None,
-        deadline_s: float = DEADLINE_S,
-        max_tokens: int | None = None,
-    ) -> EPContext:
-        """Make a context over the ranks of a DeviceMesh, whose axes it knows by their names.
-
-        The axes may stand in any order. Attention's are `pp`, `dp_replicate`, one of `dp`, `dp_shard`, `fsdp` and
-        `batch`, `cp`, and `tp`. The experts' are `pp`, `dp_replicate`, one of `replica`, `efsdp` and `edp` (ranks that
-        hold the same experts), `ep` and `etp`. All axes but `pp`, `tp`, `ep` and `etp` hold different tokens: together
-        they are the layer's dp. With an `ep` or `etp` axis each rank has its own tokens (tp = 1).
-
-        The ranks of the mesh call this and no others. A submesh is served: contexts of several live side by side.
-        The groups of `tp`, `ep` and `etp` are the mesh's own; those that it lacks are made.
-
-        Args:
-            mesh: A mesh with axis names, for example `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))`.
-            tokens: Whether the tp ranks of one dp rank pass the same tokens.
-            ep: The size of an EP group, for a mesh of attention's axes. Its ranks follow each other in the order
-                `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`. Default: dp * tp / etp.
-            etp: The number of ranks over which an expert is cut, for a mesh of attention's axes. Default: 1.
-            device: Where the layers compute. Default: this process's device of the mesh's type.
-            deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens that any rank passes to a layer in one call. None: any number, and no
-                transport with fixed buffers.
-
-        Returns:
-            The context. Its `layout.ranks` are the mesh's ranks in the order of the layout.
-
-        Raises:
-            ConfigError: The mesh cannot be served, or the ranks do not agree. All its ranks raise alike.
-        """
-        _check_initialized()
-        ranks, parallel, problem = members(mesh), ParallelConfig(), None
-        try:
-            parallel, ranks = read_mesh(mesh, tokens=tokens, ep=ep, etp=etp)
-            if device is None:
-                device = local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
-            device = as_device(device)
-        except ConfigError as error:
-            device, problem = torch.device("cpu"), error
-        groups = {} if problem else axis_groups(mesh)
-        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
-
-    @classmethod
-    def _connect(
-        cls,
-        parallel: ParallelConfig,
-        ranks: Sequence[int],
-        groups: Mapping[str, ProcessGroup] | None,
-        device: torch.device,
-        deadline_s: float,
-        max_tokens: int | None,
-        problem: ConfigError | None = None,
-    ) -> EPContext:
-        """ranks: those of the context, as the layout orders them; problem: why this rank cannot make one"""
-        name = numbered("context", ranks)
-        store = PrefixStore(name, default_store())
-        layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, problem)
-        deadline_s, max_tokens = float(deadline_s), None if max_tokens is None else int(max_tokens)  # of NumPy perhaps
-        with on_device(device):
-            return cls._linked(layout, name, store, groups, device, max_tokens, deadline_s, problem)
-
-    @classmethod
-    def _linked(
-        cls,
-        layout: RankLayout,
-        name: str,
-        store: Store,
-        groups: Mapping[str, ProcessGroup] | None,
-        device: torch.device,
-        max_tokens: int | None,
-        deadline_s: float,
-        problem: ConfigError | None,
-    ) -> EPContext:
-        consensus = StoreConsensus(PrefixStore("connect", store), layout.ranks, layout.rank, deadline_s)
-        try:
-            check_groups(layout, groups or {})
-        except ConfigError as error:
-            problem = error
-        # before any group is made: a rank that makes another set of them would leave the others waiting
-        consensus.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
-        made: list[Links] = []
-
-        def abort() -> None:
-            for rank_groups in made:
-                rank_groups.abort()
-
-        peers = layout.group("lockstep")  # only these share a layer's collectives
-        scope = PrefixStore(f"ledger/block{peers[0]}", store)
-        frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
-        flight_recorder = FlightRecorder(scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device)
-        try:
-            if device.type == "cuda":
-                flight_recorder.prepare_mark(device)
-            with flight_recorder.step("connect", "process groups", counted=False, more_s=COMPILING_S):
-                made.append(Links(layout, flight_recorder, device, groups, name))
-            consensus.healthy("EPContext", None)  # all have their groups before any uses one
-            flight_recorder.attach()
-        except BaseException:
-            flight_recorder.close(wait=False)  # no context will
-            raise
-        return cls(layout, device, store, made[0], flight_recorder, max_tokens)
-
-    @classmethod
-    def local(cls, device: torch.device | str | int | None = None) -> EPContext:
-        """Make a context of one process, without torch.distributed.
-
-        Args:
-            device: Where the layers compute. Default: this process's GPU, else the CPU.
-
-        Returns:
-            The context.
-        """
-        layout = RankLayout(world=1, rank=0)
-        flight_recorder = FlightRecorder()
-        device = local_device() if device is None else as_device(device)
-        return cls(layout, device, None, Links(layout, flight_recorder, device), flight_recorder)
 
     # --- what layers use ---------------------------------------------------------------------------------------
 
@@ -350,7 +132,7 @@ class EPContext:
 
     @contextmanager
     def token_limit(self, max_tokens: int) -> Iterator[None]:
-        """Bound the tokens of calls within, below the context's `max_tokens`.
+        """Bound the tokens of calls within a block, below the context's `max_tokens`.
 
         Receivers of transports with fixed buffers then look at fewer empty rows. Put it around a capture, or around
         many
@@ -358,6 +140,9 @@ class EPContext:
 
         Args:
             max_tokens: The most tokens that any rank passes to a layer within, in [1, `EPContext.max_tokens`].
+
+        Yields:
+            Nothing.
 
         Raises:
             ConfigError: on all ranks, where a value is out of range or ranks disagree.
@@ -380,11 +165,7 @@ class EPContext:
             self._current_limit = before
 
     links = renamed("links", "rank_groups")
-
-    def at_most(self, max_tokens: int) -> AbstractContextManager[None]:
-        """Deprecated name of `token_limit`."""
-        warn_renamed("EPContext.at_most", "token_limit")
-        return self.token_limit(max_tokens)
+    at_most = renamed("at_most", "token_limit")
 
     def _name_layer(self, name: str | None) -> str:
         """What errors and the ledger call the next layer."""
@@ -592,7 +373,7 @@ def _connector(known: weakref.ref[EPContext]) -> Callable[[str], bool]:
     def connect(name: str) -> bool:
         context = known()
         assert context is not None
-        return all(layer._dispatcher is not None for layer in context._layers.values() if layer.name == name)
+        return all(layer._dispatcher() is not None for layer in context._layers.values() if layer.name == name)
 
     return connect
 
@@ -609,10 +390,3 @@ def _never_destroyed(flight_recorder: FlightRecorder, layout: str) -> None:
         ResourceWarning,
         stacklevel=2,
     )
-
-
-def _check_initialized() -> None:
-    if not dist.is_initialized():
-        raise ConfigError(
-            "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
-        )

@@ -13,9 +13,10 @@ import inspect
 import warnings
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ep_moe.errors import BackendUnavailable, ConfigError
+from ep_moe.renamed import renamed_in
 
 Kind = Literal["dispatchers", "experts", "fused"]
 
@@ -60,17 +61,39 @@ _BASES: dict[Kind, str] = {
 
 
 def targets(kind: Kind) -> dict[str, str]:
-    """Every known backend's name and "module:Class"."""
+    """List the known backends of a kind.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+
+    Returns:
+        "module:Class" by name, plug-ins last.
+    """
     return _BUILT_IN[kind] | _plugins(kind)
 
 
 def built_in(kind: Kind) -> list[str]:
-    """Names of the backends that this package brings."""
+    """List the backends that this package brings.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+
+    Returns:
+        Their names.
+    """
     return list(_BUILT_IN[kind])
 
 
 def is_plugin(kind: Kind, name: str) -> bool:
-    """Whether another package registered the backend."""
+    """Say whether another package registered a backend.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+        name: The backend's name.
+
+    Returns:
+        Whether it is none of this package.
+    """
     return name not in _BUILT_IN[kind]
 
 
@@ -103,14 +126,33 @@ def _plugins(kind: Kind) -> dict[str, str]:
 
 
 def check(kind: Kind, name: str) -> None:
-    """Raise ConfigError, with the known names, for an unknown one."""
+    """Check that a backend is known.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+        name: The backend's name.
+
+    Raises:
+        ConfigError: it is unknown; lists the known names.
+    """
     if name not in targets(kind):
         raise ConfigError(f"no backend among {kind} is named {name!r}; there are {', '.join(targets(kind))}")
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The class of a backend. Imports its file, not the libraries it drives. Raises BackendUnavailable where the class
-    does not import, or is none that can be a backend."""
+    """Import the class of a backend: its file, not the libraries it drives.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+        name: The backend's name.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: the name is unknown.
+        BackendUnavailable: the class does not import, or is none that can be a backend.
+    """
     check(kind, name)
     target = targets(kind)[name]
     try:
@@ -152,13 +194,31 @@ def _class_problem(backend: Any, base: Any) -> str | None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
+    """Write an exception as one line.
+
+    Args:
+        error: Any.
+
+    Returns:
+        Its class and text.
+    """
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def unsupported_reason(kind: Kind, name: str) -> str | None:
-    """None if the backend can run in this installation, else the reason."""
+    """Say why a backend cannot run in this installation.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+        name: The backend's name.
+
+    Returns:
+        None if it can run, else the reason.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
     check(kind, name)
     try:
         backend = load(kind, name)
@@ -168,7 +228,16 @@ def unsupported_reason(kind: Kind, name: str) -> str | None:
 
 
 def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
-    """What a backend answers: None or a reason why not. That a plug-in raises is a reason too."""
+    """Ask a backend, of which a plug-in may raise.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+        name: The backend's name.
+        ask: Gives None or a reason why not.
+
+    Returns:
+        None or the reason. That a plug-in raises, or answers anything else, is a reason too.
+    """
     try:
         reason = ask()
     except KeyboardInterrupt:
@@ -184,11 +253,28 @@ def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
 
 
 def without_flashinfer() -> str | None:
-    """None, or what `available()` says of every backend that drives FlashInfer where it is not installed."""
+    """Say whether FlashInfer is missing, which many backends drive.
+
+    Returns:
+        None where it is installed, else a sentence for `available()`.
+    """
     if importlib.util.find_spec("flashinfer") is None:
         return "FlashInfer is not installed; pip install ep-moe[gpu]"
     return None
 
 
 def available(kind: Kind, name: str) -> bool:
+    """Say whether a backend can run in this installation.
+
+    Args:
+        kind: "dispatchers", "experts" or "fused".
+        name: The backend's name.
+
+    Returns:
+        Whether `unsupported_reason` is None.
+    """
     return unsupported_reason(kind, name) is None
+
+
+if not TYPE_CHECKING:  # checkers know the new names alone
+    __getattr__ = renamed_in(__name__, {"why_not": ("unsupported_reason", unsupported_reason)})

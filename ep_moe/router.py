@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 
 
 def softmax_topk(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts in float32, then top-k. logits: [T, E]. Returns weights, ids [T, K]."""
+    """Take the softmax over all experts in float32, then the top-k.
+
+    Args:
+        logits: [T, E], floating point.
+        top_k: K.
+        renormalize: Divide the K weights by their sum.
+
+    Returns:
+        Weights, float32 [T, K], and ids, int64 [T, K].
+    """
     weights, ids = logits.float().softmax(-1).topk(top_k)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -27,13 +35,29 @@ def softmax_topk(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tens
 
 
 def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Top-k of the logits, then softmax over these K. logits: [T, E]. Returns weights, ids [T, K]."""
+    """Take the top-k of the logits, then the softmax over these K.
+
+    Args:
+        logits: [T, E], floating point.
+        top_k: K.
+
+    Returns:
+        Weights [T, K] of the logits' dtype, and ids, int64 [T, K].
+    """
     best, ids = logits.topk(top_k)
     return best.softmax(-1), ids
 
 
 def topk_sigmoid(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Top-k of the logits, then sigmoid of each. logits: [T, E]. Returns weights, ids [T, K]."""
+    """Take the top-k of the logits, then the sigmoid of each.
+
+    Args:
+        logits: [T, E], floating point.
+        top_k: K.
+
+    Returns:
+        Weights, float32 [T, K], and ids, int64 [T, K].
+    """
     best, ids = logits.topk(top_k)
     return best.float().sigmoid(), ids
 
@@ -47,10 +71,21 @@ def sigmoid_topk(
     num_groups: int = 1,
     top_groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V3 (arXiv:2412.19437, 2.1.2): sigmoid scores; the choice looks at score + bias, first at groups by
-    the sum of their two best, then at the experts of the best groups; the weights are the scores without bias.
+    """Choose as DeepSeek-V3 (arXiv:2412.19437, 2.1.2): by sigmoid scores plus a bias, within the best groups.
 
-    logits: [T, E]; correction_bias: [E]. Returns weights, ids [T, K].
+    The choice looks first at groups, by the sum of their two best experts, then at the experts of the best groups. The
+    weights are the scores without bias.
+
+    Args:
+        logits: [T, E], floating point.
+        top_k: K.
+        renormalize: Divide the K weights by their sum.
+        correction_bias: float32 [E], added to the scores for the choice. Default: none.
+        num_groups: Groups of E / num_groups consecutive experts.
+        top_groups: Groups whose experts can be chosen.
+
+    Returns:
+        Weights, float32 [T, K], and ids, int64 [T, K], in no order.
     """
     scores = logits.float().sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias
@@ -67,7 +102,17 @@ def sigmoid_topk(
 
 
 def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Tensor | None = None) -> Routing:
-    """The configured method. logits: [T, E] of any float dtype. Weights come out in float32."""
+    """Choose experts by the configured method.
+
+    Args:
+        logits: [T, E], floating point.
+        top_k: K.
+        config: The method and its constants.
+        correction_bias: float32 [E], for SIGMOID_TOPK. Default: none.
+
+    Returns:
+        Ids, int64 [T, K], and weights, float32 [T, K].
+    """
     match config.method:
         case RoutingMethod.SOFTMAX_TOPK:
             weights, ids = softmax_topk(logits, top_k, renormalize=config.renormalize)
@@ -87,15 +132,22 @@ def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Te
     weights = weights.float()
     if config.scaling_factor != 1.0:
         weights = weights * config.scaling_factor
-    return Routing(cast("LogicalIds", ids), weights)
+    return Routing(ids, weights)
 
 
 class Router(nn.Module):
     """A linear map [E, H] and a routing method.
 
-    weight: [E, H]; bias: [E] where configured; both float32 where logits are, in a layer of 16 bits too
-    e_score_correction_bias: float32 [E] buffer where configured, named as in DeepSeek-V3 checkpoints.
-    keeps_logits: whether `forward` returns them in `Routing.logits`
+    Args:
+        config: The layer.
+        device: Of the parameters. Default: torch's.
+        dtype: Of the parameters; float32 where `float32_logits` is set and this has fewer bits. Default: torch's.
+
+    Attributes:
+        weight: [E, H].
+        bias: [E] where configured, else None.
+        e_score_correction_bias: float32 [E], a buffer, where configured; the name of DeepSeek-V3's checkpoints.
+        keeps_logits: Whether `forward` returns logits in `Routing.logits`.
     """
 
     e_score_correction_bias: Tensor | None
@@ -118,6 +170,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Fill the weight as `nn.Linear` does, and the biases with zeros."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         for tensor in (self.bias, self.e_score_correction_bias):
             if tensor is not None:
@@ -138,18 +191,33 @@ class Router(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Routing:
-        """x: [T, H]."""
+        """Choose experts for rows.
+
+        Args:
+            x: [T, H] of the weight's dtype; any floating point with `float32_logits`.
+
+        Returns:
+            Ids, int64 [T, K], and weights, float32 [T, K].
+        """
         logits = self.logits(x)
         routing = route(logits, self.top_k, self.config, self.e_score_correction_bias)
         return Routing(routing.ids, routing.weights, logits) if self.keeps_logits else routing
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [T, H] to [T, E]."""
+        """Compute the scores that experts are chosen by.
+
+        Args:
+            x: [T, H].
+
+        Returns:
+            [T, E], float32 with `float32_logits`, else of x's dtype.
+        """
         if not self.config.float32_logits:
             return linear(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
         return linear(x.float(), self.weight.float(), bias)
 
     def extra_repr(self) -> str:
+        """Describe the router in one line, for `print`."""
         experts, hidden = self.weight.shape
         return f"H={hidden}, E={experts}, K={self.top_k}, method={self.config.method.value}"

@@ -17,26 +17,32 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, NewType, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NewType, TypeVar
 
 import torch
 from torch import Tensor
 
-LogicalIds = NewType("LogicalIds", Tensor)
+from ep_moe.renamed import renamed_in
+
 PhysicalIds = NewType("PhysicalIds", Tensor)
 LocalIds = NewType("LocalIds", Tensor)
+LogicalIds = NewType("LogicalIds", Tensor)  # no longer needed: `Routing` takes tensors. It goes with the next release
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A router's choice, in ids of the checkpoint.
+    """The experts of each token, chosen by a router, as logical ids (those of the checkpoint).
 
-    ids: int64 or int32 [T, K], logical ids, -1 for none; the valid ids of a row are distinct.
-    weights: float32 [T, K], what each expert's output (or input) is multiplied by.
-    logits: [T, E], what they were chosen by; None where no one asks for it (`ep_moe.training.router_logits`).
+    Nothing is checked here: a layer checks a routing in the call, so that all ranks raise alike.
+
+    Args:
+        ids: int64 or int32 [T, K], logical ids in [0, E), -1 for no expert. The valid ids of a row are distinct.
+        weights: float32 [T, K]. Each expert's output (or input) is multiplied by its weight.
+        logits: [T, E], the scores that the choice was made by. `ep_moe.training.router_logits` records them. Default:
+            not recorded.
     """
 
-    ids: LogicalIds
+    ids: Tensor
     weights: Tensor
     logits: Tensor | None = None
 
@@ -44,8 +50,9 @@ class Routing:
 class TokenMask(NamedTuple):
     """Which rows of a call are tokens, and which are padding.
 
-    tokens: bool [...], as x without its last size
-    sent: whether padding travels as tokens do, and is not counted alone; or bool [T], which rows travel
+    Args:
+        tokens: bool [...], as x without its last size.
+        sent: Whether padding travels as tokens do, and is left out of the load alone; or bool [T], which rows travel.
     """
 
     tokens: Tensor
@@ -53,21 +60,36 @@ class TokenMask(NamedTuple):
 
 
 def without_rows(routing: Routing, kept: Tensor) -> Routing:
-    """No picks for the other rows. routing: ids [T, K]; kept: bool [...] of T rows."""
-    ids = routing.ids.masked_fill(~kept.reshape(-1, 1), -1)
-    return Routing(cast("LogicalIds", ids), routing.weights)  # a cast, which torch.compile traces
+    """Remove the routes of rows that are not kept.
+
+    Args:
+        routing: Of T rows.
+        kept: bool [...] of T elements.
+
+    Returns:
+        The same with ids of -1 in the other rows, without logits.
+    """
+    return Routing(routing.ids.masked_fill(~kept.reshape(-1, 1), -1), routing.weights)
 
 
 @dataclass(frozen=True)
 class PhysicalRouting:
-    """A placed routing: the same shape, in physical ids. Another type, because mixing the two up is
-    this field's commonest wrong result."""
+    """A placed routing: as `Routing`, in physical ids. A type of its own, so that the two cannot be mixed up.
+
+    Args:
+        ids: int32 or int64 [T, K], physical ids in [0, P), -1 for no expert.
+        weights: float32 [T, K].
+    """
 
     ids: PhysicalIds
     weights: Tensor
 
     def materialize(self) -> PhysicalRouting:
-        """This routing, with ids that are there; a deferred one (`placement.deferred`) is placed and counted here."""
+        """Place what is not placed yet.
+
+        Returns:
+            This routing, with ids that are there. A deferred one (`placement.deferred`) is placed and counted here.
+        """
         return self
 
 
@@ -97,13 +119,16 @@ class Weighting(enum.Enum):
 
 @dataclass(frozen=True)
 class WireIds:
-    """Ids as a transport received them. A pick outside this rank's slots, or of weight 0, is none.
+    """Ids as a transport received them. A route outside this rank's slots, or of weight 0, is none.
 
-    ids: int32 [N, K], contiguous; base: this rank's first physical id
-    told, calls: int32 [R] and int32 [2] on the device, where ids and weights come before the rows: they are here once
-        all of `ids_ready` are one more than calls[0]. A kernel that starts early (`pdl`) may read them then; before
-        it ends it has awaited the kernel ahead of it, for those that read rows. calls[1] is zero, for its programs to
-        wait for each other, and left so
+    Args:
+        ids: int32 [N, K], contiguous.
+        base: This rank's first physical id.
+        ids_ready: int32 [R] on the device, where ids and weights come before the rows. They are here once all of it are
+            one more than sequence[0]. A kernel that starts early (`pdl`) may read them then; before it ends it has
+            awaited the kernel ahead of it, for those that read rows.
+        sequence: int32 [2] on the device, beside `ids_ready`. sequence[1] is zero, for the kernel's programs to wait
+            for each other, and is left so.
     """
 
     ids: PhysicalIds
@@ -114,11 +139,13 @@ class WireIds:
 
 @dataclass(frozen=True)
 class PeerPackets:
-    """Rows as packets of 8 bytes, 4 of a row and the number of the call, and one cell more that comes for every row,
-    also where there is no answer.
+    """Rows as packets of 8 bytes: 4 of a row and the call's sequence number. One packet more comes for every row, also
+    where there is no answer.
 
-    blocks: R tensors int64 [bound, at least words + 1], rows at multiples of 16 bytes; number: int32 [at least 1] on
-        the device; words: of a row
+    Args:
+        blocks: R tensors, int64 [bound, at least words + 1], rows at multiples of 16 bytes.
+        number: int32 [at least 1] on the device, the sequence number.
+        words: 4-byte words of a row.
     """
 
     blocks: tuple[Tensor, ...]
@@ -127,11 +154,15 @@ class PeerPackets:
 
     @property
     def stride(self) -> int:
-        """Cells from one row to the next."""
+        """Packets from one row to the next."""
         return self.blocks[0].stride(0)
 
     def write(self, blocks: Sequence[Tensor]) -> None:
-        """blocks: R tensors [bound, H], or [bound, 0] where no row is wanted"""
+        """Write rows to the ranks they came from.
+
+        Args:
+            blocks: R tensors [bound, H], or [bound, 0] where no row is wanted.
+        """
         number = self.number[:1].long() << 32
         for place, rows in zip(self.blocks, blocks, strict=True):
             if rows.numel():
@@ -144,9 +175,12 @@ class PeerRows:
     """The experts' rows in the memory of the ranks that the received ones came from: row n is row n % bound of its
     block n // bound.
 
-    blocks: R tensors [bound, H], as this rank sees them; addresses: int64 [R] on the device; offset: bytes: block r
-        begins at addresses[r] + offset; rank: whose own block lies here
-    packets: rows go there, and not into blocks, which then say what they are like; offset is of these
+    Args:
+        blocks: R tensors [bound, H], as this rank sees them.
+        addresses: int64 [R] on the device.
+        offset: Bytes: block r begins at addresses[r] + offset.
+        rank: Whose own block lies here.
+        packets: Rows go there, and not into `blocks`, which then say what they are like; `offset` is of these.
     """
 
     blocks: tuple[Tensor, ...]
@@ -157,10 +191,12 @@ class PeerRows:
 
     @property
     def bound(self) -> int:
+        """Rows of a block."""
         return len(self.blocks[0])
 
     @property
     def device(self) -> torch.device:
+        """Where the addresses lie."""
         return self.addresses.device
 
     @cached_property
@@ -170,7 +206,11 @@ class PeerRows:
         return self.addresses.data_ptr(), self.offset, self.bound, self.rank, *packets
 
     def write(self, y: Tensor) -> None:
-        """All rows. y: [N, H] of the blocks' dtype"""
+        """Write all rows.
+
+        Args:
+            y: [N, H] of the blocks' dtype.
+        """
         if self.packets is not None:
             self.packets.write(y.split(self.bound))
             return
@@ -185,26 +225,46 @@ class PeerRows:
 
 @dataclass(frozen=True)
 class Received:
-    """The rows that reached this rank's experts. It says itself what it is; nothing is implied by who
-    made it. Valid until `combine`."""
+    """The rows that reached this rank's experts, and how they are arranged. Valid until `combine`.
 
-    x: Tensor  # [N, H] or [L, cap, H], as they came
+    Args:
+        x: [N, H] or [L, cap, H], as they came.
+        layout: How rows are arranged.
+        weighting: Who multiplies by the routing weight.
+        handle: The transport's own state for this call; opaque.
+        local_ids: RANK_MAJOR: int32 or int64 [N, K], or None beside `wire_ids`.
+        wire_ids: RANK_MAJOR: the ids as they travelled.
+        weights: Weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap].
+        expert_offsets: CONTIGUOUS: [L + 1].
+        expert_counts: BATCHED: [L].
+        format: How x is written, a name of `row_formats.ROW_FORMATS`.
+        x_scale: [..., H / block], where the format has scales; x is [..., H / packed] then.
+        input_scale: Of fp8_tensor and nvfp4 rows: `Wire.input_scale`.
+        out: [..., H] as x, where the transport would have the experts' rows, to spare a copy.
+        peer_out: RANK_MAJOR: rather there; then no rank fetches them.
+    """
+
+    x: Tensor
     layout: RowLayout
     weighting: Weighting
-    handle: Any  # the transport's own state for this call; opaque
-    local_ids: LocalIds | None = None  # RANK_MAJOR: int32 or int64 [N, K]; or instead of them:
-    wire_ids: WireIds | None = None  # as they travelled
-    weights: Tensor | None = None  # weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap]
-    expert_offsets: Tensor | None = None  # CONTIGUOUS
-    expert_counts: Tensor | None = None  # BATCHED
-    format: str = "plain"  # how x is written: of `row_formats.ROW_FORMATS`. Some have:
-    x_scale: Tensor | None = None  # [..., H / block], and x is [..., H / packed]
-    input_scale: float | None = None  # of fp8_tensor and nvfp4 rows: `Wire.input_scale`
-    out: Tensor | None = None  # [..., H] as x: where the transport would have the experts' rows, to spare a copy
-    peer_out: PeerRows | None = None  # or, RANK_MAJOR, rather there: then no rank fetches them
+    handle: Any
+    local_ids: LocalIds | None = None
+    wire_ids: WireIds | None = None
+    weights: Tensor | None = None
+    expert_offsets: Tensor | None = None
+    expert_counts: Tensor | None = None
+    format: str = "plain"
+    x_scale: Tensor | None = None
+    input_scale: float | None = None
+    out: Tensor | None = None
+    peer_out: PeerRows | None = None
 
     def dense(self) -> Received:
-        """Itself, or with contiguous copies of the views among its tensors: kernels read from bare pointers."""
+        """Make every tensor contiguous, for kernels that read from bare pointers.
+
+        Returns:
+            Itself, or a copy with contiguous tensors where some are views.
+        """
         copies: dict[str, Any] = {}
         for name in _TENSORS:
             tensor = getattr(self, name)
@@ -233,6 +293,7 @@ class Activation(enum.Enum):
 
     @property
     def gated(self) -> bool:
+        """Whether w13 holds a gate beside the up projection."""
         return self is not Activation.RELU2
 
 
@@ -242,7 +303,9 @@ Result = TypeVar("Result")
 class Pending(Generic[Result]):
     """A result under way. `wait()` gives it, once; every transport overlaps through this one shape.
 
-    ready: nothing is left to do or to wait for
+    Args:
+        finish: Waits and gives the result.
+        ready: Nothing is left to do or to wait for.
     """
 
     def __init__(self, finish: Callable[[], Result], *, ready: bool = False) -> None:
@@ -251,10 +314,25 @@ class Pending(Generic[Result]):
 
     @classmethod
     def of(cls, result: Result) -> Pending[Result]:
-        """One that is ready."""
+        """Wrap a result that is ready.
+
+        Args:
+            result: What `wait` gives.
+
+        Returns:
+            The pending result.
+        """
         return cls(lambda: result, ready=True)
 
     def wait(self) -> Result:
+        """Wait for the result.
+
+        Returns:
+            The result.
+
+        Raises:
+            RuntimeError: it was waited for already.
+        """
         if self._finish is None:
             raise RuntimeError("this Pending was waited for already; keep the result of the first wait()")
         finish, self._finish = self._finish, None
@@ -262,15 +340,38 @@ class Pending(Generic[Result]):
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether work on the current stream goes into a CUDA graph."""
+    """Say whether work on the current stream goes into a CUDA graph.
+
+    Args:
+        device: Any; False for one without CUDA.
+
+    Returns:
+        Whether a capture is under way.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def recomputing() -> bool:
-    """Whether a backward pass runs, in which activation checkpointing calls a forward again."""
+    """Say whether a backward pass runs, in which activation checkpointing calls a forward again.
+
+    Returns:
+        Whether one runs in this thread.
+    """
     task: int = torch._C._current_graph_task_id()  # -1 outside of one
     return task != -1
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as configurations do.
+
+    Args:
+        dtype: Such as torch.bfloat16.
+
+    Returns:
+        Such as "bfloat16".
+    """
     return str(dtype).removeprefix("torch.")
+
+
+if not TYPE_CHECKING:  # checkers know the new names alone
+    __getattr__ = renamed_in(__name__, {"PeerCells": ("PeerPackets", PeerPackets)})

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import gcd
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW, RowFormat
-from ep_moe.runtime.renamed import PLUGIN_HOOKS, renamed, take_old_names
+from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
@@ -423,3 +423,7 @@ def _capturable() -> str:
     ]
     where = "with EPContext.from_torchrun(max_tokens=...) where buffers are fixed"
     return f"of those available here {', '.join(names)} can ({where})"
+
+
+if not TYPE_CHECKING:  # checkers know the new names alone
+    __getattr__ = renamed_in(__name__, {"Geometry": ("DispatchShape", DispatchShape)})

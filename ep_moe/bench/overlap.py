@@ -41,7 +41,7 @@ from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (8192,)
@@ -118,7 +118,7 @@ def batch(context: EPContext, config: MoEConfig, tokens: int) -> tuple[Tensor, R
     generator = torch.Generator(device=context.device).manual_seed(context.layout.rank)
     ids = torch.rand(tokens, config.num_experts, generator=generator, device=context.device).topk(config.top_k).indices
     x = torch.randn(tokens, config.hidden_size, generator=generator, device=context.device).bfloat16()
-    return x, Routing(LogicalIds(ids), torch.full(ids.shape, 1 / config.top_k, device=context.device))
+    return x, Routing(ids, torch.full(ids.shape, 1 / config.top_k, device=context.device))
 
 
 def pipelines(model: str, count: int, variant: Variant) -> list[Line]:

@@ -20,7 +20,7 @@ from ep_moe.errors import ConfigError
 
 PER_HOST = 8
 DTYPE = torch.bfloat16
-PICK_BYTES = 8  # an id and a weight beside a row
+ROUTE_BYTES = 8  # an id and a weight beside a row
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,22 @@ class Rows:
     """What the rank with the most experts receives for each token of every rank, which no rank exceeds on any link in
     either direction; the way back is the same with sender and receiver exchanged.
 
-    near, far: rows over NVLink, and over its network card; picks: ids and weights that travel with a row
+    near, far: rows over NVLink, and over its network card; routes: ids and weights that travel with a row
     """
 
     near: float
     far: float
-    picks: int
+    routes: int
 
     def bytes(self, config: MoEConfig, wire: Wire) -> tuple[float, float]:
         """Out and back, for each token of every rank."""
-        out, back = row_bytes(config, wire, self.picks)
+        out, back = row_bytes(config, wire, self.routes)
         return (self.near + self.far) * out, (self.near + self.far) * back
 
     def us(self, config: MoEConfig, wire: Wire, machine: Machine) -> tuple[float, float]:
         """Out and back, for each token of every rank. NVLink and the network are busy at the same time."""
         slower = max(self.near / machine.link_bytes_per_s, self.far / machine.node_link_bytes_per_s) * 1e6
-        out, back = row_bytes(config, wire, self.picks)
+        out, back = row_bytes(config, wire, self.routes)
         return slower * out, slower * back
 
 
@@ -93,7 +93,7 @@ def deduplicated(config: MoEConfig, ranks: int, per_host: int) -> Rows:
 
 
 def per_route(config: MoEConfig, ranks: int, per_host: int) -> Rows:
-    """All2all, a row for each pick of a token, even where two go to one rank."""
+    """All2all, a row for each route of a token, even where two go to one rank."""
     per_host = check_ranks(config.num_experts, ranks, per_host)
     one = config.top_k * -(-config.num_experts // ranks) / config.num_experts
     return Rows((per_host - 1) * one, (ranks - per_host) * one, 1)
@@ -116,13 +116,13 @@ def check_ranks(experts: int, ranks: int, per_host: int) -> int:
     return min(per_host, ranks)
 
 
-def row_bytes(config: MoEConfig, wire: Wire, picks: int) -> tuple[int, int]:
+def row_bytes(config: MoEConfig, wire: Wire, routes: int) -> tuple[int, int]:
     """Of one row out, with scales, ids and weights, and of one back."""
     dispatch_shape = DispatchShape(
         hidden_size=config.hidden_size, top_k=config.top_k, slots_per_rank=1, num_ranks=1, dtype=DTYPE, wire=wire
     )
     back = 1 if wire.combine == "fp8" else DTYPE.itemsize
-    return dispatch_shape.row_bytes + dispatch_shape.scale_bytes + picks * PICK_BYTES, config.hidden_size * back
+    return dispatch_shape.row_bytes + dispatch_shape.scale_bytes + routes * ROUTE_BYTES, config.hidden_size * back
 
 
 # --- floors --------------------------------------------------------------------------------------------------------

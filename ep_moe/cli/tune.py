@@ -33,7 +33,7 @@ from ep_moe.runtime.devices import on_device_of
 from ep_moe.selection import explain as select
 from ep_moe.selection.tuned import Measured, Tuned, choose, layer_facts, machine_facts, versions
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.types import LogicalIds, Routing, dtype_name
+from ep_moe.types import Routing, dtype_name
 
 CUTS = (2, 4)  # parts that a call is cut into, where the transport has fixed buffers
 CUT_FROM = 512  # tokens: with fewer, what each part adds in launches and waiting is all that is measured
@@ -300,7 +300,7 @@ def _candidates(
         for pipeline in (None, *parts):
             line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
             dispatch_shape = dataclasses.replace(
-                layer._dispatch_shape, max_tokens=pipeline or context._max_dispatch_tokens
+                layer._dispatch_shape(), max_tokens=pipeline or context._max_dispatch_tokens
             )
             make = partial(_transport, context, transport, dispatch_shape, pipeline)
             dispatcher, problem = _tried(context, f"making {transport}", make)
@@ -334,7 +334,7 @@ def _batch(layer: MoELayer, tokens: int) -> tuple[Tensor, Routing]:
     ids = torch.rand(tokens, config.num_experts, generator=generator, device=device).topk(config.top_k).indices
     x = torch.randn(tokens, config.hidden_size, generator=generator, device=device).to(layer.dtype)
     weights = torch.full(ids.shape, 1 / config.top_k, dtype=torch.float32, device=device)
-    return x, Routing(LogicalIds(ids), weights)
+    return x, Routing(ids, weights)
 
 
 def _times(context: EPContext, candidates: Sequence[_Candidate], *, trial: bool = False) -> list[float]:

@@ -46,18 +46,27 @@ _on_its_device = on_device_of(lambda self, *_: self._context.device)
 class ExpertBalancer:
     """Keeps the load of a model's ranks even by moving experts between them.
 
-    layers: a model, or its MoE layers in the order of their making; alike in E. Their expert weights must not require
-        gradients: experts move, an optimiser's state would stay behind
-    context: the layers' EPContext; `close` the balancer before it
-    planner: (load int64 [layers, E], maps in force) -> a map per layer; a function of its arguments alone, run in a
-        thread on every rank. Default `ep_moe.eplb.planner.plan.plan`
-
     Made by all ranks of the world, as the context. Every rank calls `step` after each forward, on the stream that the
     layers run on. `update_expert` may be called at any time, on all ranks alike.
 
     Where a rebalance comes to nothing the maps that were in force stay, and `step` raises: RebalanceError where the
     balancer goes on with the next window; PeerTimeout (or what else the layers would raise) where a rank was lost. The
     balancer is then OFF, and each further `step` says so.
+
+    Args:
+        layers: A model, or its MoE layers in the order of their making; alike in E. Their expert weights must not
+            require gradients: experts move, an optimiser's state would stay behind.
+        context: The layers' EPContext. `close` the balancer before it.
+        config: When and how experts move. Default: `EPLBConfig()`.
+        planner: (load int64 [layers, E], maps in force) -> a map per layer. A function of its arguments alone, run in a
+            thread on every rank. Default: `ep_moe.eplb.plan`.
+
+    Attributes:
+        config: When and how experts move.
+        layers: The layers that are balanced, in the order of their making.
+
+    Raises:
+        ConfigError: on all ranks, where the layers cannot be balanced or ranks ask for different balancers.
     """
 
     @on_device_of(lambda self, layers, context, *_, **__: context.device)
@@ -96,12 +105,21 @@ class ExpertBalancer:
 
     @property
     def state(self) -> State:
+        """What is under way: IDLE for nothing, OFF where the balancer ended."""
         return self._state
 
     @_on_its_device
     def step(self) -> None:
-        """After each forward, on all ranks. Does not wait for the device; for peers where a transfer on the CPU or an
-        exchange begun `sync_every` steps ago has not come yet."""
+        """Count a forward and bring a rebalance forward. Call it after each forward, on all ranks.
+
+        Does not wait for the device. Waits for peers where a transfer on the CPU, or an exchange begun `sync_every`
+        steps ago, has not come yet.
+
+        Raises:
+            RebalanceError: on all ranks, where a rebalance came to nothing; the maps in force stay.
+            PeerTimeout: where a rank was lost; the balancer is off.
+            InputError: after `close`.
+        """
         self._check_on("step")
         self._steps += 1
         try:
@@ -111,7 +129,14 @@ class ExpertBalancer:
 
     @_on_its_device
     def move_to(self, maps: Sequence[ExpertMap]) -> None:
-        """Move the experts to these maps, one per layer, in the steps to come. On all ranks, after the same step."""
+        """Begin to move the experts to these maps, in the steps to come. On all ranks, after the same step.
+
+        Args:
+            maps: One per layer.
+
+        Raises:
+            InputError: a rebalance is under way, or after `close`.
+        """
         self._check_on("move_to")
         if self._state is not State.IDLE:
             raise InputError(f"move_to: a rebalance is under way ({self._state.name}); settle() first")
@@ -120,7 +145,13 @@ class ExpertBalancer:
 
     @_on_its_device
     def settle(self) -> None:
-        """Bring what is under way to its end, without forwards. On all ranks, after the same step."""
+        """Bring what is under way to its end, without forwards. On all ranks, after the same step.
+
+        Raises:
+            RebalanceError: on all ranks, where the rebalance came to nothing; the maps in force stay.
+            PeerTimeout: where a rank was lost; the balancer is off.
+            InputError: after `close`.
+        """
         self._check_on("settle")
         while self._state is not State.IDLE:
             time.sleep(_PAUSE_S)
@@ -128,13 +159,22 @@ class ExpertBalancer:
 
     @contextmanager
     def no_stats(self) -> Iterator[None]:
-        """Within, no layer counts load: for warm-up and idle steps."""
+        """Count no load within the block, in no layer: for warm-up and idle steps.
+
+        Yields:
+            Nothing.
+        """
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.enter_context(layer.placement.no_stats())
             yield
 
     def stats(self) -> BalancerStats:
+        """Say what the balancer has done. Local, and waits for nothing.
+
+        Returns:
+            A snapshot.
+        """
         return BalancerStats(
             state=self._state,
             steps=self._steps,
@@ -147,8 +187,12 @@ class ExpertBalancer:
 
     @_on_its_device
     def close(self) -> None:
-        """Bring what is under way to its end and give back the process groups. Collective, idempotent. Where that end
-        is a rollback, the groups are given back and it raises what `step` would have raised."""
+        """Bring what is under way to its end and give back the process groups. Collective, idempotent.
+
+        Raises:
+            RebalanceError: where that end is a rollback, as `step` would have raised it; the groups are given back.
+            PeerTimeout: where a rank was lost.
+        """
         if self._end is not None or self._connection.closed:
             return
         try:
@@ -205,7 +249,7 @@ class ExpertBalancer:
                 assert self._migration is not None
                 self._migration.advance()
                 if self._migration.done and not self._problem:
-                    self._trouble_here(self._migration.damaged)
+                    self._trouble_here(self._migration.damage())
             elif self._state is State.PLANNING and self._decision is None and not self._problem:
                 self._look_at_plan()
             if not self._done and time.monotonic() - self._since > self._connection.deadline_s:
@@ -256,7 +300,7 @@ class ExpertBalancer:
             self._decision = decision
 
     def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, TransferSchedule]]:
-        pairs = zip(self.layers, decision.itineraries, strict=True)
+        pairs = zip(self.layers, decision.schedules, strict=True)
         return [(layer, part) for layer, parts in pairs for part in parts]
 
     @property

@@ -14,20 +14,28 @@ from ep_moe.placement.placement import Replicas
 class EPLBConfig:
     """How an ExpertBalancer works; equal on all ranks.
 
-    interval: steps from one plan to the next; 0: none by itself (`ExpertBalancer.move_to` is what moves experts)
-    window: the last so many of them are counted
-    bytes_per_step: what a rank sends, and what it receives, in one step
-    bytes_per_commit: what a rank rewrites between two forwards, where experts do not change places in larger cycles; a
-        layer that needs more is put in force in pieces, each a map of its own. A balancer holds both as memory, the
-        step's for 16 experts at most and the commit's for 8 at least, and for no more than a layer has on a rank
-    sync_every: steps between two looks at the other ranks while a rebalance is under way. A layer is put in force at
-        such a step; nothing is exchanged while none is under way
-    deadline_s: after that a rank that does not answer is lost, a transfer after half of it; at most the context's
-        deadline, default half of it
-    nodes, groups, tolerance, enough: for the planner, see `ep_moe.eplb.planner.plan.plan`
-    machine: rates by which a plan is priced; one that does not pay within `interval` steps is refused. None: every plan
-        is carried out
-    replicas: which of an expert's replicas a token goes to. Plans reckon with an even spread
+    Args:
+        interval: Steps from one plan to the next. 0: none by itself (`ExpertBalancer.move_to` is what moves experts).
+        window: The last so many of these steps are counted.
+        bytes_per_step: What a rank sends, and what it receives, in one step.
+        bytes_per_commit: What a rank rewrites between two forwards, where experts do not change places in larger
+            cycles. A layer that needs more is put in force in sub-plans, each a map of its own. A balancer holds both
+            as memory, the step's for 16 experts at most and the commit's for 8 at least, and for no more than a layer
+            has on a rank.
+        sync_every: Steps between two looks at the other ranks while a rebalance is under way. A layer is put in force
+            at such a step; nothing is exchanged while none is under way.
+        deadline_s: Seconds after which a rank that does not answer is lost, and a transfer after half of it. At most
+            the context's deadline. Default: half of that.
+        nodes: For the planner, see `ep_moe.eplb.plan`.
+        groups: For the planner, see `ep_moe.eplb.plan`.
+        tolerance: For the planner, see `ep_moe.eplb.plan`.
+        enough: For the planner, see `ep_moe.eplb.plan`.
+        machine: Rates by which a plan is priced. A plan that does not pay within `interval` steps is refused. Default:
+            every plan is carried out.
+        replicas: Which of an expert's replicas a token goes to. Plans reckon with an even spread.
+
+    Raises:
+        ConfigError: a field is of a wrong kind or out of range.
     """
 
     interval: int = 3000

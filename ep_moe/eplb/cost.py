@@ -19,10 +19,14 @@ from ep_moe.placement.expert_map import ExpertMap
 class Machine:
     """Rates of one rank.
 
-    hbm_bytes_per_s: its memory, read or written
-    flops: floating-point operations per second of its matrix products
-    link_bytes_per_s: to and from ranks of its node, each way
-    node_link_bytes_per_s: to and from ranks of other nodes, each way
+    Args:
+        hbm_bytes_per_s: Bytes per second of its memory, read or written.
+        flops: Floating-point operations per second of its matrix products.
+        link_bytes_per_s: Bytes per second to and from ranks of its node, each way.
+        node_link_bytes_per_s: Bytes per second to and from ranks of other nodes, each way.
+
+    Raises:
+        ConfigError: a rate is no positive number.
     """
 
     hbm_bytes_per_s: float
@@ -42,16 +46,18 @@ nominal rate of one 400 Gbit/s card per GPU."""
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """What one MoE layer takes: on each rank
+    """What one MoE layer takes. On each rank it is
 
         max(weight bytes of experts with tokens / memory rate, operations / matmul rate) + row bytes / link rate
 
     and the slowest rank counts. Launches, the router, attention and overlap are left out: good for comparing maps, not
     for predicting latency.
 
-    expert_bytes: of one expert's weights and scales
-    row_bytes: of one token on its way out and back
-    flop_per_row: multiply and add counted as two
+    Args:
+        expert_bytes: Bytes of one expert's weights and scales.
+        row_bytes: Bytes of one token on its way out and back.
+        flop_per_row: Operations per row; multiply and add count as two.
+        machine: The rates.
     """
 
     expert_bytes: int
@@ -63,7 +69,17 @@ class LayerTime:
     def of(
         cls, config: MoEConfig, machine: Machine, *, bytes_per_weight: float = 2.0, bytes_per_value: float = 4.0
     ) -> LayerTime:
-        """bytes_per_weight: with its share of scales; bytes_per_value: of a hidden value, out and back together."""
+        """Compute the numbers of a layer.
+
+        Args:
+            config: The layer.
+            machine: The rates.
+            bytes_per_weight: Bytes of a weight, with its share of scales.
+            bytes_per_value: Bytes of a hidden value, out and back together.
+
+        Returns:
+            The layer's times.
+        """
         weights = config.hidden_size * (config.w13_rows + config.intermediate_size)
         return cls(
             expert_bytes=round(weights * bytes_per_weight),
@@ -73,10 +89,21 @@ class LayerTime:
         )
 
     def ms(self, load: Any, maps: Sequence[ExpertMap], *, ranks_per_node: int | None = None) -> Floats:
-        """float64 [layers]: milliseconds of the slowest rank.
+        """Estimate the time of each layer under a map.
 
-        load: [layers, E], routes per step of all ranks together. Tokens come evenly from all ranks, and each route is
-        a row of its own on the wire. An expert with less than one route per step is read in that share of the steps.
+        Tokens come evenly from all ranks, and each route is a row of its own on the wire. An expert with less than one
+        route per step is read in that share of the steps.
+
+        Args:
+            load: [layers, E], routes per step of all ranks together.
+            maps: One per layer.
+            ranks_per_node: Consecutive ranks share a node. Default: one node.
+
+        Returns:
+            float64 [layers], milliseconds of the slowest rank.
+
+        Raises:
+            ConfigError: `load` and `maps` do not fit each other.
         """
         rows = loads_by_rank(load, maps)
         ranks, machine = rows.shape[1], self.machine
@@ -100,8 +127,18 @@ class LayerTime:
 
 
 def cost_ms(traffic: Traffic, machine: Machine) -> float:
-    """Milliseconds until the rank that receives most has its experts, links and local copies one after the other. A
-    local copy reads and writes memory; what is lost comes in at the rate between nodes."""
+    """Estimate how long moving experts takes: until the rank that receives most has its experts.
+
+    Links and local copies follow one after the other. A local copy reads and writes memory; what is lost comes in at
+    the rate between nodes.
+
+    Args:
+        traffic: What is moved.
+        machine: The rates.
+
+    Returns:
+        Milliseconds.
+    """
     per_rank = (
         traffic.local.sum(0) * 2 / machine.hbm_bytes_per_s
         + traffic.same_node.sum(0) / machine.link_bytes_per_s
@@ -112,7 +149,14 @@ def cost_ms(traffic: Traffic, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Price:
-    """before_ms, after_ms: all layers, one step; cost_ms: moving the weights, once; within_steps: the limit set."""
+    """What a new map gains and costs, in milliseconds.
+
+    Args:
+        before_ms: One step of all layers under the old maps.
+        after_ms: One step of all layers under the new maps.
+        cost_ms: Moving the weights, once.
+        within_steps: The limit for `steps_to_pay`.
+    """
 
     before_ms: float
     after_ms: float
@@ -131,6 +175,7 @@ class Price:
 
     @property
     def accepted(self) -> bool:
+        """Whether the gain pays the cost within the limit."""
         return self.steps_to_pay <= self.within_steps
 
     def __str__(self) -> str:
@@ -151,10 +196,22 @@ def verdict(
     within_steps: int,
     ranks_per_node: int | None = None,
 ) -> Price:
-    """The price of going from `old` to `new`. load: [layers, E], routes per step; within_steps: how long the new maps
-    are expected to stay.
+    """Weigh going from `old` to `new`. Lost ranks need no price: without them `old` is no choice.
 
-    Dead ranks need no price: without them `old` is no choice.
+    Args:
+        load: [layers, E], routes per step.
+        old: The maps in force, one per layer.
+        new: The planned maps.
+        moved: What `traffic` says of them.
+        time: What a layer takes.
+        within_steps: How long the new maps are expected to stay.
+        ranks_per_node: Consecutive ranks share a node. Default: one node.
+
+    Returns:
+        The price.
+
+    Raises:
+        ConfigError: an argument is out of range or does not fit the others.
     """
     check_count("within_steps", within_steps, at_least=1)
     before, after = (float(time.ms(load, maps, ranks_per_node=ranks_per_node).sum()) for maps in (old, new))

@@ -11,16 +11,22 @@ from ep_moe.placement.stats import LayerStats
 
 @dataclass(frozen=True)
 class BalancerStats:
-    """A snapshot of the host's; asking waits for nothing. The first to ask after a window has `layers` made.
+    """What a balancer has done, as the host knows it; asking waits for nothing.
 
-    steps: calls of `step`; rebalances, commits (of layers, or pieces of them), rollbacks: since the beginning
-    skipped: windows that ended while a rebalance was still under way
-    restarts: layers begun anew because their weights were updated on the way
-    received_bytes: by this rank from others, of committed layers
-    staging_bytes: device memory held for experts on their way
-    layers: the last window's load under the maps then in force; () before the first
-    price: of the last plan, as a sentence; "" where none was asked for
-    error: the last one, "" for none
+    Args:
+        state: What is under way.
+        steps: Calls of `step`.
+        rebalances: Plans that were begun.
+        commits: Of layers, or sub-plans of them.
+        rollbacks: Rebalances that came to nothing.
+        skipped: Windows that ended while a rebalance was still under way.
+        restarts: Layers begun anew because their weights were updated on the way.
+        received_bytes: By this rank from others, of committed layers.
+        staging_bytes: Device memory held for experts on their way.
+        layers: The last window's load under the maps then in force; () before the first. The first to ask after a
+            window has them made.
+        price: Of the last plan, as a sentence; "" where none was asked for.
+        error: The last one, "" for none.
     """
 
     state: State

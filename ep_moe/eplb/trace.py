@@ -24,10 +24,14 @@ _UNREADABLE = (
 class LoadTrace:
     """What a model's routers chose, step by step, all ranks together.
 
-    counts: int64 [steps, layers, E], routes to each logical expert
-    tokens: int64 [steps], tokens of the step
-    model: name of a bundled model config, or a free one
-    layers: names of the layers, in the order of `counts`; default their numbers
+    Args:
+        counts: int64 [steps, layers, E], routes to each logical expert.
+        tokens: int64 [steps], tokens of the step.
+        model: The name of a bundled model configuration, or a free one.
+        layers: Names of the layers, in the order of `counts`. Default: their numbers.
+
+    Raises:
+        ConfigError: the arrays are of a wrong kind or do not fit each other.
     """
 
     counts: Ints
@@ -53,25 +57,43 @@ class LoadTrace:
 
     @property
     def steps(self) -> int:
+        """Recorded steps."""
         return len(self.counts)
 
     @property
     def num_layers(self) -> int:
+        """Recorded layers."""
         return int(self.counts.shape[1])
 
     @property
     def num_experts(self) -> int:
+        """E, logical experts of a layer."""
         return int(self.counts.shape[2])
 
     def window(self, start: int = 0, stop: int | None = None) -> Ints:
-        """int64 [layers, E]: sum over steps [start, stop), counted from the end where negative, as a slice does."""
+        """Add up some of the steps.
+
+        Args:
+            start: The first step, counted from the end where negative, as in a slice.
+            stop: The step behind the last one. Default: all that follow.
+
+        Returns:
+            int64 [layers, E].
+
+        Raises:
+            ConfigError: no step is in this range.
+        """
         chosen = self.counts[start:stop]
         if not len(chosen):
             raise ConfigError(f"LoadTrace.window({start}, {stop}) has none of the {self.steps} steps")
         return np.asarray(chosen.sum(0))
 
     def save(self, path: str | Path) -> None:
-        """Write an .npz file; a name without that ending gets it."""
+        """Write an .npz file.
+
+        Args:
+            path: The file, which is overwritten; a name without that ending gets it.
+        """
         np.savez_compressed(
             path,
             format=np.int64(_FORMAT),
@@ -83,7 +105,17 @@ class LoadTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> LoadTrace:
-        """Read what `save` wrote; `path` may lack the .npz as it may there."""
+        """Read what `save` wrote.
+
+        Args:
+            path: The file; it may lack the .npz as it may there.
+
+        Returns:
+            The trace.
+
+        Raises:
+            ConfigError: there is no such file, or it is another one.
+        """
         path = path if Path(path).is_file() else f"{path}.npz"
         if not Path(path).is_file():
             raise ConfigError(f"load trace {str(path).removesuffix('.npz')} does not exist, nor with .npz behind it")

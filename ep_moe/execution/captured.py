@@ -44,7 +44,6 @@ class Layer(Protocol):
 
     @property
     def _kernel(self) -> Experts | FusedExperts: ...
-    @property
     def _dispatcher(self) -> Dispatcher: ...
     @property
     def device(self) -> torch.device: ...
@@ -102,7 +101,7 @@ class _Places:
         others = [module for module in modules if not isinstance(module, ExpertWeights)]
         self._children = [(module._modules, list(module._modules.values())) for module in others]
         self._owners: list[Any] = [tensors for module in others for tensors in (module._parameters, module._buffers)]
-        self._owners += [module.tensors for module in weights]
+        self._owners += [module.stored_tensors() for module in weights]
         self._sizes = list(map(len, self._owners))
         self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
         self._places = self._now()
@@ -244,7 +243,7 @@ def _record(layer: Layer, inputs: Inputs, recorder: Recorder) -> _Call:
 
 
 def _buffer_pool(layer: Layer) -> list[BufferSlot]:
-    buffer_pool = getattr(layer._dispatcher, "buffer_pool", None)
+    buffer_pool = getattr(layer._dispatcher(), "buffer_pool", None)
     return buffer_pool.made if isinstance(buffer_pool, BufferPool) else []
 
 
@@ -260,7 +259,7 @@ def _problem(layer: Layer, tokens: Sequence[int]) -> str | None:
         return "a capture is under way on this stream, which records the layer's kernels as they are; call it before"
     if isinstance(kernel, FusedExperts):
         return f"experts={kernel.name} puts its rounds in order on the host, which a replay passes by; {_INSTEAD}"
-    transport = layer._dispatcher
+    transport = layer._dispatcher()
     for asked, part in (("all2all", transport), ("experts", kernel)):
         if not part.capabilities.cuda_graph:
             return (

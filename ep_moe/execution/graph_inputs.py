@@ -1,5 +1,5 @@
 """What a layer's arguments are like, and what captured calls read. Such may have fewer tokens than were recorded:
-the rows behind them are then picked by no expert."""
+the rows behind them have then no route."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ep_moe.types import LogicalIds, Routing, TokenMask
+from ep_moe.types import Routing, TokenMask
 
 _COPIES = 64  # numbers of tokens whose copies are kept ready
 _NO_TOKEN = 2**31 - 1  # the number of a row that is behind all tokens
@@ -106,7 +106,7 @@ class Inputs:
                 for name in ("ids", "no ids")
             )
             weights = memory.take(("weights", top_k), most, lambda rows: torch.zeros(rows, top_k, device=device))
-            self.routing = Routing(LogicalIds(ids), weights)
+            self.routing = Routing(ids, weights)
         elif least < most:
             self.tokens = memory.take("tokens", 1, lambda rows: torch.zeros(rows, dtype=torch.int32, device=device))
             self._constant = memory.take(
@@ -123,10 +123,10 @@ class Inputs:
             self.tokens.zero_()
 
     def masked(self, routing: Routing) -> Routing:
-        """A router's picks for x, without those for rows that are no tokens."""
+        """A router's routes for x, without those for rows that are no tokens."""
         assert self.tokens is not None
         none = self.numbers.unsqueeze(1) >= self.tokens
-        return Routing(LogicalIds(routing.ids.masked_fill(none, -1)), routing.weights)
+        return Routing(routing.ids.masked_fill(none, -1), routing.weights)
 
     def takes(self, mask: TokenMask) -> bool:
         """Whether a replay can leave out the rows of a mask."""

@@ -2,16 +2,115 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.checks import routing_problem
+from ep_moe.config import PLAIN_WIRE, Wire
+from ep_moe.execution import rank_checks
+from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.types import Routing, TokenMask, dtype_name
 
 CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
 NO_ROUTING: Any = object()  # what `forward_routed` makes of None, which stands for the layer's own router further on
+
+
+class Layer(rank_checks.Layer, Protocol):
+    """What is asked of a MoELayer."""
+
+    choice: Any
+    wire: Wire
+    experts: Any
+    _asked: dict[str, Any]
+    _checks: rank_checks.RankChecks
+    _dtype_problems: dict[torch.dtype, str | None]
+    _logit_taps: list[Callable[[Tensor], None]]
+    _made_dtype: torch.dtype
+    _routes_inside: bool
+    _table: Any
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def _call_dtype(self) -> torch.dtype: ...
+    @property
+    def _entry(self) -> Any: ...
+    @property
+    def _kernels(self) -> tuple[Any, ...]: ...
+    def _dispatcher(self) -> Dispatcher: ...
+
+
+def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> str | None:
+    """None, or what is wrong with the arguments of this rank."""
+    problem = layer._checks.wrapper_problem(layer) or _dtype_problem(layer)
+    problem = problem or rows_problem(x, layer.config.hidden_size, layer.dtype, layer.device, layer.context.device)
+    if problem is not None:
+        return problem
+    if x.requires_grad and torch.is_grad_enabled() and (stuck := _not_differentiable(layer)):
+        return (
+            f"x requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
+            f"layer with experts='reference' and all2all='allgather' or 'torch_a2a' to train"
+        )
+    inside = f"experts={layer.choice.experts} routes inside"
+    if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
+        return f"{inside}: call forward, under the map of construction"
+    if mask is not None and (problem := mask_problem(mask, x)) is not None:
+        return problem
+    if mask is not None and layer._routes_inside:
+        return f"{inside} and takes no mask; choose other experts"
+    if routing is None:
+        return None
+    return chosen_problem(layer, routing, x if x.dim() == 2 else x.reshape(-1, layer.config.hidden_size))
+
+
+def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
+    """None, or what is wrong with a routing of rows [T, H]. Waits for the device where dispatch does too; elsewhere
+    valid ids are the caller's duty."""
+    problem = choice_problem(routing, rows, layer.config.top_k)
+    if problem is None and not torch.compiler.is_compiling():
+        transport = layer.experts if isinstance(layer.experts, FusedExperts) else layer._dispatcher()
+        if transport.capabilities.host_sync or not routing.ids.is_cuda:
+            problem = id_problem(routing.ids, layer.config.num_experts)
+    if problem is None and layer._logit_taps:
+        problem = logits_problem(routing, len(rows), layer.config.num_experts)
+    return problem
+
+
+def _dtype_problem(layer: Layer) -> str | None:
+    """What `layer.to(dtype)` has made impossible."""
+    dtype, agreed = layer.dtype, layer._call_dtype
+    if dtype != agreed:
+        return (
+            f"the layer became {dtype_name(dtype)} after its first call in {dtype_name(agreed)}, and all2all="
+            f"{layer._entry.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks before the "
+            f"first call, or build another with dtype={dtype}"
+        )
+    if dtype == layer._made_dtype:
+        return None
+    if dtype not in layer._dtype_problems:
+        scheme, options = layer.expert_weights.scheme, layer.experts.options
+        why = layer._table.dtype_problem(dtype, layer.config, layer.context.layout, scheme, options, layer.wire)
+        layer._dtype_problems[dtype] = why and (
+            f"the layer became {dtype_name(dtype)}, and {why}; convert it back to "
+            f"{dtype_name(layer._made_dtype)}, or build another for {dtype_name(dtype)}"
+        )
+    return layer._dtype_problems[dtype]
+
+
+def _not_differentiable(layer: Layer) -> str:
+    """What of a layer has no backward; "" where all has one."""
+    for kernel in layer._kernels:
+        if not kernel.capabilities.differentiable:
+            return f"experts={kernel.name}"
+    if layer.wire != PLAIN_WIRE:
+        return f"{layer.wire}"
+    return "" if layer._dispatcher().capabilities.differentiable else f"all2all={layer._entry.choice.all2all}"
 
 
 def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, home: torch.device) -> str | None:

@@ -47,7 +47,6 @@ class Layer(Protocol):
     shared_experts: nn.Module | None
     expert_weights: ExpertWeights
 
-    @property
     def _carried(self) -> str: ...
 
 
@@ -94,7 +93,7 @@ class RankChecks:
         device = layer.context.device
         if torch.compiler.is_compiling() or capturing(device):
             return
-        with layer.context._entered(layer.name, layer._carried), torch.no_grad():
+        with layer.context._entered(layer.name, layer._carried()), torch.no_grad():
             whole = layer.context.rank_groups["lockstep"]
             dense = dict(_dense(layer))
             text = zlib.crc32(layer.placement.expert_map.to_json().encode())
@@ -170,14 +169,14 @@ def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tens
 def _compare_experts(layer: Layer, rank_group: RankGroup, device: torch.device) -> None:
     """Copies of an expert must be equal; whole ranks must not be."""
     weights, expert_map = layer.expert_weights, layer.placement.expert_map
-    if rank_group.size == 1 or not weights.tensors:
+    if rank_group.size == 1 or not weights.stored_tensors():
         return
     slots_per_rank = expert_map.slots_per_rank
     facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)
     many = set(expert_map.replicated)
     for slot, expert in enumerate(weights.local_experts):
         if expert >= 0 and not weights.is_meta:
-            tensors = [tensor[slot].detach() for tensor in weights.tensors.values()]
+            tensors = [tensor[slot].detach() for tensor in weights.stored_tensors().values()]
             facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
             facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
     with rank_group.flight_recorder.step("first call"):

@@ -17,7 +17,7 @@ from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
-from ep_moe.runtime.renamed import PLUGIN_HOOKS, take_old_names
+from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -111,9 +111,14 @@ class ExpertsCapabilities(KernelCapabilities):
 class ExpertsOptions:
     """How a kernel runs, where it leaves a choice.
 
-    deterministic: equal inputs give equal bits
-    chunk_rows: received rows of one kernel call; more are computed in several, so that scratch memory has a bound
-    spare_sms: multiprocessors that its long-running kernels leave to a transport beside them (`MoELayer(pipeline=)`)
+    Args:
+        deterministic: Equal inputs give equal bits.
+        chunk_rows: Received rows of one kernel call. More are computed in several, so that scratch memory has a bound.
+        spare_sms: Multiprocessors that its long-running kernels leave to a transport beside them
+            (`MoELayer(pipeline=)`).
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     deterministic: bool = False
@@ -262,7 +267,7 @@ class Experts(ABC):
         without rows, or without experts, as on its peers."""
         if not self.capabilities.differentiable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return y  # compiled layers have no peers
-        given = (received.x, received.weights, *self.weights.tensors.values(), self.weights.anchor)
+        given = (received.x, received.weights, *self.weights.stored_tensors().values(), self.weights.anchor)
         joined: Tensor = _Attached.apply(y, *(one for one in given if one is not None and one.requires_grad))
         return joined
 

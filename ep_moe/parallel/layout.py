@@ -27,11 +27,19 @@ from ep_moe.errors import ConfigError
 class RankLayout:
     """Sizes, this rank's coordinates and every group's rank list. No torch, no communication.
 
-    world: the number of ranks that share the layout, all of the job or a submesh of it
-    rank: this process in torch.distributed
-    ranks: the rank in torch.distributed at each place; empty for 0, 1, 2, ...
-    pp, dp, tp, ep, etp: group sizes; `replicas` EP groups stand side by side inside a pipeline stage
-    tokens: whether the tp ranks of one dp rank pass the same tokens
+    Args:
+        world: The number of ranks that share the layout, all of the job or a submesh of it.
+        rank: This process in torch.distributed.
+        pp: Pipeline stages.
+        dp: Data-parallel ranks of a stage.
+        tp: Tensor-parallel ranks of a dp rank.
+        ep: Ranks of an EP group; `replicas` EP groups stand side by side in a stage.
+        etp: Ranks over which an expert is cut.
+        tokens: Whether the tp ranks of one dp rank pass the same tokens.
+        ranks: The rank in torch.distributed at each place. Default: 0, 1, 2, ...
+
+    Raises:
+        ConfigError: the sizes do not fit the world or each other.
     """
 
     world: int
@@ -46,7 +54,20 @@ class RankLayout:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, *, world: int, rank: int, ranks: Sequence[int] = ()) -> RankLayout:
-        """The layout of `rank` among `world` ranks; an `ep` left open takes dp * tp / etp."""
+        """Lay out the ranks by a configuration.
+
+        Args:
+            parallel: The sizes. An `ep` of None takes dp * tp / etp.
+            world: The number of ranks.
+            rank: This process in torch.distributed.
+            ranks: The rank in torch.distributed at each place. Default: 0, 1, 2, ...
+
+        Returns:
+            The layout of `rank`.
+
+        Raises:
+            ConfigError: the sizes do not fit the world or each other.
+        """
         p = parallel
         ep = p.ep
         if ep is None:
@@ -111,7 +132,14 @@ class RankLayout:
         return math.lcm(self.split, self.ep * self.etp)
 
     def max_dispatch_tokens(self, tokens: int) -> int:
-        """The most tokens that a rank dispatches where none passes more than `tokens`: its share and its etp peers'."""
+        """Bound the tokens that a rank dispatches: its own share and its etp peers'.
+
+        Args:
+            tokens: The most tokens that any rank passes to a layer.
+
+        Returns:
+            The most tokens that a rank dispatches.
+        """
         return -(-tokens // self.split) * self.etp
 
     # --- this rank's coordinates -------------------------------------------------------------------------------
@@ -123,26 +151,32 @@ class RankLayout:
 
     @property
     def pp_rank(self) -> int:
+        """This rank's pipeline stage."""
         return self.place // self.stage
 
     @property
     def dp_rank(self) -> int:
+        """This rank's place in its dp group."""
         return self.place % self.stage // self.tp
 
     @property
     def tp_rank(self) -> int:
+        """This rank's place in its tp group."""
         return self.place % self.tp
 
     @property
     def replica_rank(self) -> int:
+        """Which of the stage's EP groups this rank is in."""
         return self.place % self.stage // (self.ep * self.etp)
 
     @property
     def ep_rank(self) -> int:
+        """This rank's place in its EP group."""
         return self.place % (self.ep * self.etp) // self.etp
 
     @property
     def etp_rank(self) -> int:
+        """This rank's place in its etp group."""
         return self.place % self.etp
 
     # --- groups ------------------------------------------------------------------------------------------------
@@ -176,11 +210,22 @@ class RankLayout:
         }
 
     def group(self, kind: str) -> list[int]:
-        """The ranks of this rank's group of a kind, in order."""
+        """List the ranks of this rank's group of a kind.
+
+        Args:
+            kind: A key of `groups`.
+
+        Returns:
+            Ranks in torch.distributed, in the group's order.
+        """
         return next(ranks for ranks in self.groups[kind] if self.rank in ranks)
 
     def describe(self) -> dict[str, int | str]:
-        """What all ranks must agree on (and nothing that differs between them)."""
+        """List what all ranks must agree on.
+
+        Returns:
+            Sizes and `tokens` by name; nothing that differs between ranks.
+        """
         names = ("world", "pp", "dp", "tp", "ep", "etp")
         return {name: getattr(self, name) for name in names} | {"tokens": self.tokens.value}
 

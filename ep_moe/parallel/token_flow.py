@@ -1,11 +1,13 @@
-"""Which rows of a call this rank works on, and how outputs find back: split, union, reduce, gather.
+"""Which rows of a call this rank works on, and how outputs find back.
 
-    x [T, H]    what the model passed; equal on all tp ranks where tokens are replicated
-    own         the rows this rank answers for; over all ranks every token once
-    union       the own rows of this rank's etp group: its members hold pieces of the same experts, so each of them
-                sends all these rows through its piece, and the pieces are summed
+    x [T, H]        what the model passed; equal on all tp ranks where tokens are replicated
+    local_tokens    the rows this rank answers for; over all ranks every token once
+    etp_gather      the local tokens of this rank's etp group: its members hold pieces of the same experts, so each of
+                    them sends all these rows through its piece
+    etp_reduce      sums the pieces, and keeps the local tokens
+    tp_gather       the outputs of all tp ranks' local tokens, as the model expects them back
 
-With etp = 1 union and own are the same; with one tp rank, or sequence-sharded tokens, own is x.
+With etp = 1 the gathered rows are the local tokens; with one tp rank, or sequence-sharded tokens, these are x.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from ep_moe.parallel.replicated import (
     counts_problem,
     has_mask,
 )
-from ep_moe.types import LogicalIds, TokenMask, capturing
+from ep_moe.types import TokenMask, capturing
 
 
 @dataclass(frozen=True)
 class Share:
-    """One call's split. own: [start, stop) of x. etp_counts, tp_counts: own rows of each peer. masked: whether a rank
-    of the etp group passes a mask."""
+    """One call's split. local: [start, stop) of x. etp_counts, tp_counts: local tokens of each peer. masked: whether a
+    rank of the etp group passes a mask."""
 
-    own: tuple[int, int]
+    local: tuple[int, int]
     etp_counts: list[int]
     tp_counts: list[int]
     masked: bool = False
@@ -45,7 +47,7 @@ class TokenFlow:
     """The way of tokens between the attention view and the expert view of the ranks.
 
     whole: each rank's tokens are its own, and nothing is agreed on before a call
-    etp_rows_are_local: the rows of `union` are all among this rank's x, so that no rank asks another for them
+    etp_rows_are_local: the rows of `etp_gather` are all among this rank's x, so that no rank asks another for them
     """
 
     def __init__(self, layout: RankLayout, *, tp: RankGroup, etp: RankGroup, lockstep: RankGroup) -> None:
@@ -93,9 +95,9 @@ class TokenFlow:
             masked = any(has_mask(found[rank][1]) for rank in self._etp.ranks)
             self._check_replicated(rows, passed or {}, device)
         return Share(
-            own=share(total, layout.split, self._split_rank[layout.rank]),
-            etp_counts=[self._own_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
-            tp_counts=[self._own_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
+            local=share(total, layout.split, self._split_rank[layout.rank]),
+            etp_counts=[self._local_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
+            tp_counts=[self._local_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
             masked=masked,
         )
 
@@ -106,7 +108,7 @@ class TokenFlow:
             with self._lockstep.flight_recorder.step("route"):
                 self._lockstep.agree([], problem, device)
 
-    def _own_count(self, rank: int, totals: dict[int, int]) -> int:
+    def _local_count(self, rank: int, totals: dict[int, int]) -> int:
         start, stop = share(totals[rank], self._layout.split, self._split_rank[rank])
         return stop - start
 
@@ -135,69 +137,70 @@ class TokenFlow:
         """For a value that all tp ranks hold alike and use for their own share: backward sums over tp."""
         return sum_gradients(x, self._tp) if self._replicated else x
 
-    def own(self, x: Tensor, call: Share) -> Tensor:
+    def local_tokens(self, x: Tensor, call: Share) -> Tensor:
         """The rows this rank answers for. x: [T, ...]."""
-        return x[call.own[0] : call.own[1]] if self._replicated else x
+        return x[call.local[0] : call.local[1]] if self._replicated else x
 
-    def union(self, x: Tensor, call: Share) -> Tensor:
-        """The own rows of the whole etp group. x: [T, ...]."""
+    def etp_gather(self, x: Tensor, call: Share) -> Tensor:
+        """The local tokens of the whole etp group. x: [T, ...]."""
         if self._layout.etp == 1:
-            return self.own(x, call)
+            return self.local_tokens(x, call)
         if self.etp_rows_are_local:
             before = sum(call.etp_counts[: self._layout.etp_rank])
-            start = call.own[0] - before
+            start = call.local[0] - before
             return x[start : start + sum(call.etp_counts)]
         with self._etp.flight_recorder.step("etp gather"):
-            return gather_rows(self.own(x, call), call.etp_counts, self._etp).wait()
+            return gather_rows(self.local_tokens(x, call), call.etp_counts, self._etp).wait()
 
-    def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[LogicalIds, Tensor]:
-        """The routing [union, K] of `union`'s rows from that of the own rows, where these lie on other ranks. Each rank
-        thereby routes its own tokens alone, and its router has their gradient.
+    def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[Tensor, Tensor]:
+        """The routing of the gathered rows from that of the local tokens, where the others lie on other ranks. Each
+        rank thereby routes its local tokens alone, and its router has their gradient.
 
         Ids are far below 2**24, so that float32 holds them exactly and both travel in one message.
         """
         with self._etp.flight_recorder.step("etp gather"):
             both = gather_rows(torch.cat([ids.float(), weights], dim=1), call.etp_counts, self._etp).wait()
         found, gathered = both.chunk(2, dim=1)
-        return LogicalIds(found.detach().long()), gathered
+        return found.detach().long(), gathered
 
     def mask(self, mask: TokenMask | None, rows: Tensor, call: Share) -> TokenMask | None:
-        """That of the union's rows. mask: of x, None where all are tokens; rows: x. Collective over etp where `union`
-        is, on ranks without a mask too."""
+        """That of the gathered rows. mask: of x, None where all are tokens; rows: x. Collective over etp where
+        `etp_gather` is, on ranks without a mask too."""
         if not call.masked:
             return None
         tokens, sent = (True, False) if mask is None else (mask.tokens.reshape(-1), mask.sent)
         if self.etp_rows_are_local:
             assert isinstance(tokens, Tensor)
-            return TokenMask(self.union(tokens, call), sent)
+            return TokenMask(self.etp_gather(tokens, call), sent)
         codes = torch.full((len(rows),), 2 * bool(sent), dtype=torch.uint8, device=rows.device)
         with torch.no_grad():
-            codes = self.union(codes.masked_fill(torch.as_tensor(tokens, device=rows.device), 1), call)
+            codes = self.etp_gather(codes.masked_fill(torch.as_tensor(tokens, device=rows.device), 1), call)
         return TokenMask(codes == 1, codes > 0)
 
     def whole_input(self, y: Tensor, call: Share) -> Tensor:
-        """What a router gave, for all rows of x [T, ...]. y: of the rows it saw: `union` if that is local, else `own`.
+        """What a router gave, for all rows of x [T, ...]. y: of the rows it saw, gathered ones where these are local,
+        else the local tokens.
 
         All tp ranks must go on to use the result alike: backward gives each rank the gradient of its own rows.
         """
         if self._layout.etp > 1 and self.etp_rows_are_local:
             before = sum(call.etp_counts[: self._layout.etp_rank])
-            y = y[before : before + call.own[1] - call.own[0]]
+            y = y[before : before + call.local[1] - call.local[0]]
         if not self._replicated:
             return y
         with self._tp.flight_recorder.step("router logits", counted=False):  # ranks that record nothing do not make it
             return gather_replicated(y, call.tp_counts, self._tp)
 
-    def reduce(self, y: Tensor, call: Share) -> Tensor:
-        """Sum the etp group's partial rows [union, H] and keep the own ones."""
+    def etp_reduce(self, y: Tensor, call: Share) -> Tensor:
+        """Sum the etp group's partial rows, those of `etp_gather`, and keep the local tokens. y: [rows, H]."""
         if self._layout.etp == 1:
             return y
         with self._etp.flight_recorder.step("etp reduce"):
             return reduce_scatter_rows(y, call.etp_counts, self._etp).wait()
 
-    def leave(self, y: Tensor, call: Share) -> Tensor:
-        """Own rows to what the model expects back: [T, H]."""
+    def tp_gather(self, y: Tensor, call: Share) -> Tensor:
+        """Outputs of the local tokens to what the model expects back: [T, H]."""
         if not self._replicated:
             return y
-        with self._tp.flight_recorder.step("leave"):
+        with self._tp.flight_recorder.step("tp gather"):
             return gather_replicated(y, call.tp_counts, self._tp)

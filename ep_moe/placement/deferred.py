@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.placement.expert_map import EMPTY
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
+from ep_moe.types import PhysicalIds, PhysicalRouting
 
 # Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
 # different experts of a token spread over replicas without a random state or a host sync. A row's fraction of the full
@@ -74,10 +74,10 @@ class DeferredRouting(PhysicalRouting):
     Rows are those of the whole call: their numbers choose replicas, so that a call is placed before it is cut.
     """
 
-    logical: LogicalIds
+    logical: Tensor
     tables: Tables
 
-    def __init__(self, logical: LogicalIds, weights: Tensor, tables: Tables) -> None:
+    def __init__(self, logical: Tensor, weights: Tensor, tables: Tables) -> None:
         self.__dict__.update(logical=logical, weights=weights, tables=tables)  # frozen, as its base is
 
     def __getattr__(self, name: str) -> Any:

@@ -25,10 +25,14 @@ _FORMAT = 1
 class ExpertMap:
     """Where every expert is. Immutable; equal maps compare equal.
 
-    num_experts: E, logical experts
-    num_ranks: R, ranks of the EP group
-    physical_to_logical: [R * cap], the logical expert in each slot, -1 for an empty one
-    allow_duplicates: let one rank hold an expert twice
+    Args:
+        num_experts: E, logical experts.
+        num_ranks: R, ranks of the EP group.
+        physical_to_logical: [P], the logical expert in each slot, -1 for an empty one. P is a multiple of R.
+        allow_duplicates: Let one rank hold an expert twice.
+
+    Raises:
+        ConfigError: an expert has no slot, an entry is no expert, or a rank holds an expert twice.
     """
 
     num_experts: int
@@ -37,12 +41,12 @@ class ExpertMap:
     allow_duplicates: bool = False
 
     def __post_init__(self) -> None:
-        set_counts(self, token_limit=MOST_EXPERTS, num_experts=1, num_ranks=1)
+        set_counts(self, at_most=MOST_EXPERTS, num_experts=1, num_ranks=1)
         set_flags(self, "allow_duplicates")
         if type(self.physical_to_logical) is not tuple:  # a list has no hash
             object.__setattr__(self, "physical_to_logical", _whole("physical_to_logical", self.physical_to_logical))
         check_count(
-            "ExpertMap.physical_to_logical slots", len(self.physical_to_logical), at_least=0, token_limit=MOST_EXPERTS
+            "ExpertMap.physical_to_logical slots", len(self.physical_to_logical), at_least=0, at_most=MOST_EXPERTS
         )
         if not self.physical_to_logical or len(self.physical_to_logical) % self.num_ranks:
             raise ConfigError(
@@ -82,35 +86,78 @@ class ExpertMap:
 
     @classmethod
     def linear(cls, num_experts: int, num_ranks: int) -> ExpertMap:
-        """Experts in order; where E is not divisible by R the first ranks hold one more."""
+        """Give the ranks the experts in order.
+
+        Args:
+            num_experts: E. Where R does not divide it, the first ranks hold one more.
+            num_ranks: R.
+
+        Returns:
+            The map, without redundant experts.
+
+        Raises:
+            ConfigError: a number is out of range.
+        """
         return cls.redundant(num_experts, num_ranks, 0)
 
     @classmethod
     def round_robin(cls, num_experts: int, num_ranks: int) -> ExpertMap:
-        """Expert e on rank e % R."""
-        num_experts = check_count("ExpertMap.num_experts", num_experts, at_least=1, token_limit=MOST_EXPERTS)
-        num_ranks = check_count("ExpertMap.num_ranks", num_ranks, at_least=1, token_limit=MOST_EXPERTS)
+        """Give expert e to rank e % R.
+
+        Args:
+            num_experts: E.
+            num_ranks: R.
+
+        Returns:
+            The map, without redundant experts.
+
+        Raises:
+            ConfigError: a number is out of range.
+        """
+        num_experts = check_count("ExpertMap.num_experts", num_experts, at_least=1, at_most=MOST_EXPERTS)
+        num_ranks = check_count("ExpertMap.num_ranks", num_ranks, at_least=1, at_most=MOST_EXPERTS)
         return cls.from_ranks([list(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)], num_experts)
 
     @classmethod
     def uneven(cls, counts: Sequence[int]) -> ExpertMap:
-        """Experts in order, counts[r] of them on rank r; a rank may hold none."""
+        """Give the ranks the experts in order, as many as each has room for.
+
+        Args:
+            counts: [R], experts of each rank. A rank may hold none.
+
+        Returns:
+            The map, without redundant experts. E is the sum of `counts`.
+
+        Raises:
+            ConfigError: `counts` are no integers of at least 0, or their sum is 0.
+        """
         if isinstance(counts, str) or not isinstance(counts, Iterable):
             raise ConfigError(f"ExpertMap.uneven: counts must be a sequence of integers, got {shown(counts)}")
         counts = [
-            check_count(f"counts[{rank}]", count, at_least=0, token_limit=MOST_EXPERTS)
-            for rank, count in enumerate(counts)
+            check_count(f"counts[{rank}]", count, at_least=0, at_most=MOST_EXPERTS) for rank, count in enumerate(counts)
         ]
-        check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, token_limit=MOST_EXPERTS)
+        check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, at_most=MOST_EXPERTS)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         ranks = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
         return cls.from_ranks(ranks, sum(counts))
 
     @classmethod
     def redundant(cls, num_experts: int, num_ranks: int, num_redundant: int) -> ExpertMap:
-        """E + num_redundant slots in order: the experts once, then again from expert 0."""
+        """Lay E + num_redundant slots out in order: every expert once, then again from expert 0.
+
+        Args:
+            num_experts: E.
+            num_ranks: R.
+            num_redundant: Slots beyond one per expert.
+
+        Returns:
+            The map.
+
+        Raises:
+            ConfigError: a number is out of range, or a rank would hold an expert twice.
+        """
         num_experts, num_ranks, num_redundant = (
-            check_count(f"ExpertMap.{name}", value, at_least=least, token_limit=MOST_EXPERTS)
+            check_count(f"ExpertMap.{name}", value, at_least=least, at_most=MOST_EXPERTS)
             for name, value, least in (
                 ("num_experts", num_experts, 1),
                 ("num_ranks", num_ranks, 1),
@@ -131,7 +178,20 @@ class ExpertMap:
     def from_ranks(
         cls, ranks: Sequence[Sequence[int]], num_experts: int, *, allow_duplicates: bool = False
     ) -> ExpertMap:
-        """The user's own: for each rank the logical experts of its slots in order (-1 for an empty slot)."""
+        """Make a map from a list of experts for each rank.
+
+        Args:
+            ranks: For each rank the logical experts of its slots in order, -1 for an empty slot. Shorter lists are
+                filled up.
+            num_experts: E.
+            allow_duplicates: Let one rank hold an expert twice.
+
+        Returns:
+            The map.
+
+        Raises:
+            ConfigError: as the class raises it.
+        """
         if isinstance(ranks, str) or not isinstance(ranks, Iterable):
             raise ConfigError(f"ExpertMap.from_ranks: ranks must be a sequence for each rank, got {shown(ranks)}")
         ranks = [_whole(f"from_ranks: ranks[{rank}]", slots) for rank, slots in enumerate(ranks)]
@@ -154,14 +214,29 @@ class ExpertMap:
 
     @property
     def num_redundant(self) -> int:
+        """Slots in use beyond one per logical expert."""
         return sum(expert != EMPTY for expert in self.physical_to_logical) - self.num_experts
 
     def local(self, rank: int) -> tuple[int, ...]:
-        """The logical experts of a rank's `slots_per_rank` slots, -1 for an empty one."""
+        """List the logical experts of a rank's slots.
+
+        Args:
+            rank: In [0, R).
+
+        Returns:
+            [slots_per_rank], -1 for an empty slot.
+        """
         return self.physical_to_logical[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     def num_slots(self, rank: int) -> int:
-        """L: slots that need memory on a rank; empty ones at its end do not."""
+        """Count the slots that need memory on a rank (L). Empty ones at its end need none.
+
+        Args:
+            rank: In [0, R).
+
+        Returns:
+            L.
+        """
         return max([slot + 1 for slot, expert in enumerate(self.local(rank)) if expert != EMPTY], default=0)
 
     @cached_property
@@ -175,6 +250,7 @@ class ExpertMap:
 
     @property
     def replica_count(self) -> tuple[int, ...]:
+        """[E], the number of slots of each logical expert."""
         return tuple(map(len, self.logical_to_physical))
 
     @property
@@ -183,17 +259,36 @@ class ExpertMap:
         return [expert for expert, count in enumerate(self.replica_count) if count > 1]
 
     def global_to_local(self, rank: int) -> tuple[int, ...]:
-        """[E]: a logical expert's slot on a rank, or -1; engines call it `expert_map`."""
+        """Find each logical expert's slot on a rank. Inference engines call this table `expert_map`.
+
+        Args:
+            rank: In [0, R).
+
+        Returns:
+            [E], the slot counted from the rank's first one, -1 for an expert that it does not hold.
+        """
         local = self.local(rank)
         return tuple(local.index(expert) if expert in local else EMPTY for expert in range(self.num_experts))
 
     def primary_owner(self, expert: int) -> int:
-        """The rank that answers for a logical expert in a checkpoint."""
+        """Name the rank that answers for a logical expert in a checkpoint.
+
+        Args:
+            expert: In [0, E).
+
+        Returns:
+            The rank of its first slot.
+        """
         return self.logical_to_physical[expert][0] // self.slots_per_rank
 
     # --- on disk -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
+        """Write the map as text.
+
+        Returns:
+            JSON that `from_json` reads.
+        """
         ranks = [list(self.local(rank)) for rank in range(self.num_ranks)]
         return json.dumps(
             {
@@ -206,6 +301,17 @@ class ExpertMap:
 
     @classmethod
     def from_json(cls, text: str) -> ExpertMap:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            The map.
+
+        Raises:
+            ConfigError: the text is no map, or one of another format.
+        """
         try:
             table = json.loads(text)
             if table["format"] != _FORMAT:
@@ -217,10 +323,26 @@ class ExpertMap:
             raise ConfigError(f"not an ExpertMap file: {error!r}; write one with ExpertMap.save") from error
 
     def save(self, path: str | Path) -> None:
+        """Write the map to a file, as JSON.
+
+        Args:
+            path: The file, which is overwritten.
+        """
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> ExpertMap:
+        """Read what `save` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The map.
+
+        Raises:
+            ConfigError: there is no such file, or it holds no map.
+        """
         check_path("ExpertMap.load: path", path)
         if not Path(path).is_file():
             raise ConfigError(f"ExpertMap file {path} does not exist")

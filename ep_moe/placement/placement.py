@@ -36,10 +36,16 @@ class Placement(nn.Module):
     The choice depends on row, expert and EP rank alone: where ranks hold the same rows (the members of an etp group,
     which share an EP rank) they choose alike.
 
-    expert_load: int64 [E], routes counted per logical expert since `reset_load`; id -1 (padding rows) is not counted
-    slot_load: int64 [P], the same per physical expert since `reset_load` or `update`
-    resets: how often `reset_load` was called
-    slots: [R], that each rank has memory for; those of the map at construction
+    Args:
+        expert_map: Where experts are.
+        ep_rank: This rank in its EP group.
+
+    Attributes:
+        expert_map: The map in force.
+        expert_load: int64 [E], routes per logical expert since `reset_load`. Id -1 (padding rows) is not counted.
+        slot_load: int64 [P], the same per physical expert since `reset_load` or `update`.
+        resets: How often `reset_load` was called.
+        slots: [R], slots that each rank has memory for; those of the map at construction.
     """
 
     logical_to_physical: Tensor  # int64 [E, max_replicas], padded with -1; the replicas that this rank uses
@@ -73,11 +79,19 @@ class Placement(nn.Module):
         self.counting.fill_(1)
 
     def forward(self, routing: Routing, mask: TokenMask | None = None) -> PhysicalRouting:
-        """Replace logical by physical ids; -1 stays -1. An id outside [-1, E) leaves as one outside [-1, P), so
-        that the dispatcher refuses it on all ranks together. They are placed when they are needed (`DeferredRouting`).
+        """Replace logical by physical ids, and count load.
 
-        Within a backward pass nothing is counted: activation checkpointing runs there what was counted before.
-        mask: of these rows; the others are not counted, and are placed where the mask says that they are sent"""
+        An id outside [-1, E) leaves as one outside [-1, P), so that the dispatcher refuses it on all ranks together.
+        Ids are placed when they are needed. Within a backward pass nothing is counted: activation checkpointing runs
+        there what was counted before.
+
+        Args:
+            routing: Logical ids [T, K]; -1 stays -1.
+            mask: Of these rows. Padding is not counted, and is placed where the mask says that it is sent.
+
+        Returns:
+            Physical ids [T, K] and the weights, as a `DeferredRouting`.
+        """
         tables = self.tables
         if not torch.compiler.is_compiling() and recomputing():  # the operator of graphs asks when it runs
             tables = tables.counting_nothing()
@@ -101,6 +115,7 @@ class Placement(nn.Module):
 
     @property
     def tables(self) -> Tables:
+        """What a call is placed and counted with: views of the buffers."""
         own: Any = self._buffers  # a module's attributes are found by a walk, for which each call of a layer would pay
         return Tables(
             own["logical_to_physical"], own["replica_count"], own["expert_load"], own["slot_load"], own["counting"],
@@ -109,7 +124,11 @@ class Placement(nn.Module):
 
     @contextmanager
     def no_stats(self) -> Iterator[None]:
-        """Within, forwards are not counted, replays of captured graphs neither: for warm-up and idle steps."""
+        """Count no forward within the block, nor replays of captured graphs: for warm-up and idle steps.
+
+        Yields:
+            Nothing.
+        """
         before = self.counting.clone()
         self.counting.zero_()
         try:
@@ -120,7 +139,12 @@ class Placement(nn.Module):
     def choose(self, replicas: Replicas, *, ranks_per_node: int | None = None) -> None:
         """Use these replicas from now on, in place, as `update`. Call it on all ranks alike.
 
-        ranks_per_node: for NEAREST; default one node. Consecutive ranks share a node.
+        Args:
+            replicas: Which of an expert's replicas tokens of this rank go to.
+            ranks_per_node: For NEAREST; consecutive ranks share a node. Default: one node.
+
+        Raises:
+            ConfigError: an argument is of a wrong kind, or `ranks_per_node` does not divide R.
         """
         ranks = self.expert_map.num_ranks
         per_node = ranks if ranks_per_node is None else ranks_per_node
@@ -130,8 +154,14 @@ class Placement(nn.Module):
         self._write(self.expert_map)
 
     def check(self, expert_map: ExpertMap) -> None:
-        """Raise ConfigError unless `update` can take this map: E, R and cap must stay, and no rank may get more slots
-        than it has memory for."""
+        """Check that `update` can take a map.
+
+        Args:
+            expert_map: Must have the E, R and slots_per_rank of the map in force.
+
+        Raises:
+            ConfigError: a size differs, or a rank would need more slots than it has memory for.
+        """
         check_kind("Placement.update: expert_map", expert_map, ExpertMap)
         old = self.expert_map
         for name in ("num_experts", "num_ranks", "slots_per_rank"):
@@ -152,13 +182,27 @@ class Placement(nn.Module):
             )
 
     def prepare(self, expert_map: ExpertMap) -> None:
-        """Compute beforehand what `update` with this very map writes, which forwards would wait for. Changes nothing
-        that is in force."""
+        """Compute beforehand what `update` with this very map writes, which forwards would wait for. Changes nothing in
+        force.
+
+        Args:
+            expert_map: As `check` takes it.
+
+        Raises:
+            ConfigError: as `check` raises it.
+        """
         self.check(expert_map)
         self._ahead = expert_map, self._tables(expert_map)
 
     def update(self, expert_map: ExpertMap) -> None:
-        """Put another map in force, in place: captured graphs and held references see it."""
+        """Put another map in force, in place: captured graphs and held references see it.
+
+        Args:
+            expert_map: As `check` takes it.
+
+        Raises:
+            ConfigError: as `check` raises it.
+        """
         if self._ahead is None or self._ahead[0] is not expert_map:
             self.check(expert_map)
         self.expert_map = expert_map
@@ -166,12 +210,17 @@ class Placement(nn.Module):
         self.slot_load.zero_()
 
     def reset_load(self) -> None:
+        """Count load from zero again."""
         self.resets += 1
         self.expert_load.zero_()
         self.slot_load.zero_()
 
     def rank_load(self) -> Tensor:
-        """Routes per EP rank, int64 [R]."""
+        """Sum the load of each rank's slots.
+
+        Returns:
+            int64 [R], routes per EP rank.
+        """
         return self.slot_load.view(self.expert_map.num_ranks, -1).sum(1)
 
     def _write(self, expert_map: ExpertMap) -> None:
@@ -214,4 +263,5 @@ class Placement(nn.Module):
         return self
 
     def extra_repr(self) -> str:
+        """Describe the map in force, for `print`."""
         return repr(self.expert_map)

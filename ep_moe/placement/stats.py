@@ -15,9 +15,10 @@ from ep_moe.runtime.profiling import balancedness
 class LayerStats:
     """Routes of a whole EP group.
 
-    name: the layer's
-    expert_load: [E], routes per logical expert
-    rank_load: [R], routes per EP rank
+    Args:
+        name: The layer's.
+        expert_load: [E], routes per logical expert.
+        rank_load: [R], routes per EP rank.
     """
 
     name: str

@@ -21,7 +21,7 @@ from ep_moe.quant.schemes import scheme_of
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device
 from ep_moe.selection import explain
-from ep_moe.selection.picks import BackendTable, TableEntry, tuned_table
+from ep_moe.selection.backend_table import BackendTable, TableEntry, tuned_table
 from ep_moe.selection.tuned import Tuned, layer_facts, machine_facts, versions
 from ep_moe.types import dtype_name
 
@@ -57,7 +57,7 @@ def agree(
     Returns what serves which calls, the map, and the keywords of `select.explain` that led to it.
     """
     nothing = explain.BackendChoice("", "", "refused", "")
-    picks, problem, keywords = BackendTable([TableEntry(None, nothing, None, None)]), None, dict[str, Any]()
+    table, problem, keywords = BackendTable([TableEntry(None, nothing, None, None)]), None, dict[str, Any]()
     if (wrong := _wrong_kind(config, asked, expert_map, name)) is not None:
         # told of by itself: what is not of its kind has no fields to compare
         context.consensus.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
@@ -77,7 +77,7 @@ def agree(
         }
         if asked.tuned is not None:
             _check_tuned(asked.tuned, context, config, asked)
-            picks = tuned_table(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
+            table = tuned_table(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
         else:
             choice = explain.choose(config, context.layout, context.device, asked.dtype, **keywords)
             if choice.all2all == INSIDE:
@@ -85,7 +85,7 @@ def agree(
             else:
                 check_pipeline(asked.pipeline, context._max_dispatch_tokens, choice.all2all)
             most = context._max_dispatch_tokens
-            picks = BackendTable([TableEntry(most, choice, asked.pipeline, asked.pipeline or most)])
+            table = BackendTable([TableEntry(most, choice, asked.pipeline, asked.pipeline or most)])
     except EPMoEError as error:
         problem = error
     facts = {
@@ -98,14 +98,14 @@ def agree(
         **flat_facts(asked.options, "ExpertsOptions"),
         **flat_facts(asked.wire, "Wire"),
         "pipeline": asked.pipeline,
-        "all2all": picks.last.choice.all2all,
-        "experts": picks.last.choice.experts,
-        "tuned": None if asked.tuned is None else str(picks),
+        "all2all": table.last.choice.all2all,
+        "experts": table.last.choice.experts,
+        "tuned": None if asked.tuned is None else str(table),
     }
     context.consensus.same(f"MoELayer {name}", facts, problem)
     assert expert_map is not None
-    _warn(context, asked, picks.last.choice.experts)
-    return picks, expert_map, keywords
+    _warn(context, asked, table.last.choice.experts)
+    return table, expert_map, keywords
 
 
 def _wrong_kind(config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None, name: str) -> ConfigError | None:

@@ -29,10 +29,14 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_experts", "top_k", "activatio
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One pair at one bucket.
+    """One pair of transport and kernel, timed at one bucket.
 
-    tokens: that every rank sends; pipeline: as `MoELayer`'s
-    us: of dispatch, experts and combine, microseconds, the slowest rank's median
+    Args:
+        tokens: That every rank sends.
+        experts: The kernel's name.
+        all2all: The transport's name.
+        us: Of dispatch, experts and combine, in microseconds: the slowest rank's median.
+        pipeline: As `MoELayer` takes it.
     """
 
     tokens: int
@@ -49,8 +53,15 @@ class Measured:
 class Tuned:
     """The contents of a file of `ep-moe tune`.
 
-    machine, layer: what the times depend on, as `machine_facts` and `layer_facts` say; versions: of the software
-    buckets: the fastest pair of each, tokens ascending; measured: all that were timed
+    Args:
+        machine: What the times depend on of a machine, as `machine_facts` says.
+        layer: What the times depend on of a layer, as `layer_facts` says.
+        versions: Of the software that was measured.
+        buckets: The fastest pair of each bucket, tokens ascending.
+        measured: All that were timed.
+
+    Raises:
+        ConfigError: the buckets are none, or not ascending.
     """
 
     machine: dict[str, Any]
@@ -65,7 +76,15 @@ class Tuned:
             raise ConfigError(f"Tuned.buckets must have ascending tokens of at least 1, got {tokens}; tune again")
 
     def mismatch(self, machine: Mapping[str, Any], layer: Mapping[str, Any]) -> str | None:
-        """None, or in what this machine or layer is another than the one that was measured."""
+        """Compare with this machine and layer.
+
+        Args:
+            machine: As `machine_facts` gives it.
+            layer: As `layer_facts` gives it.
+
+        Returns:
+            None, or in what they differ from those that were measured.
+        """
         lines = [
             f"{what} {name} is {here.get(name)!r} here and {measured.get(name)!r} in the file"
             for what, measured, here in (("machine", self.machine, machine), ("layer", self.layer, layer))
@@ -75,11 +94,23 @@ class Tuned:
         return "; ".join(lines) or None
 
     def other_versions(self, versions: Mapping[str, Any]) -> str | None:
-        """None, or which software has another version than what was measured: the times may have changed."""
+        """Compare with the software that is installed. With other versions the times may have changed.
+
+        Args:
+            versions: As `versions` gives them.
+
+        Returns:
+            None, or which software has another version than what was measured.
+        """
         names = [name for name in versions if versions[name] != self.versions.get(name)]
         return ", ".join(f"{name} is {versions[name]}, was {self.versions.get(name)}" for name in names) or None
 
     def save(self, path: str | Path) -> None:
+        """Write a file that `load` reads.
+
+        Args:
+            path: The file, which is overwritten.
+        """
         table = {"format": FORMAT, "machine": self.machine, "layer": self.layer, "versions": self.versions}
         rows = {"buckets": [as_row(one) for one in self.buckets], "measured": [as_row(one) for one in self.measured]}
         text = json.dumps(table, indent=1)[:-2]  # a line per measurement, to be read by people too
@@ -89,7 +120,17 @@ class Tuned:
 
     @classmethod
     def load(cls, path: str | Path) -> Tuned:
-        """Raises ConfigError, naming the file and what is wrong with it."""
+        """Read a file of `ep-moe tune`.
+
+        Args:
+            path: The file.
+
+        Returns:
+            Its contents.
+
+        Raises:
+            ConfigError: there is no such file, or it is another one; names the file and what is wrong with it.
+        """
         check_path("Tuned.load: path", path)
         try:
             table = json.loads(Path(path).read_text())

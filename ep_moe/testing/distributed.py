@@ -27,10 +27,17 @@ def distributed(
     Under plain pytest the ranks are forked gloo processes on this machine's CPU. Under `torchrun -m pytest` the body
     runs on torchrun's ranks (NCCL where there are GPUs), where their number is the one asked for, and is skipped
     otherwise, on all ranks alike. The body's arguments must be picklable; it may take `world_size`.
-    deadline_s: for the whole body on forked ranks, which are then ended; torchrun's ranks have 60 s for each collective
-    expect_dead: ranks that the body ends, or lets hang, on purpose; such a test runs on forked ranks only.
-    set_device: make each rank's GPU the current device, for a body that calls transports or kernels by themselves.
-        Without it device 0 is current on all ranks, as in a user's script: layers and contexts need nothing else.
+
+    Args:
+        world_sizes: Numbers of ranks.
+        deadline_s: Seconds for the whole body on forked ranks, which are then ended. torchrun's ranks have 60 s for
+            each collective.
+        expect_dead: Ranks that the body ends, or lets hang, on purpose. Such a test runs on forked ranks only.
+        set_device: Make each rank's GPU the current device, for a body that calls transports or kernels by themselves.
+            Without it device 0 is current on all ranks, as in a user's script: layers and contexts need nothing else.
+
+    Returns:
+        A decorator.
     """
     import pytest
 
@@ -76,7 +83,11 @@ def _run_under_torchrun(
 
 
 def rank_device() -> torch.device:
-    """Where a test body should put its tensors: this rank's GPU under torchrun, else the CPU."""
+    """Say where a test body should put its tensors.
+
+    Returns:
+        This rank's GPU under torchrun, else the CPU.
+    """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return torch.device("cpu")
     return local_device()

@@ -18,7 +18,7 @@ from ep_moe.placement.placement import Placement
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.router import route
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 EXPERTS = 10
@@ -121,7 +121,7 @@ class Case:
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Call:
         """ids: logical."""
-        routing = Routing(LogicalIds(ids), weights)
+        routing = Routing(ids, weights)
         return self.expect(x, self.placement(routing).materialize(), routing)
 
     def expect(self, x: Tensor, routed: Routed, routing: Routing) -> Call:

@@ -47,9 +47,19 @@ def check_fused(
     deadline_s: float = 60.0,
 ) -> int:
     """Run a fused kernel through its contract, on the ranks of the default process group as one EP group; one that does
-    not travel on each rank by itself. Every scheme, with each top-k at the first of `max_tokens`, and the last top-k at
-    the others (8 or more each). Returns how many shapes were checked; AssertionError names the check and the shape, on
-    all ranks alike.
+    not travel on each rank by itself.
+
+    Args:
+        kind: The kernel's class. Every scheme of its capabilities is checked.
+        top_ks: Values of K, each with the first of `max_tokens`.
+        max_tokens: Bounds on tokens, 8 or more each; those behind the first with the last top-k.
+        deadline_s: Seconds for a collective step.
+
+    Returns:
+        How many shapes were checked.
+
+    Raises:
+        AssertionError: on all ranks alike; names the check and the shape.
     """
     can, device, checked = kind.capabilities, rank_device(), 0
     can.check()

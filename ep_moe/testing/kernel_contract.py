@@ -54,11 +54,22 @@ def check_experts(
     inner: int = INNER,
 ) -> int:
     """Run a kernel through its contract on one device, in every scheme, dtype, activation and row layout that its
-    capabilities name. Returns how many layers were checked; AssertionError names the first that is wrong.
+    capabilities name.
 
-    schemes: default those of the capabilities that this GPU computes; on a CPU all of them, as an emulation does
-    activations: default those of the capabilities
-    hidden, inner: sizes of the layers, for kernels that want larger ones
+    Args:
+        kind: The kernel's class.
+        device: Where it runs.
+        schemes: Names of schemes. Default: those of the capabilities that this GPU computes; on a CPU all of them, as
+            an emulation does.
+        activations: Default: those of the capabilities.
+        hidden: H of the layers, for kernels that want larger ones.
+        inner: I of the layers, for kernels that want larger ones.
+
+    Returns:
+        How many layers were checked.
+
+    Raises:
+        AssertionError: names the first layer that is wrong.
     """
     device = as_device(device)
     can, checked = kind.capabilities, 0

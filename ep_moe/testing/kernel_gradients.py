@@ -58,7 +58,7 @@ def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
         if weights.named:
             canonical = _of_expert(weights, weights.local_experts[slot])
         else:
-            own = {name: _grad(tensor)[slot] for name, tensor in weights.tensors.items()}
+            own = {name: _grad(tensor)[slot] for name, tensor in weights.stored_tensors().items()}
             canonical = weights.weight_layout.restore(own)
         found |= {f"{name} of slot {slot}": tensor for name, tensor in canonical.items()}
     return {name: (found[name], value) for name, value in wanted.items()}

@@ -69,10 +69,14 @@ def check_dispatcher(
 ) -> None:
     """Run a transport through its contract, on the ranks of the default process group (all of them one EP group).
 
-    factory: the class, or a function (geometry, link) -> dispatcher; collective
-    dtypes: of rows, default those of the capabilities; all with the last top-k, the others with the first dtype
+    Args:
+        factory: The class, or a function (dispatch_shape, rank_group) -> dispatcher; collective.
+        top_ks: Values of K.
+        dtypes: Of rows, all with the last top-k, the others with the first dtype. Default: those of the capabilities.
+        deadline_s: Seconds for a collective step.
 
-    AssertionError names the check, the dtype and the top-k, on all ranks alike.
+    Raises:
+        AssertionError: on all ranks alike; names the check, the dtype and the top-k.
     """
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:

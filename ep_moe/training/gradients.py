@@ -29,7 +29,17 @@ _BUCKET = 1 << 24  # numbers of one all-reduce
 
 
 def expert_weights_of(model: nn.Module) -> list[ExpertWeights]:
-    """The `ExpertWeights` of a model, in order."""
+    """List the `ExpertWeights` of a model, in order.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Its expert weights.
+
+    Raises:
+        ConfigError: `model` is no module.
+    """
     check_kind("model", model, nn.Module)
     return [module for module in model.modules() if isinstance(module, ExpertWeights)]
 
@@ -176,7 +186,16 @@ def clip_grad_norm_(
 
 def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
     """Compare dense parameters over the stage, and experts' with those of other EP groups, once for a model: gradients
-    keep alike what was alike. Raises InputError on all ranks."""
+    keep alike what was alike.
+
+    Args:
+        model: The model.
+        context: Of its layers.
+        what: What errors call the caller.
+
+    Raises:
+        InputError: on all ranks, where a parameter differs.
+    """
     held = expert_weights_of(model)
     if not held or held[0].gradient_sum.compared:
         return

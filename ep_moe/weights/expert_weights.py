@@ -65,7 +65,7 @@ class ExpertWeights(ExpertSlots):
         """w13 or w2 of all slots [L, rows, columns] in the canonical layout: the stored tensor where it is plain and
         canonical, dequantised to `dtype` otherwise."""
         if self.scheme.plain and type(self.weight_layout) is WeightLayout:
-            return self.tensors[name]
+            return self.stored_tensors()[name]
         slots = [self.slot(slot) for slot in range(self.num_slots)]
         whole = {part: torch.stack([tensors[part] for tensors in slots]) for part in self.names} if slots else {}
         if not whole:
@@ -76,14 +76,16 @@ class ExpertWeights(ExpertSlots):
     def slot_tensors(self) -> dict[str, Tensor]:
         """Everything that belongs to slots, [L, ...] each, in the kernel's layout: what moves when an expert moves. All
         that is registered, so that no scale can be forgotten; a tensor that is not per slot has no place here."""
-        found = dict([*self.tensors.items(), *self.named_buffers()])
+        found = dict([*self.stored_tensors().items(), *self.named_buffers()])
         odd = [name for name, tensor in found.items() if tensor.dim() == 0 or len(tensor) != self.num_slots]
         assert not odd, f"{odd} of ExpertWeights are not [{self.num_slots} slots, ...]"
         return {name: found[name].detach() for name in sorted(found)}
 
     def slot(self, slot: int) -> dict[str, Tensor]:
         """One slot's canonical tensors."""
-        return self.weight_layout.restore({name: tensor.detach()[slot] for name, tensor in self.tensors.items()})
+        return self.weight_layout.restore(
+            {name: tensor.detach()[slot] for name, tensor in self.stored_tensors().items()}
+        )
 
     @property
     def adds_output_bias(self) -> bool:
@@ -100,7 +102,7 @@ class ExpertWeights(ExpertSlots):
         self.updates += 1
         if self.is_meta:
             return
-        for tensor in self.tensors.values():
+        for tensor in self.stored_tensors().values():
             tensor.zero_()
         seeds = torch.randint(2**62, (self.config.num_experts,), device="cpu").tolist()
         for expert, slots in self.held.items():
@@ -144,9 +146,10 @@ class ExpertWeights(ExpertSlots):
         }
         if canonical.keys() != self.weight_layout.canonical.keys():
             canonical = self.slot(slots[0]) | canonical  # a kernel's tensor may be made of several of ours
+        stored = self.stored_tensors()
         for name, tensor in self.weight_layout.prepare(canonical).items():
             for slot in slots:
-                self.tensors[name][slot].copy_(tensor)
+                stored[name][slot].copy_(tensor)
 
     def _check_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> None:
         specs = self.scheme.expert(self.config, self._dtype)
@@ -285,7 +288,7 @@ class ExpertWeights(ExpertSlots):
         plain = self.scheme.plain
         shapes = [
             f"{name} {list(tensor.shape)}" + ("" if plain else f" {dtype_name(tensor.dtype)}")
-            for name, tensor in self.tensors.items()
+            for name, tensor in self.stored_tensors().items()
         ]
         return f"{', '.join(shapes)}, experts {list(self.local_experts)}"
 

@@ -57,7 +57,7 @@ class ExpertSlots(nn.Module):
         problem = scheme.problem(config, self.etp.size)
         if problem is not None:
             raise ConfigError(problem)
-        self._expert_map = expert_map
+        self.expert_map = expert_map
         self.num_slots = expert_map.num_slots(ep_rank)
         self.updates = 0  # calls that may have written weights, alike on all ranks
         self._dtype = dtype or torch.get_default_dtype()
@@ -84,9 +84,12 @@ class ExpertSlots(nn.Module):
         """What fresh experts hold."""
         raise NotImplementedError
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All stored tensors of all slots, [L, ...] each. While a kernel runs they are functions of the parameters."""
+    def stored_tensors(self) -> Mapping[str, Tensor]:
+        """Return the stored tensors of all slots, [L, ...] each.
+
+        While a kernel runs they are functions of the parameters. At other times a method, and no property: numbers of
+        parameters that were replaced are first written into them.
+        """
         if self._joined is not None:
             return self._joined
         if self._slots and not torch.compiler.is_compiling():
@@ -101,7 +104,7 @@ class ExpertSlots(nn.Module):
 
     def stored(self, name: str) -> Tensor | None:
         """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
-        return self.tensors.get(name)
+        return self.stored_tensors().get(name)
 
     def get_parameter(self, target: str) -> Any:
         """A stored tensor of all slots, such as "w13", as kernels read it; or a parameter by its path, such as "3.w1".
@@ -110,17 +113,17 @@ class ExpertSlots(nn.Module):
         if found is not None:
             return found
         if target in self._held:
-            return self.tensors[target]
+            return self.stored_tensors()[target]
         return super().get_parameter(target)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_slots", ()):
-            return self.tensors[name]
+            return self.stored_tensors()[name]
         return super().__getattr__(name)
 
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a kernel on the parameters: within, `tensors` are functions of them, gathered first where they are
-        sharded. A module's call, so that wrappers' hooks come before and behind it."""
+        """Run a kernel on the parameters: within, `stored_tensors` gives functions of them, gathered first where they
+        are sharded. A module's call, so that wrappers' hooks come before and behind it."""
         before, self._joined = self._joined, self._join()
         try:
             return compute(*arguments)
@@ -222,14 +225,9 @@ class ExpertSlots(nn.Module):
                     self._views.append((parameter, view))
             self.add_module(str(expert), module)
 
-    @property
-    def expert_map(self) -> ExpertMap:
-        return self._expert_map
-
-    @expert_map.setter
-    def expert_map(self, expert_map: ExpertMap) -> None:
-        """Slots hold other experts from now on."""
-        self._expert_map = expert_map
+    def set_expert_map(self, expert_map: ExpertMap) -> None:
+        """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
+        self.expert_map = expert_map
         self._name_experts(requires_grad=any(p.requires_grad for p in self.parameters()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -23,7 +23,7 @@ from ep_moe import (
 )
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
+from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.distributed_cases import batch_of, check_call, no_payload, same_error
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, moved
 
@@ -61,8 +61,8 @@ def bad_calls(x: torch.Tensor, routing: Routing) -> list[tuple[tuple, str]]:
         ((x, Routing(ids.tolist(), weights)), "routing.ids must be a Tensor, got list"),
         ((x, (ids, weights)), "routing must be a Routing of logical ids, got tuple"),
         ((x, PhysicalRouting(PhysicalIds(ids), weights)), "routing must be a Routing of logical ids"),
-        ((x, Routing(LogicalIds(far), weights)), "routing.ids must be -1 or in [0, 8), got 8 (1 ids out of range)"),
-        ((x, Routing(LogicalIds(low), weights)), "routing.ids must be -1 or in [0, 8), got -2 (1 ids out of range)"),
+        ((x, Routing(far, weights)), "routing.ids must be -1 or in [0, 8), got 8 (1 ids out of range)"),
+        ((x, Routing(low, weights)), "routing.ids must be -1 or in [0, 8), got -2 (1 ids out of range)"),
     ]
 
 
@@ -94,8 +94,8 @@ def test_a_users_router_that_errs(parallel, world_size):
     """What a router returns is known only after the ranks agreed on the call."""
     rank = dist.get_rank()
     wrong: list[Callable[[Routing], Routing]] = [
-        lambda r: Routing(LogicalIds(r.ids + 8), r.weights),
-        lambda r: Routing(LogicalIds(r.ids[:, :1]), r.weights),
+        lambda r: Routing(r.ids + 8, r.weights),
+        lambda r: Routing(r.ids[:, :1], r.weights),
         lambda r: Routing(r.ids, r.weights.double()),
         lambda r: (r.ids, r.weights),
     ]
@@ -104,7 +104,7 @@ def test_a_users_router_that_errs(parallel, world_size):
 
         def router(x: torch.Tensor) -> Routing:
             ids = torch.arange(2, device=x.device).expand(len(x), 2)
-            good = Routing(LogicalIds(ids), torch.ones(len(x), 2, device=x.device))
+            good = Routing(ids, torch.ones(len(x), 2, device=x.device))
             return wrong[turn[0]](good) if rank == BAD and turn[0] >= 0 else good
 
         layer = fill(MoELayer(CONFIG, context, router=router))
@@ -140,7 +140,7 @@ def unlike(x: torch.Tensor, routing: Routing) -> dict[str, tuple[tuple, str]]:
         "negated": ((-x,), "in 4 of 4 rows"),
         "another order": ((x.flip(0),), "x on rank 0 differs from that on rank 1"),
         "NaN": ((x.masked_fill(x == x[2, 0], torch.nan),), "x on rank 0 differs from that on rank 1"),
-        "ids": ((x, Routing(LogicalIds((ids + 1) % 8), weights)), "routing.ids on rank 0 differs"),
+        "ids": ((x, Routing((ids + 1) % 8, weights)), "routing.ids on rank 0 differs"),
         "weights": ((x, Routing(ids, weights * 2)), "routing.weights on rank 0 differs"),
         "a routing": ((x,), "got x, routing.ids, routing.weights on rank 0; x on rank 1"),
     }
@@ -307,7 +307,7 @@ def test_ids_may_be_int32_on_one_rank(layout, world_size):
         )
         expected = layer.forward_routed(x, routing)
         ids = routing.ids.int() if dist.get_rank() == BAD else routing.ids
-        assert torch.equal(layer.forward_routed(x, Routing(LogicalIds(ids), routing.weights)), expected)
+        assert torch.equal(layer.forward_routed(x, Routing(ids, routing.weights)), expected)
 
 
 @distributed(4)

@@ -68,7 +68,7 @@ def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
         )
         moved = ExpertMap(physical_to_logical=turned, num_experts=6, num_ranks=world_size)
         layer.placement.update(moved)
-        layer.expert_weights.expert_map = moved
+        layer.expert_weights.set_expert_map(moved)
         fill(layer)
         check(layer, 4, 99 + rank, replays=True)
         assert max(everywhere(sum(layer.stats().expert_load))) > 0
@@ -83,7 +83,7 @@ def test_calls_in_parts(world_size):
         layer = built(context, pipeline=2)
         for step in range(4):
             layer.capture_routed([9, 4])
-            buffer_pool = layer._dispatcher.buffer_pool.made
+            buffer_pool = layer._dispatcher().buffer_pool.made
             assert len(buffer_pool) > 1
             tokens = (9, 0, 6, 3)[(rank + step) % 4]
             check(layer, tokens, 10 * step + rank, replays=True)
@@ -162,7 +162,7 @@ def test_captures_that_cannot_be(world_size):
             before = context.flight_recorder._step
             call()  # the peers' stand-in needs it
             context.flight_recorder._step = before  # as if it had failed at once
-            context._dispatcher("nvlink_p2p", layer._dispatch_shape).buffer_pool.made[
+            context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool.made[
                 0
             ].busy = True  # as after dispatch
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -187,7 +187,7 @@ def test_captures_that_cannot_be(world_size):
             ConfigError, lambda: layer.capture_routed([4])
         )
         context._stage_times = None
-        busy = context._dispatcher("nvlink_p2p", layer._dispatch_shape).buffer_pool
+        busy = context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool
         layer.capture_routed([4])
         busy.made[0].busy = True
         assert "a call of all2all=nvlink_p2p is under way" in same_error(ConfigError, lambda: layer.capture([4]))
@@ -195,7 +195,7 @@ def test_captures_that_cannot_be(world_size):
         captured_calls.capturing = lambda device: True
         assert "a capture is under way on this stream" in same_error(ConfigError, lambda: layer.capture([4]))
         captured_calls.capturing = lambda device: False
-        transport, buffer_pool = layer._dispatcher, layer._dispatcher.buffer_pool
+        transport, buffer_pool = layer._dispatcher(), layer._dispatcher().buffer_pool
         transport.buffer_pool = None
         found = same_error(ConfigError, lambda: layer.capture([4]))
         assert "all2all=nvlink_p2p puts its calls in order on a stream that a replay passes by" in found

@@ -20,7 +20,7 @@ from ep_moe import (
     ParallelConfig,
     PeerTimeout,
 )
-from ep_moe import context as context_module
+from ep_moe.parallel import connected_ranks
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import check_call, everywhere
 from tests.fixtures.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved, saved_expert
@@ -61,7 +61,7 @@ def test_layers_share_dispatchers_by_geometry(world_size):
         for turn in range(2):
             for layer in layers:
                 check_call(fill(layer), context, tokens=turn + 1, what=layer.name)
-        first, second, *others = (layer._dispatcher for layer in layers)
+        first, second, *others = (layer._dispatcher() for layer in layers)
         assert first is second
         assert len({id(dispatcher) for dispatcher in (first, *others)}) == 5
         assert [layer.name for layer in layers] == [f"moe{index}" for index in range(6)]
@@ -246,12 +246,12 @@ def test_groups_that_do_not_connect_are_a_sentence(world_size):
     def rank_groups(*_):
         raise RuntimeError("Gloo connectFullMesh failed with pair.h:311 Connect timeout")
 
-    before, context_module.Links = context_module.Links, rank_groups
+    before, connected_ranks.Links = connected_ranks.Links, rank_groups
     try:
         with pytest.raises(PeerTimeout, match=r"connect \(step 0\): Gloo connectFullMesh failed.*Raise deadline_s"):
             EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=1)
     finally:
-        context_module.Links = before
+        connected_ranks.Links = before
     begins = time.monotonic()
     while any(thread.name == "ep_moe ledger" for thread in threading.enumerate()):
         assert time.monotonic() < begins + 5

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, OutOfMemory, Routing
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import LogicalIds
 from tests.fixtures.distributed_cases import everywhere
 
 CONFIG = MoEConfig(hidden_size=512, intermediate_size=256, num_experts=16, top_k=4)
@@ -41,7 +40,7 @@ def rows(device, count=300):
 def routes(device, count=300):
     generator = torch.Generator().manual_seed(20 + dist.get_rank())
     ids = torch.rand(count, CONFIG.num_experts, generator=generator).topk(CONFIG.top_k).indices.to(device)
-    return Routing(LogicalIds(ids), torch.full(ids.shape, 0.25, device=device))
+    return Routing(ids, torch.full(ids.shape, 0.25, device=device))
 
 
 def reference(device):

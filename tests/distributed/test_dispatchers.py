@@ -15,7 +15,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.transport_rows import CAP, HIDDEN, dispatch_shape, expected, identity, moved, routes, rows
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Received, Routing
+from ep_moe.types import PhysicalIds, PhysicalRouting, Received, Routing
 from tests.fixtures.distributed_cases import no_payload, same_error
 from tests.fixtures.helpers import assert_same
 
@@ -77,7 +77,7 @@ def test_one_rank(name, tokens):
         with pytest.raises(InputError, match=r"routing\.ids must be -1 or an expert id in range"):
             dispatcher.dispatch(x, wrong)
     with pytest.raises(InputError, match="must be a PhysicalRouting"):
-        dispatcher.dispatch(x, Routing(LogicalIds(routing.ids), routing.weights))
+        dispatcher.dispatch(x, Routing(routing.ids, routing.weights))
 
 
 @distributed(2, 4, set_device=True)
@@ -134,7 +134,7 @@ def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
     x, good = rows(rank, 3, F32).to(device), moved(routes(rank, 3, ranks, TOP_K), device)
     ids, weights = good.ids, good.weights
     for call, sentence in (
-        ((x, Routing(LogicalIds(ids), weights)), "routing must be a PhysicalRouting (pass it through Placement)"),
+        ((x, Routing(ids, weights)), "routing must be a PhysicalRouting (pass it through Placement)"),
         ((x[:, :4], good), f"x must be [T, {HIDDEN}], got [3, 4]"),
         ((x, good, x[:, :4]), "x_scale must be None with rows in plain, got (torch.float32, [3, 4])"),
         ((x.double(), good), "x must be float32, got float64"),

@@ -141,7 +141,7 @@ def test_another_map_on_the_way(world_size):
         step_until(balancer, lambda: balancer.state is State.MOVING)
         mine = random_map(2, 8, 77)
         layers[0].placement.update(mine)
-        layers[0].expert_weights.expert_map = mine
+        layers[0].expert_weights.set_expert_map(mine)
         for expert_layer in layers:
             updates = expert_layer.expert_weights.updates
             fill(expert_layer)

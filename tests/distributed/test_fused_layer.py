@@ -137,9 +137,9 @@ def test_what_a_user_asks_of_the_layer(world_size):
         assert "all2all=inside, experts=flashinfer_mega_bf16" in repr(layer)
         assert [row for row in layer.explain() if row.status == "chosen"] == [layer.choice]
         with pytest.raises(ConfigError, match="experts=flashinfer_mega_bf16 has its all2all inside"):
-            _ = layer._dispatcher
+            _ = layer._dispatcher()
         planned = layer.plan()
-        assert planned["transport"] == FlashInferMegaBf16.buffer_bytes(layer._dispatch_shape) > 0
+        assert planned["transport"] == FlashInferMegaBf16.buffer_bytes(layer._dispatch_shape()) > 0
         assert planned["experts"] == sum(p.numel() * p.itemsize for p in layer.expert_weights.parameters())
         twin, other = build(context, seed=1), build(context, FP8)
         narrow = build(context, config=dataclasses.replace(CONFIG, intermediate_size=128))
@@ -303,7 +303,7 @@ def test_replays_while_experts_move(world_size):
 
 
 def fused_ids_off_by_one(layer: MoELayer) -> None:
-    compute, last = layer.experts.compute, layer._dispatch_shape.num_physical
+    compute, last = layer.experts.compute, layer._dispatch_shape().num_physical
     layer.experts.compute = lambda x, routing: compute(
         x, PhysicalRouting(PhysicalIds(torch.where(routing.ids < 0, -1, (routing.ids + 1) % last)), routing.weights)
     )

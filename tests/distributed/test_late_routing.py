@@ -19,7 +19,7 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 from tests.fixtures.layer_static import CONFIG, on_the_cpu
 
@@ -39,7 +39,7 @@ class Late:
             routing.ids, routing.weights, SimpleNamespace(place=partial(self._place, routing.weights))
         )
 
-    def _place(self, weights: torch.Tensor, ids: LogicalIds) -> torch.Tensor:
+    def _place(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         self.looks += 1
         return self._forward(Routing(ids, weights)).materialize().ids
 
@@ -127,9 +127,9 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
                 with pytest.raises(InputError, match="rank 1: x has 10 tokens on their way"):
                     layer.forward_routed(x, routing)
             else:
-                late = layer.placement(Routing(LogicalIds(routing.ids[:3]), routing.weights))
+                late = layer.placement(Routing(routing.ids[:3], routing.weights))
                 with pytest.raises(InputError, match=r"rank 1: routing.ids must be \[T, K\] = \[9, 3\], got \[3, 3\]"):
-                    layer._dispatcher.dispatch(x, late)
+                    layer._dispatcher().dispatch(x, late)
                 assert not layer.placement.expert_load.any()
         barrier(rank_device())
 

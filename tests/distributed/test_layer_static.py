@@ -19,7 +19,7 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
 from tests.fixtures.layer_static import CONFIG, TOKENS, WIDE, Captured, as_it_arrives, on_the_cpu
@@ -61,19 +61,21 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
                 check_call(layer, context, tokens=4, what=f"{sizes}, at most 4")
             check_call(layer, context, tokens=9, what=f"{sizes}, after")
             twin = MoELayer(CONFIG, context, expert_map=layer.placement.expert_map, all2all=kind.name)
-            assert twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer._dispatch_shape) > 0
+            assert (
+                twin.plan()["transport"] == layer.plan()["transport"] == kind.buffer_bytes(layer._dispatch_shape()) > 0
+            )
             assert context.plan()["transport"] == layer.plan()["transport"], "equal layers share their buffers"
             del twin, layer
         parts = fill(MoELayer(CONFIG, context, all2all=kind.name, pipeline=2))
-        assert parts._dispatch_shape.max_tokens == 2
-        each = kind.buffer_bytes(parts._dispatch_shape)
-        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts._dispatch_shape)
+        assert parts._dispatch_shape().max_tokens == 2
+        each = kind.buffer_bytes(parts._dispatch_shape())
+        assert parts.plan()["transport"] == each * kind.calls_in_parts(parts._dispatch_shape())
         for tokens in (9, 0, 5, 1):
             check_call(parts, context, tokens=tokens, what=f"{sizes}, T={tokens}, in parts")
         with context.token_limit(2):
             check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
-        buffer_pool = context._pool[kind.name, parts._dispatch_shape].buffer_pool
-        planned = kind.calls_in_parts(parts._dispatch_shape)
+        buffer_pool = context._pool[kind.name, parts._dispatch_shape()].buffer_pool
+        planned = kind.calls_in_parts(parts._dispatch_shape())
         assert len(buffer_pool.made) == min(planned, -(-context.layout.max_dispatch_tokens(9) // 2)), (
             "workspaces as planned"
         )
@@ -276,7 +278,7 @@ def test_captured_with_other_routes_tokens_and_placements(scheme, experts, optio
         )
         moved = ExpertMap(physical_to_logical=rotated, num_experts=10, num_ranks=world_size)
         layer.placement.update(moved)
-        layer.expert_weights.expert_map = moved
+        layer.expert_weights.set_expert_map(moved)
         for expert in range(10):
             layer.update_expert(expert, **tensors[expert])
         assert captured.replay(TOKENS, 77 + rank) <= 1, "after the placement changed"
@@ -289,7 +291,7 @@ def check_call_eagerly(layer: MoELayer, tensors: list[dict[str, torch.Tensor]], 
     tokens = (33, 0, 64, 7)[rank]
     x = torch.randn(tokens, WIDE.hidden_size, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
     routing = integer_routing(tokens, WIDE, rank)
-    routing = Routing(LogicalIds(routing.ids.to(device)), routing.weights.to(device))
+    routing = Routing(routing.ids.to(device), routing.weights.to(device))
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
     x = as_it_arrives(layer, x)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ep_moe import ConfigError, InputError, MoELayer
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.testing import distributed
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.eplb_cases import context_of, make_layers
 
@@ -22,9 +22,7 @@ def test_a_trace_is_recorded(world_size):
             for layer in layers:
                 ids = torch.tensor([[number, 9, -1]] * (1 + dist.get_rank()), device=context.device)
                 weights = torch.ones(ids.shape, device=context.device)
-                layer.forward_routed(
-                    torch.zeros(len(ids), 16, device=context.device), Routing(LogicalIds(ids), weights)
-                )
+                layer.forward_routed(torch.zeros(len(ids), 16, device=context.device), Routing(ids, weights))
             if number == 1:
                 layers[0].placement.reset_load()
             recorder.step()

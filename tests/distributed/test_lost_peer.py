@@ -71,7 +71,7 @@ def lose(parallel: ParallelConfig, all2all: str, stage: str, how: Callable[[], N
             layer.experts = lambda received, out: how()
             layer.experts.capabilities = capabilities
         elif stage == "combine":
-            layer._dispatcher._combine = lambda *_: how()
+            layer._dispatcher()._combine = lambda *_: how()
         layer(x)
     # where the EP group is whole, the first to miss the lost rank may be its etp peer
     phase = {"call": "enter" if parallel.tp > 1 else "dispatch", "router": "dispatch"}.get(stage, "combine")

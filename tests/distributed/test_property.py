@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import LogicalIds
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
 
@@ -66,7 +65,7 @@ def routings(draw, config: MoEConfig) -> Routing:
     ids = torch.full_like(routing.ids, -1)
     if kind == "one expert":
         ids[:, draw(st.integers(0, config.top_k - 1))] = draw(st.integers(0, EXPERTS - 1))
-    return Routing(LogicalIds(ids), routing.weights)
+    return Routing(ids, routing.weights)
 
 
 def mismatch(layer: MoELayer, batch: int, routing: Routing) -> str | None:

@@ -8,7 +8,7 @@ from ep_moe import EPContext, InputError, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.integrations.token_mask import tokens_of
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
 from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_rows
@@ -210,6 +210,6 @@ def test_a_mask_of_a_layer_that_was_given_ids():
     with torch.no_grad():
         routing = layer.router(x)
         ids = routing.ids.masked_fill(torch.tensor([[True], [False], [False]]), -1)
-        found = layer.forward_routed(x, Routing(LogicalIds(ids), routing.weights))
+        found = layer.forward_routed(x, Routing(ids, routing.weights))
         want = layer(x, torch.tensor([False, True, True]))
     assert_same(found, want)

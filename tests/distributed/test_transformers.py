@@ -56,7 +56,7 @@ def check_parameters(model, plain, family, layout):
     own = [getattr(p, "_local_tensor", p) for p in model.parameters()]
     count = {"ours": sum(p.numel() for p in own), "plain": sum(p.numel() for p in plain.parameters())}
     assert count["ours"] == count["plain"] - of_experts + held
-    shapes = {tuple(t.shape[:1]) for layer in layers for t in layer.expert_weights.tensors.values()}
+    shapes = {tuple(t.shape[:1]) for layer in layers for t in layer.expert_weights.stored_tensors().values()}
     assert shapes == {(layers[0].expert_weights.num_slots,)}
 
 

@@ -155,11 +155,11 @@ def test_fixed_buffers_and_parts(world_size):
         for most, room in rooms.items():
             expected = next(one for one in buckets if one.tokens >= most)
             with context.token_limit(most), recorded(layer) as seen:
-                assert layer._dispatch_shape.max_tokens == room
+                assert layer._dispatch_shape().max_tokens == room
                 check_call(layer, context, tokens=most, what=f"at most {most}")
             assert [name for name in seen if name != "reference"] == [expected.all2all] * sent[most], most
         flash, ours = FlashInferNVLinkDispatcher, NVLinkP2PDispatcher
-        dispatch_shape = {size: dataclasses.replace(layer._dispatch_shape, max_tokens=size) for size in (2, 4, 5)}
+        dispatch_shape = {size: dataclasses.replace(layer._dispatch_shape(), max_tokens=size) for size in (2, 4, 5)}
         expected = {
             ("flashinfer_nvlink", dispatch_shape[2]): flash.buffer_bytes(dispatch_shape[2])
             * flash.calls_in_parts(dispatch_shape[2]),
@@ -179,7 +179,7 @@ def test_fixed_buffers_and_parts(world_size):
         with recorded(layer) as seen:
             check_call(layer, context, tokens=3)
         assert seen == ["nvlink_p2p", "reference"]
-        assert layer._dispatch_shape.max_tokens == 3, "no larger than the context's calls"
+        assert layer._dispatch_shape().max_tokens == 3, "no larger than the context's calls"
 
 
 @distributed(4)
@@ -281,7 +281,7 @@ def test_rows_under_one_scale_whichever_it_is(world_size):
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=3) as context:
         found = tuning.tune(context, CONFIG, asked.tokens, wire=asked.rows(), **of_layer)
         layer = MoELayer(CONFIG, context, tuned=found, wire=rows, **of_layer)
-        assert layer._dispatch_shape.wire == rows
+        assert layer._dispatch_shape().wire == rows
         with pytest.raises(ConfigError, match=r"layer Wire\.dispatch is 'plain' here and 'fp8_tensor' in the file"):
             MoELayer(CONFIG, context, tuned=found, **of_layer)
 

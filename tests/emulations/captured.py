@@ -11,7 +11,7 @@ from torch import Tensor
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.execution import captured as captured_calls
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.emulations.graph import RecordableCall
 from tests.fixtures.helpers import assert_same
 
@@ -61,7 +61,7 @@ def among(layer: MoELayer, most: int, x: Tensor, routing: Routing | None) -> Ten
     chosen = layer.router(wide) if routing is None else routing
     ids, weights = torch.full((most, CONFIG.top_k), -1), torch.ones(most, CONFIG.top_k)
     ids[:tokens], weights[:tokens] = chosen.ids[:tokens], chosen.weights[:tokens]
-    return layer.run(wide, Routing(LogicalIds(ids), weights))[:tokens].view(x.shape)
+    return layer.run(wide, Routing(ids, weights))[:tokens].view(x.shape)
 
 
 def served(layer: MoELayer) -> list:

@@ -253,7 +253,7 @@ def _run(given: dict, route: Callable, rows: Tensor, gemms: _Gemms) -> None:
     mine = (local >= 0) & (local < slots)
     for row, keep in zip(local.tolist(), mine.tolist(), strict=True):
         routes = [e for e, k in zip(row, keep, strict=True) if k]
-        _check(len(set(routes)) == len(routes), "one row has an expert twice: the kernel for few tokens drops a pick")
+        _check(len(set(routes)) == len(routes), "one row has an expert twice: the kernel for few tokens drops a route")
 
     results = torch.zeros(tokens, top_k, hidden)
     for e in range(slots):

@@ -318,7 +318,7 @@ def test_layer_captures_and_replays_after_the_placement_changed(quantization):
         assert (y - expected).abs().max() <= limit
         moved = ExpertMap(physical_to_logical=tuple(reversed(order)), num_experts=16, num_ranks=1)
         layer.placement.update(moved)
-        layer.expert_weights.expert_map = moved
+        layer.expert_weights.set_expert_map(moved)
         for expert in order:
             layer.update_expert(expert, **tensors[expert])
         y.fill_(torch.nan)

@@ -59,17 +59,17 @@ def run(world: int, body: str, **given: object) -> None:
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
 @pytest.mark.parametrize("bound", [40, 200], ids=["by packets", "by flags"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_repeated_calls(world, bound, pair):
-    body = "tests.distributed.test_repeated_layer:test_the_same_bits_with_other_rows_routes_tokens_and_maps"
+def test_automatic_graphs(world, bound, pair):
+    body = "tests.distributed.test_automatic_graphs_layer:test_the_same_bits_with_other_rows_routes_tokens_and_maps"
     run(world, body, bound=bound, pair=pair, world_size=world)
 
 
-def test_repeated_calls_with_shared_experts():
-    run(2, "tests.distributed.test_repeated_layer:test_shared_experts", world_size=2)
+def test_automatic_graphs_with_shared_experts():
+    run(2, "tests.distributed.test_automatic_graphs_layer:test_shared_experts", world_size=2)
 
 
-def test_repeated_calls_beside_other_streams_and_captures():
-    run(2, "tests.distributed.test_repeated_layer:test_other_streams_and_a_capture_around_it", world_size=2)
+def test_automatic_graphs_beside_other_streams_and_captures():
+    run(2, "tests.distributed.test_automatic_graphs_layer:test_other_streams_and_a_capture_around_it", world_size=2)
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 150, 1500], ids=["one", "by packets", "by flags", "many"])

@@ -30,7 +30,8 @@ def defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
         else:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            # an assigned `__getattr__` gives old names (`ep_moe.renamed`), which nothing here uses
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id != "__getattr__":
                 found.add(node.id)
             todo.extend(ast.iter_child_nodes(node))
     return found

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, Routing
-from ep_moe.types import LogicalIds
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
 
@@ -22,7 +21,7 @@ def test_destroyed_context_refuses_forwards_and_layers():
     context.destroy()
     for call in (
         lambda: layer(torch.ones(1, HIDDEN)),
-        lambda: layer.forward_routed(torch.ones(3, HIDDEN), Routing(LogicalIds(IDS), WEIGHTS)),
+        lambda: layer.forward_routed(torch.ones(3, HIDDEN), Routing(IDS, WEIGHTS)),
         lambda: MoELayer(shape(), context),
     ):
         with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
@@ -52,9 +51,9 @@ def test_recorded_calls_end_with_what_they_stand_for():
         lambda layer: layer.context.destroy(),
     ):
         layer = MoELayer(shape(), EPContext.local(CPU))
-        layer._repeated._calls["seen"] = layer._captured._calls["seen"] = None
+        layer._automatic_graphs._calls["seen"] = layer._captured._calls["seen"] = None
         end(layer)
-        assert not layer._repeated._calls
+        assert not layer._automatic_graphs._calls
         assert not layer._captured._calls
 
 
@@ -63,7 +62,7 @@ def test_destroyed_context_makes_no_dispatcher():
     layer = MoELayer(shape(), context)
     context.destroy()
     with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
-        _ = layer._dispatcher
+        _ = layer._dispatcher()
 
 
 def test_destroy_gives_the_dispatchers_back():
@@ -71,9 +70,9 @@ def test_destroy_gives_the_dispatchers_back():
     layers = [MoELayer(shape(), context), MoELayer(shape(top_k=3), context)]
     given_back = []
     for layer in layers:
-        dispatcher = layer._dispatcher
+        dispatcher = layer._dispatcher()
         dispatcher.destroy = lambda d=dispatcher: given_back.append(d)
-    made = [layer._dispatcher for layer in layers]
+    made = [layer._dispatcher() for layer in layers]
     context.destroy()
     assert given_back == made
 
@@ -116,7 +115,7 @@ def test_two_contexts_in_one_process():
         outer = fill(MoELayer(shape(), second, router=router))
         x = integer_rows(3, HIDDEN, 0)
         assert torch.equal(outer(x), inner.forward_routed(x, routing(3)))
-        assert outer._dispatcher is not inner._dispatcher
+        assert outer._dispatcher() is not inner._dispatcher()
         assert inner.name == outer.name == "moe0"
         first.destroy()
         assert outer.forward_routed(x, routing(3)).shape == x.shape
@@ -124,7 +123,7 @@ def test_two_contexts_in_one_process():
 
 def test_equal_layers_share_a_dispatcher_and_others_do_not(context):
     first = MoELayer(shape(), context)
-    assert MoELayer(shape(intermediate_size=16), context)._dispatcher is first._dispatcher
+    assert MoELayer(shape(intermediate_size=16), context)._dispatcher() is first._dispatcher()
     spare = ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], EXPERTS, allow_duplicates=True)
     others = [
         MoELayer(shape(top_k=3), context),
@@ -134,16 +133,16 @@ def test_equal_layers_share_a_dispatcher_and_others_do_not(context):
         MoELayer(shape(), context, dtype=torch.bfloat16),
         MoELayer(shape(), context, all2all="torch_a2a"),
     ]
-    assert len({id(layer._dispatcher) for layer in [first, *others]}) == 7
+    assert len({id(layer._dispatcher()) for layer in [first, *others]}) == 7
 
 
 def test_layer_may_change_its_dtype(context):
     layer = fill(MoELayer(shape(), context))
     x, chosen = integer_rows(9, HIDDEN, 0), routing(9)
-    wide, before = layer.forward_routed(x, chosen), layer._dispatcher
+    wide, before = layer.forward_routed(x, chosen), layer._dispatcher()
     layer.to(torch.bfloat16)
-    assert layer._dispatch_shape.dtype == layer.dtype == torch.bfloat16
-    assert layer._dispatcher is not before
+    assert layer._dispatch_shape().dtype == layer.dtype == torch.bfloat16
+    assert layer._dispatcher() is not before
     narrow = layer.forward_routed(x.bfloat16(), chosen)
     assert narrow.dtype == torch.bfloat16
     torch.testing.assert_close(narrow.float(), wide, rtol=0.05, atol=0.05 * wide.abs().max().item())
@@ -151,4 +150,4 @@ def test_layer_may_change_its_dtype(context):
         layer(x)
     assert "x must be bfloat16 as the layer is, got float32" in str(error.value)
     assert torch.equal(layer.to(torch.float32).forward_routed(x, chosen), wide)
-    assert layer._dispatcher is before
+    assert layer._dispatcher() is before

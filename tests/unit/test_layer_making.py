@@ -101,10 +101,10 @@ def test_explain_is_what_runs(context):
     layer = MoELayer(shape(), context)
     assert layer.explain() == explain(shape(), context.layout, CPU, torch.float32)
     assert [row for row in layer.explain() if row.status == "chosen"] == [layer.choice]
-    assert (layer._dispatcher.name, layer.experts.name) == (layer.choice.all2all, layer.choice.experts)
+    assert (layer._dispatcher().name, layer.experts.name) == (layer.choice.all2all, layer.choice.experts)
     named = MoELayer(shape(), context, all2all="allgather")
     assert [row.all2all for row in named.explain() if row.status == "chosen"] == ["allgather"]
-    assert named._dispatcher.name == "allgather"
+    assert named._dispatcher().name == "allgather"
 
 
 @pytest.mark.parametrize(

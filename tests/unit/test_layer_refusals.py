@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import InputError, MoELayer, Routing
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting
+from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
 
@@ -25,7 +25,7 @@ from tests.fixtures.single_layer import HIDDEN, IDS, WEIGHTS, context, routing, 
 @pytest.mark.parametrize("all2all", ["local", "allgather", "torch_a2a"])
 def test_bad_x_is_refused_by_field_and_value(context, all2all, x, message):
     layer = MoELayer(shape(), context, all2all=all2all)
-    for call in (lambda: layer(x), lambda: layer.forward_routed(x, Routing(LogicalIds(IDS), WEIGHTS))):
+    for call in (lambda: layer(x), lambda: layer.forward_routed(x, Routing(IDS, WEIGHTS))):
         with pytest.raises(InputError) as error:
             call()
         assert message in str(error.value)
@@ -59,7 +59,7 @@ def test_bad_routing_is_refused_by_field_and_value(context, all2all, given, mess
 @pytest.mark.parametrize("all2all", ["local", "allgather", "torch_a2a"])
 def test_layer_works_after_a_refused_call(context, all2all):
     layer = fill(MoELayer(shape(), context, all2all=all2all))
-    x, chosen = integer_rows(3, HIDDEN, 0), Routing(LogicalIds(IDS), WEIGHTS)
+    x, chosen = integer_rows(3, HIDDEN, 0), Routing(IDS, WEIGHTS)
     before = layer.forward_routed(x, chosen)
     for bad in (torch.ones(3, 8), "x"):
         with pytest.raises(InputError):
@@ -71,7 +71,7 @@ def test_dispatcher_refuses_logical_ids(context):
     """The mix-up that no shape or range would show: both are integers below E."""
     layer = MoELayer(shape(), context)
     with pytest.raises(InputError) as error:
-        layer._dispatcher.dispatch(torch.ones(3, HIDDEN), Routing(LogicalIds(IDS), WEIGHTS))
+        layer._dispatcher().dispatch(torch.ones(3, HIDDEN), Routing(IDS, WEIGHTS))
     assert "routing must be a PhysicalRouting (pass it through Placement), got Routing" in str(error.value)
 
 
@@ -90,13 +90,13 @@ def test_dispatcher_refuses_logical_ids(context):
 def test_dispatcher_refuses_what_does_not_fit(context, all2all, x, ids, message):
     layer = MoELayer(shape(), context, all2all=all2all)
     with pytest.raises(InputError) as error:
-        layer._dispatcher.dispatch(x, PhysicalRouting(PhysicalIds(ids), WEIGHTS))
+        layer._dispatcher().dispatch(x, PhysicalRouting(PhysicalIds(ids), WEIGHTS))
     assert message in str(error.value)
 
 
 def test_a_result_is_waited_for_once(context):
     layer = MoELayer(shape(), context)
-    pending = layer._dispatcher.dispatch_start(torch.ones(3, HIDDEN), PhysicalRouting(PhysicalIds(IDS), WEIGHTS))
+    pending = layer._dispatcher().dispatch_start(torch.ones(3, HIDDEN), PhysicalRouting(PhysicalIds(IDS), WEIGHTS))
     pending.wait()
     with pytest.raises(RuntimeError, match="waited for already"):
         pending.wait()

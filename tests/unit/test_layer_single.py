@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import Activation, ExpertMap, InputError, MoELayer, Routing
 from ep_moe.runtime.profiling import StageTimes, balancedness
-from ep_moe.types import LogicalIds
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, INNER, STAGES, WEIGHTS, context, full, routing, shape  # noqa: F401 (a fixture)
 
@@ -66,13 +65,13 @@ def test_input_may_begin_anywhere(context):
     start = -room.data_ptr() % 16 // 4 + 1
     odd = room[start : start + x.numel()].view(x.shape).copy_(x).requires_grad_()
     assert odd.data_ptr() % 16 == 4
-    seen, start_of = [], type(layer._dispatcher)._begin_dispatch
+    seen, start_of = [], type(layer._dispatcher())._begin_dispatch
 
     def noted(self, x, *rest):
         seen.append(x.data_ptr() % 16)
         return start_of(self, x, *rest)
 
-    with mock.patch.object(type(layer._dispatcher), "_begin_dispatch", noted):
+    with mock.patch.object(type(layer._dispatcher()), "_begin_dispatch", noted):
         y = layer(odd)
     assert seen == [0]
     x.requires_grad_()
@@ -86,7 +85,7 @@ def test_routing_of_int32_ids(context):
     layer = fill(MoELayer(shape(), context))
     x, chosen = integer_rows(9, HIDDEN, 0), routing(9)
     with torch.no_grad():
-        narrow = layer.forward_routed(x, Routing(LogicalIds(chosen.ids.int()), chosen.weights))
+        narrow = layer.forward_routed(x, Routing(chosen.ids.int(), chosen.weights))
         assert torch.equal(narrow, layer.forward_routed(x, chosen))
 
 
@@ -183,7 +182,7 @@ def test_balancedness_is_mean_over_maximum(load, expected):
 
 def test_load_is_counted_by_forward(context):
     layer = MoELayer(shape(), context)
-    layer.forward_routed(torch.ones(3, HIDDEN), Routing(LogicalIds(IDS), WEIGHTS))
+    layer.forward_routed(torch.ones(3, HIDDEN), Routing(IDS, WEIGHTS))
     assert layer.placement.expert_load.tolist() == [1, 1, 1, 1, 0, 1]
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Router, Routing, RoutingConfig, RoutingMethod
 from ep_moe.router import route, sigmoid_topk, softmax_topk, topk_sigmoid, topk_softmax
-from ep_moe.types import LogicalIds
 from tests.fixtures.helpers import fill, integer_rows
 
 deepseek_v3 = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -342,7 +341,7 @@ def test_parameters_are_named_as_in_checkpoints():
 
 def every_other(x: Tensor) -> Routing:
     ids = (x.sum(1).long().unsqueeze(1) + 2 * torch.arange(TOP_K)) % EXPERTS
-    return Routing(LogicalIds(ids), torch.ones(len(x), TOP_K))
+    return Routing(ids, torch.ones(len(x), TOP_K))
 
 
 def test_any_callable_is_a_router():
@@ -380,13 +379,13 @@ def bad_results(x: Tensor) -> dict[str, tuple[object, str]]:
     good = every_other(x)
     return {
         "tuple": ((good.ids, good.weights), "Routing"),
-        "K": (Routing(LogicalIds(good.ids[:, 1:]), good.weights[:, 1:]), "routing.ids"),
-        "one dimension": (Routing(LogicalIds(good.ids[:, 0]), good.weights[:, 0]), "routing.ids"),
-        "rows": (Routing(LogicalIds(good.ids[1:]), good.weights[1:]), "routing.ids"),
-        "float ids": (Routing(LogicalIds(good.ids.float()), good.weights), "routing.ids"),
+        "K": (Routing(good.ids[:, 1:], good.weights[:, 1:]), "routing.ids"),
+        "one dimension": (Routing(good.ids[:, 0], good.weights[:, 0]), "routing.ids"),
+        "rows": (Routing(good.ids[1:], good.weights[1:]), "routing.ids"),
+        "float ids": (Routing(good.ids.float(), good.weights), "routing.ids"),
         "weights of other shape": (Routing(good.ids, good.weights[:, :1]), "routing.weights"),
         "bfloat16 weights": (Routing(good.ids, good.weights.bfloat16()), "routing.weights"),
-        "id out of range": (Routing(LogicalIds(good.ids + EXPERTS), good.weights), "routing.ids"),
+        "id out of range": (Routing(good.ids + EXPERTS, good.weights), "routing.ids"),
     }
 
 

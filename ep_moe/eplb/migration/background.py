@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 from ep_moe.config import MoEConfig
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import LayerTime, Price, verdict
-from ep_moe.eplb.migration.pieces import pieces
 from ep_moe.eplb.migration.schedule import TransferSchedule, transfer_schedule
 from ep_moe.eplb.migration.staging import Room
+from ep_moe.eplb.migration.sub_plans import sub_plans
 from ep_moe.eplb.planner.packing import Ints
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import loads_by_rank, traffic
@@ -27,22 +27,24 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.placement.stats import LayerStats
 
-_BREATH_S = 1e-3
-_STRETCH_S = 2e-4  # of Python without a breath: it runs one thread at a time, and the other one has forwards to launch
+_YIELD_S = 1e-3
+_STRETCH_S = 2e-4  # of Python without a pause: it runs one thread at a time, and the other one has forwards to launch
 
 Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """maps: one per layer, the one in force where nothing moves; price: None where none was asked for
-    itineraries: this rank's part per layer, in pieces that are put in force one after the other; none where nothing
-        moves
+    """What a planning thread has found.
+
+    maps: one per layer, the one in force where nothing moves
+    price: None where none was asked for
+    schedules: this rank's transfers per layer, for each sub-plan in turn; none where nothing moves
     """
 
     maps: tuple[ExpertMap, ...]
     price: Price | None = None
-    itineraries: tuple[tuple[TransferSchedule, ...], ...] = ()
+    schedules: tuple[tuple[TransferSchedule, ...], ...] = ()
 
     @cached_property
     def digest(self) -> int:
@@ -56,7 +58,7 @@ class Decision:
     @cached_property
     def room(self) -> Room:
         """That this rank needs."""
-        return Room.of_plan(part for parts in self.itineraries for part in parts)
+        return Room.of_plan(part for parts in self.schedules for part in parts)
 
 
 def default_planner(config: EPLBConfig, slots: Sequence[Sequence[int]]) -> Planner:
@@ -82,9 +84,9 @@ def decide(
         return Decision(planned)
     ranks = current[0].num_ranks
     per_node = ranks // config.nodes
-    time.sleep(_BREATH_S)
+    time.sleep(_YIELD_S)
     moved = traffic(current, planned, expert_bytes=expert_bytes, ranks_per_node=per_node)
-    time.sleep(_BREATH_S)
+    time.sleep(_YIELD_S)
     price = verdict(
         load / config.window,
         current,
@@ -124,12 +126,12 @@ def laid_out(
         pause()
         placement.check(new)
         pause()
-        way, found = [old, *pieces(old, new, max(1, commit // size), pause=pause)], list[TransferSchedule]()
+        way, found = [old, *sub_plans(old, new, max(1, commit // size), pause=pause)], list[TransferSchedule]()
         for one, next_one in pairwise(way):
             pause()
             found.append(transfer_schedule(one, next_one, rank, row_bytes=size, **rest))
         parts.append(tuple(found))
-    decision = replace(decision, itineraries=tuple(parts))
+    decision = replace(decision, schedules=tuple(parts))
     pause()
     _ = decision.digest, decision.room  # computed here and kept
     return decision
@@ -149,7 +151,7 @@ class _GilThrottle:
 
     def __call__(self) -> None:
         if time.perf_counter() - self._since > _STRETCH_S:
-            time.sleep(_BREATH_S)
+            time.sleep(_YIELD_S)
             self._since = time.perf_counter()
 
 
@@ -164,7 +166,7 @@ class Background:
         self._thread.start()
 
     def _run(self) -> None:
-        time.sleep(_BREATH_S)  # or who starts the thread would wait for it
+        time.sleep(_YIELD_S)  # or who starts the thread would wait for it
         try:
             self._value = self._call()
         except BaseException as error:

@@ -127,7 +127,6 @@ class Migration:
     every step; nothing that serves is written before `commit`.
 
     done: all that this rank sends and receives has been
-    damaged: what arrived otherwise than it was sent, as a sentence; "" for nothing
     """
 
     def __init__(self, layer: BalancedLayer, transfer_schedule: TransferSchedule, mover: Mover) -> None:
@@ -151,9 +150,8 @@ class Migration:
     def done(self) -> bool:
         return self._flight is None and self._next == len(self._batches)
 
-    @property
-    def damaged(self) -> str:
-        """Once `done`."""
+    def damage(self) -> str:
+        """What arrived otherwise than it was sent, as a sentence; "" for nothing. Once `done`."""
         bad = [self._staged[index] for index in self._seen.nonzero().flatten().tolist()]
         if not bad:
             return ""
@@ -201,7 +199,7 @@ class Migration:
         rows = self._prepare()
         self._mover.lead()
         self._store.write(rows, self._mover.staging.pairs)
-        self.layer.expert_weights.expert_map = self.transfer_schedule.new
+        self.layer.expert_weights.set_expert_map(self.transfer_schedule.new)
         self.layer.placement.update(self.transfer_schedule.new)
 
     @torch.no_grad()

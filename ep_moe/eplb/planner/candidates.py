@@ -15,7 +15,7 @@ from ep_moe.eplb.planner import packing
 from ep_moe.eplb.planner.exhaustive_search import exhaustive_search
 from ep_moe.eplb.planner.local_search import refine
 from ep_moe.eplb.planner.packing import ABSENT, Floats, Ints
-from ep_moe.eplb.planner.relabel import assign, keep_ranks
+from ep_moe.eplb.planner.relabel import assign, relabel_ranks
 from ep_moe.placement.expert_map import EMPTY
 
 SLACK = 1 + 1e-9  # loads this close are equal
@@ -240,7 +240,7 @@ def refined(problem: Problem, fresh: Fresh, goal: Floats) -> Ints:
         table[twins] = _without_twins(rows, twins, table[twins], goals[twins])
         least = (fresh.published * SLACK).repeat(problem.nodes)
         table[twins] = exhaustive_search(rows.load[twins], rows.room[twins], table[twins], least[twins])
-    table = keep_ranks(rows.now, _widened(table, rows.now.shape[2]), rows.load.shape[1])
+    table = relabel_ranks(rows.now, _widened(table, rows.now.shape[2]), rows.load.shape[1])
     return rows.logical(table)
 
 

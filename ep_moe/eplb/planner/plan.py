@@ -31,7 +31,7 @@ from ep_moe.eplb.planner.candidates import (
     refined,
 )
 from ep_moe.eplb.planner.packing import ABSENT, Bools, Floats, Ints
-from ep_moe.eplb.planner.relabel import keep_slots
+from ep_moe.eplb.planner.relabel import relabel_slots
 from ep_moe.eplb.planner.score import checked_loads, dead_of
 from ep_moe.errors import ConfigError, NoRoom
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
@@ -50,20 +50,7 @@ def plan(
     tolerance: float = 0.01,
     enough: float = 1.0,
 ) -> list[ExpertMap]:
-    """A map per layer for `load`; `current[l]` itself where layer l stays as it is.
-
-    load: [layers, E], routes per logical expert in any unit, not negative
-    current: the maps in force, alike in E and R
-    groups, nodes: ranks [n * R / nodes, (n + 1) * R / nodes) are node n, experts [g * E / groups, ...) group g. Where
-        groups % nodes == 0 and every node has room for groups / nodes groups, all copies of a group are on one node;
-        else nodes play no part
-    dead_ranks: get no experts
-    slots: [R] or [layers, R], experts that a rank has memory for; default the slots in use in `current`
-    tolerance: a layer stays as it is where its fullest rank is at most this fraction above the mean rank; it also
-        stays where it is as balanced as the published algorithm would make it and the new map would take less than this
-        fraction off the fullest rank
-    enough: balancedness (mean rank / fullest rank) at which a layer is left in peace, though more could be had; less
-        moves less. 1 for all that can be had
+    """Plan a map per layer for a load.
 
     No rank holds an expert twice. The fullest rank of a layer that changes is no fuller than under the published
     algorithm, or than `enough` asks for, if that algorithm's own plan holds no expert twice on a rank. With tolerance=0
@@ -72,7 +59,26 @@ def plan(
     which splits it 2 : 1; the best legal map has 7.1 and 6.9. Then the result is the best that is found, and the best
     there is where one node's ranks can be filled in at most `exhaustive_search.FEW` ways.
 
-    Raises ConfigError for a bad argument, NoRoom where the ranks alive have too few slots for all experts.
+    Args:
+        load: [layers, E], routes per logical expert in any unit, not negative.
+        current: The maps in force, one per layer, alike in E and R.
+        groups: Experts [g * E / groups, (g + 1) * E / groups) are group g. Where groups % nodes == 0 and every node has
+            room for groups / nodes groups, all copies of a group are on one node; else nodes play no part.
+        nodes: Ranks [n * R / nodes, (n + 1) * R / nodes) are node n.
+        dead_ranks: Ranks that get no experts.
+        slots: [R] or [layers, R], experts that a rank has memory for. Default: the slots in use in `current`.
+        tolerance: A layer stays as it is where its fullest rank is at most this fraction above the mean rank. It also
+            stays where it is as balanced as the published algorithm would make it and the new map would take less than
+            this fraction off the fullest rank.
+        enough: Balancedness (mean rank / fullest rank) at which a layer is left in peace, though more could be had;
+            less moves less. 1 for all that can be had.
+
+    Returns:
+        A map per layer; `current[l]` itself where layer l stays as it is.
+
+    Raises:
+        ConfigError: an argument is of a wrong kind, out of range or does not fit the others.
+        NoRoom: the living ranks have too few slots for all experts.
     """
     current = _checked_maps(current)
     loads = _checked_load(load, current)
@@ -101,7 +107,7 @@ def _plan(problem: Problem) -> Ints:
         found, done = _improved(part)
         changed = np.flatnonzero((found != part.now).any((1, 2)))
         found, old = occupied(part.only(changed), found[changed]), problem.now[layers[changed]]
-        planned[layers[changed]] = keep_slots(old, found, problem.load.shape[1])
+        planned[layers[changed]] = relabel_slots(old, found, problem.load.shape[1])
         layers = layers[~done]
     return planned
 

@@ -13,7 +13,7 @@ from ep_moe.placement.expert_map import EMPTY
 _SWEEPS = 32
 
 
-def keep_ranks(old: Ints, new: Ints, experts: int) -> Ints:
+def relabel_ranks(old: Ints, new: Ints, experts: int) -> Ints:
     """`new` with its ranks renamed so that ranks hold many experts they have in `old`. Only ranks with equally many
     slots take each other's names."""
     mine, theirs = holders(new, experts).astype(np.float32), holders(old, experts).astype(np.float32)
@@ -49,7 +49,7 @@ def assign(common: np.ndarray, kind: Ints) -> Ints:
     return np.argsort(name, axis=1, kind="stable")
 
 
-def keep_slots(old: Ints, new: Ints, experts: int) -> Ints:
+def relabel_slots(old: Ints, new: Ints, experts: int) -> Ints:
     """`new` with each rank's experts ordered so that one which stays on its rank keeps its slot; newcomers take the
     last free ones. Where a rank's last slot would be EMPTY, an expert moves there, or `ExpertMap.num_slots` would
     forget the slot. old: int64 [X, R, S], as wide as `new`."""

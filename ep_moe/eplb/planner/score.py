@@ -17,7 +17,18 @@ MOST_LOAD = 1e100  # of one expert: sums over experts and their squares are then
 
 
 def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
-    """float64 [layers, R]: load of each rank, each copy of an expert carrying an equal share. load: [layers, E]."""
+    """Add up the load of each rank. Each copy of an expert carries an equal share.
+
+    Args:
+        load: [layers, E], at least 0.
+        maps: One per layer.
+
+    Returns:
+        float64 [layers, R].
+
+    Raises:
+        ConfigError: `load` and `maps` are of a wrong kind or do not fit each other.
+    """
     if not isinstance(maps, Sequence) or not all(isinstance(held, ExpertMap) for held in maps):
         raise ConfigError(f"maps must be a sequence of ExpertMaps, one per layer, got {shown(maps)}")
     loads = checked_loads("load", load)
@@ -45,13 +56,35 @@ def checked_loads(name: str, load: Any) -> Floats:
 
 
 def balancedness(ranks: Any, *, dead_ranks: Collection[int] = ()) -> Floats:
-    """float64 [layers]: mean / fullest rank, 1 where there is no load. ranks: [layers, R]; the dead do not count."""
+    """Compare the mean rank with the fullest one.
+
+    Args:
+        ranks: [layers, R], the load of each rank.
+        dead_ranks: Ranks that do not count.
+
+    Returns:
+        float64 [layers], mean / fullest rank, 1 where there is no load.
+
+    Raises:
+        ConfigError: `ranks` are no loads, or no rank is left.
+    """
     mean, full = _mean_and_fullest(ranks, dead_ranks)
     return np.divide(mean, full, out=np.ones_like(mean), where=full > 0)
 
 
 def critical_path(ranks: Any, *, dead_ranks: Collection[int] = ()) -> float:
-    """Sum over layers of the mean rank / sum of the fullest: balancedness, each layer by the time it takes."""
+    """Compare the mean rank with the fullest one over all layers, each by the time it takes.
+
+    Args:
+        ranks: [layers, R], the load of each rank.
+        dead_ranks: Ranks that do not count.
+
+    Returns:
+        Sum over layers of the mean rank / sum of the fullest, 1 where there is no load.
+
+    Raises:
+        ConfigError: `ranks` are no loads, or no rank is left.
+    """
     mean, full = _mean_and_fullest(ranks, dead_ranks)
     return float(mean.sum() / full.sum()) if full.sum() > 0 else 1.0
 
@@ -79,13 +112,14 @@ def dead_of(ranks: int, dead_ranks: Collection[int]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Experts that ranks receive on the way from one map to another, int64 [layers, R] each.
+    """Experts that ranks receive on the way from one map to another.
 
-    local: change their slot on a rank that has them already
-    same_node: come from a rank of the same node
-    other_node: come from another node, no rank of the own one having them
-    lost: no living rank has them; they come from a checkpoint
-    expert_bytes: of one expert's weights and scales
+    Args:
+        local: int64 [layers, R], experts that change their slot on a rank that has them already.
+        same_node: int64 [layers, R], experts that come from a rank of the same node.
+        other_node: int64 [layers, R], experts that come from another node, no rank of the own one having them.
+        lost: int64 [layers, R], experts that no living rank has; they come from a checkpoint.
+        expert_bytes: Bytes of one expert's weights and scales.
     """
 
     local: Ints
@@ -96,18 +130,22 @@ class Traffic:
 
     @property
     def local_bytes(self) -> int:
+        """Bytes of `local`, all layers and ranks."""
         return int(self.local.sum()) * self.expert_bytes
 
     @property
     def same_node_bytes(self) -> int:
+        """Bytes of `same_node`, all layers and ranks."""
         return int(self.same_node.sum()) * self.expert_bytes
 
     @property
     def other_node_bytes(self) -> int:
+        """Bytes of `other_node`, all layers and ranks."""
         return int(self.other_node.sum()) * self.expert_bytes
 
     @property
     def lost_bytes(self) -> int:
+        """Bytes of `lost`, all layers and ranks."""
         return int(self.lost.sum()) * self.expert_bytes
 
     @property
@@ -124,9 +162,20 @@ def traffic(
     ranks_per_node: int | None = None,
     dead_ranks: Collection[int] = (),
 ) -> Traffic:
-    """What has to travel from `old` to `new`; a rank receives an expert once. ranks_per_node: default one node.
+    """Count what has to travel from `old` to `new`. A rank receives an expert once.
 
-    dead_ranks: nothing can be fetched from them
+    Args:
+        old: The maps in force, one per layer.
+        new: The planned maps.
+        expert_bytes: Bytes of one expert's weights and scales.
+        ranks_per_node: Consecutive ranks share a node. Default: one node.
+        dead_ranks: Ranks from which nothing can be fetched.
+
+    Returns:
+        Experts by the link that they travel.
+
+    Raises:
+        ConfigError: the maps do not fit each other, or a number is out of range.
     """
     if len(old) != len(new) or not old:
         raise ConfigError(f"traffic needs as many old maps as new ones, at least one, got {len(old)} and {len(new)}")

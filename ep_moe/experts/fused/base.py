@@ -27,7 +27,7 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
-from ep_moe.runtime.renamed import PLUGIN_HOOKS, renamed, take_old_names
+from ep_moe.renamed import PLUGIN_HOOKS, renamed, take_old_names
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout

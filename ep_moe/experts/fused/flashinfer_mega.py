@@ -92,7 +92,7 @@ class FlashInferMega(FusedExperts):
     def _bundle(self) -> Any:
         """FlashInfer's view of the weights as they are stored now; the same object as long as they stay in their place,
         for FlashInfer looks at each new one anew."""
-        stored = dict(self.weights.tensors.items())
+        stored = dict(self.weights.stored_tensors().items())
         places = tuple(tensor.data_ptr() for tensor in stored.values())
         if places != self._places:
             self._places, self._held = places, self.bundle({name: t.detach() for name, t in stored.items()})

@@ -11,7 +11,7 @@ from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
-from ep_moe.types import LogicalIds, PhysicalIds, PhysicalRouting, Routing
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from tests.fixtures.fp8_block_kernels import DEVICE
 from tests.fixtures.p2p_kernels import others_told, workspaces
 
@@ -60,11 +60,11 @@ class Placing:
 
     def placed_before(self) -> PhysicalRouting:
         ids, weights = self.ids[: self.tokens], self.weights[: self.tokens]
-        there = self.before(Routing(LogicalIds(ids.cpu()), weights.cpu()))
+        there = self.before(Routing(ids.cpu(), weights.cpu()))
         return PhysicalRouting(PhysicalIds(there.ids.to(DEVICE)), weights)
 
     def routing(self) -> DeferredRouting:
-        return DeferredRouting(LogicalIds(self.ids[: self.tokens]), self.weights[: self.tokens], self.tables)
+        return DeferredRouting(self.ids[: self.tokens], self.weights[: self.tokens], self.tables)
 
     def put(self, expert_map: ExpertMap) -> None:
         for placement in (self.before, self.late):
@@ -136,7 +136,7 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
             assert (ours.sent[:MOST] < 99).all()
         for placing, sum_ in zip(ranks, counted, strict=True):
             sum_ += valid_picks(placing) * (change != "counting")
-            assert torch.equal(placing.late.expert_load.cpu(), sum_), "once per pick"
+            assert torch.equal(placing.late.expert_load.cpu(), sum_), "once per route"
             assert torch.equal(placing.late.expert_load.cpu(), placing.before.expert_load), change
             assert torch.equal(placing.late.slot_load.cpu(), placing.before.slot_load), change
 

@@ -163,7 +163,7 @@ def test_bounds_of_a_context():
     ):
         pass
     layer = MoELayer(config(), context)
-    assert layer._dispatch_shape.max_tokens is None
+    assert layer._dispatch_shape().max_tokens is None
     assert layer(torch.zeros(3, 256)).shape == (3, 256)
 
 

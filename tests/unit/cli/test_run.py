@@ -121,7 +121,7 @@ def test_report_is_that_of_one_process(options):
     assert report.balancedness == [pytest.approx(sum(load) / ep / max(load)) for load in report.rank_load]
     windows, dp = tokens // options["window"], options.get("dp") or world // options.get("tp", 2)
     assert report.forwards == math.ceil(math.ceil(windows / dp) / options.get("batch", 8)) * MOE_LAYERS
-    assert list(report.stages) == ["route", "place", "dispatch", "experts", "combine", "leave"]
+    assert list(report.stages) == ["route", "place", "dispatch", "experts", "combine", "gather"]
     assert all(ms >= 0 for ms in report.stages.values())
 
 

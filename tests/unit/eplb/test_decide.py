@@ -1,4 +1,4 @@
-"""What the planning thread does beside the plan: the digest, the ways, and breaths between them."""
+"""What the planning thread does beside the plan: the digest, the ways, and pauses between them."""
 
 import dataclasses
 import threading
@@ -15,9 +15,9 @@ from ep_moe import ConfigError, EPLBConfig, ExpertMap, MoEConfig
 from ep_moe.eplb import H200, LayerTime, traffic, verdict
 from ep_moe.eplb.migration import background as decide
 from ep_moe.eplb.migration.background import Background, Decision, laid_out
-from ep_moe.eplb.migration.pieces import pieces
 from ep_moe.eplb.migration.schedule import transfer_schedule
-from tests.fixtures.pieces import pairs
+from ep_moe.eplb.migration.sub_plans import sub_plans
+from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)
 BASE = ExpertMap(3, 2, (0, 1, 2, -1))
@@ -44,9 +44,9 @@ def test_a_digest_is_of_all_maps(maps):
 
 @unhurried
 @given(pairs(), st.integers(1, 4), st.integers(1, 3))
-def test_laid_out_breathes_and_that_changes_nothing(maps, most, layers):
+def test_laid_out_pauses_and_that_changes_nothing(maps, most, layers):
     old, new = maps
-    way = [old, *pieces(old, new, most)]
+    way = [old, *sub_plans(old, new, most)]
     expected = tuple(transfer_schedule(a, b, 0, row_bytes=8, budget=16) for a, b in pairwise(way))
     placement, slept = mock.Mock(), []
     with mock.patch.object(decide, "_STRETCH_S", 0.0), mock.patch.object(decide.time, "sleep", slept.append):
@@ -58,13 +58,13 @@ def test_laid_out_breathes_and_that_changes_nothing(maps, most, layers):
             commit=8 * most,
             ranks_per_node=old.num_ranks,
         )
-    assert found.itineraries == (expected,) * layers
+    assert found.schedules == (expected,) * layers
     assert placement.check.mock_calls == [mock.call(new)] * layers
     assert len(slept) >= layers * (2 + 2 * len(expected))
 
 
 def test_who_starts_a_thread_does_not_wait_for_it():
-    """Its first act is a breath: Python would run it for milliseconds else, before `Thread.start` returns."""
+    """Its first act is a pause: Python would run it for milliseconds else, before `Thread.start` returns."""
     order = []
     real = time.sleep
     with mock.patch.object(decide.time, "sleep", lambda seconds: (order.append("breath"), real(seconds))):

@@ -57,7 +57,7 @@ def test_a_commit_is_the_same_prepared_or_not(ahead):
         for _ in range(5):
             migration.advance()
         assert migration.done
-        assert migration.damaged == ""
+        assert migration.damage() == ""
     assert (migration._rows is not None) == ahead
     assert all(torch.equal(a, b) for a, b in zip(before, state(layer), strict=True)), "written before the commit"
     migration.commit()

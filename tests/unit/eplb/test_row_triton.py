@@ -199,7 +199,7 @@ def test_tensors_that_were_replaced_are_found(weights):
     held = store_of(weights)
     row = whole_row(held, 1)
     kernels = held._on_gpu()
-    before = {name: tensor.data for name, tensor in weights.tensors.items()}
+    before = {name: tensor.data for name, tensor in weights.stored_tensors().items()}
     weights._apply(torch.clone)
     for tensor in before.values():
         tensor.zero_()

@@ -9,7 +9,7 @@ from ep_moe.eplb.planner.candidates import Problem, occupied
 from ep_moe.eplb.planner.exhaustive_search import exhaustive_search
 from ep_moe.eplb.planner.local_search import refine
 from ep_moe.eplb.planner.packing import ABSENT
-from ep_moe.eplb.planner.relabel import keep_ranks, keep_slots
+from ep_moe.eplb.planner.relabel import relabel_ranks, relabel_slots
 from ep_moe.placement.expert_map import EMPTY
 from tests.fixtures.published import pack, replicate
 
@@ -124,19 +124,19 @@ def test_ranks_get_back_the_names_under_which_they_hold_the_same():
     rng = np.random.default_rng(0)
     old = np.stack([rng.permutation(48).reshape(16, 3) for _ in range(3)])
     new = np.stack([one[rng.permutation(16)] for one in old])
-    assert (keep_ranks(old, new, 48) == old).all()
+    assert (relabel_ranks(old, new, 48) == old).all()
 
 
 def test_only_ranks_with_equally_many_slots_change_names():
     old = np.array([[[0, 1], [2, ABSENT], [3, 4]]])
     new = np.array([[[3, 4], [0, ABSENT], [2, 1]]])
-    assert keep_ranks(old, new, 5).tolist() == [[[2, 1], [0, ABSENT], [3, 4]]]
+    assert relabel_ranks(old, new, 5).tolist() == [[[2, 1], [0, ABSENT], [3, 4]]]
 
 
 def test_slots():
     old = np.array([[[5, 1, 2], [3, 4, EMPTY], [0, EMPTY, ABSENT]]])
     new = np.array([[[2, 0, 5], [4, EMPTY, EMPTY], [3, 1, ABSENT]]])
-    assert keep_slots(old, new, 6).tolist() == [[[5, 0, 2], [EMPTY, EMPTY, 4], [3, 1, ABSENT]]]
+    assert relabel_slots(old, new, 6).tolist() == [[[5, 0, 2], [EMPTY, EMPTY, 4], [3, 1, ABSENT]]]
 
 
 def test_a_rank_with_slots_gets_an_expert_of_its_node():

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from ep_moe import ExpertMap
 from ep_moe.eplb import plan
 from ep_moe.eplb.migration import staging
-from ep_moe.eplb.migration.pieces import pieces
 from ep_moe.eplb.migration.schedule import changed_slots, transfer_schedule
 from ep_moe.eplb.migration.staging import Room, Staging
-from tests.fixtures.pieces import pairs
+from ep_moe.eplb.migration.sub_plans import sub_plans
+from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)
 CPU = torch.device("cpu")
 
 
 def parts(old, new, rank, row_bytes, budget, commit):
-    way = [old, *pieces(old, new, max(1, commit // row_bytes))]
+    way = [old, *sub_plans(old, new, max(1, commit // row_bytes))]
     return [transfer_schedule(one, two, rank, row_bytes=row_bytes, budget=budget) for one, two in pairwise(way)]
 
 
@@ -57,7 +57,7 @@ def test_a_planners_cycles(draw, most):
         load = (1000 * np.concatenate(draws)).astype(np.int64)
         old = ExpertMap.redundant(experts, ranks, redundant)
         for new in plan(load, [old] * len(load)):
-            changes = pairwise([old, *pieces(old, new, 1)])
+            changes = pairwise([old, *sub_plans(old, new, 1)])
             cycle = max(len(changed_slots(one, two, rank)) for one, two in changes for rank in range(ranks))
             larger += cycle > staging._CYCLE
     assert larger <= most

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ep_moe import InputError, MoELayer, Routing, RoutingConfig
-from ep_moe.types import LogicalIds
 from tests.fixtures.helpers import fill
 from tests.fixtures.single_layer import context, shape  # noqa: F401  (a fixture)
 
@@ -22,7 +21,7 @@ def rows(dtype=F32) -> torch.Tensor:
 
 def given(layer: MoELayer, dtype=F32) -> Routing:
     ids = torch.tensor([[0, 1], [2, -1], [5, 3], [4, 0], [1, 2]])
-    return Routing(LogicalIds(ids), torch.full(ids.shape, 0.5, dtype=dtype))
+    return Routing(ids, torch.full(ids.shape, 0.5, dtype=dtype))
 
 
 @pytest.mark.parametrize("routed", [False, True])

@@ -17,7 +17,7 @@ from ep_moe import InputError, MoELayer
 from ep_moe.all2all.buffer_slots import BufferSlot
 from ep_moe.runtime.profiling import StageTimes
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import LogicalIds, Routing, TokenMask
+from ep_moe.types import Routing, TokenMask
 from tests.emulations.captured import CONFIG, COUNTED, CPU, layer, replayed, rows, served  # noqa: F401 (a fixture)
 from tests.emulations.graph import GRAPHS, RecordableCall
 from tests.fixtures.helpers import assert_same, integer_routing
@@ -36,7 +36,7 @@ def test_calls_are_replayed_whatever_their_shape(layer):
     for seed in range(3):
         assert replayed(layer, rows(4, seed=seed), integer_routing(4, CONFIG, seed))
     narrow = integer_routing(4, CONFIG, 9)
-    assert replayed(layer, rows(4), Routing(LogicalIds(narrow.ids.int()), narrow.weights))
+    assert replayed(layer, rows(4), Routing(narrow.ids.int(), narrow.weights))
     assert not replayed(layer, rows(7)), "one token more"
     assert not replayed(layer, rows(6), integer_routing(6, CONFIG, 0)), "captured without a routing"
     assert not replayed(layer, nn.Parameter(rows(4), requires_grad=False))
@@ -100,7 +100,7 @@ class Ranked(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         ids = (torch.arange(3).expand(len(x), 3) + len(x)) % CONFIG.num_experts
-        return Routing(LogicalIds(ids), torch.full(ids.shape, 1.0 / 3))
+        return Routing(ids, torch.full(ids.shape, 1.0 / 3))
 
 
 def test_modules_of_the_users_see_tokens_alone(layer):
@@ -153,15 +153,15 @@ def test_what_is_given_is_copied_in_one_launch_where_it_can_be(layer, monkeypatc
     x, given = rows(4).bfloat16(), integer_routing(4, CONFIG, 0)
     assert replayed(layer, x, given)
     assert replayed(layer, x.view(2, 2, -1))
-    assert replayed(layer, x[:3], Routing(LogicalIds(given.ids[:3]), given.weights[:3]))
+    assert replayed(layer, x[:3], Routing(given.ids[:3], given.weights[:3]))
     assert replayed(layer, x[:2])
     assert launches == [3, 1 + COUNTED, 4, 1 + COUNTED]
     between = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     assert replayed(layer, between, given)
     apart = given.weights.repeat_interleave(2, 1)[:, ::2]
     assert replayed(layer, x, Routing(given.ids, apart))
-    assert replayed(layer, x, Routing(LogicalIds(given.ids.t().contiguous().t()), given.weights))
-    assert replayed(layer, x, Routing(LogicalIds(given.ids.int()), given.weights))
+    assert replayed(layer, x, Routing(given.ids.t().contiguous().t(), given.weights))
+    assert replayed(layer, x, Routing(given.ids.int(), given.weights))
     assert len(launches) == 4
 
 
@@ -214,7 +214,7 @@ def test_first_replayed_in_inference_mode(routed, tokens, layer):
         assert replayed(layer, x, routing)
     assert replayed(layer, x, routing)
     if routing is not None:
-        assert replayed(layer, x, Routing(LogicalIds(routing.ids.int()), routing.weights))
+        assert replayed(layer, x, Routing(routing.ids.int(), routing.weights))
 
 
 def test_captured_in_inference_mode_under_autocast(layer):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ep_moe import InputError, MoELayer
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.emulations.captured import CONFIG, layer, replayed, rows  # noqa: F401 (a fixture)
 from tests.emulations.graph import RecordableCall
 from tests.fixtures.helpers import fill, integer_routing
@@ -118,7 +118,7 @@ def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
     layer.capture_routed([4])
     layer.capture([4])  # with routes of the layer's own
     assert not any(layer.stats().expert_load)
-    one = Routing(LogicalIds(torch.tensor([[0, 1, -1]] * 4)), torch.ones(4, 3))
+    one = Routing(torch.tensor([[0, 1, -1]] * 4), torch.ones(4, 3))
     with torch.no_grad():
         layer.forward_routed(rows(4), one)
         assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)

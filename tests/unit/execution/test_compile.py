@@ -6,7 +6,6 @@ import torch
 from ep_moe import EPContext, ExpertMap, MoELayer, Routing
 from ep_moe.experts.grouped_mm_op import grouped
 from ep_moe.placement.placement import Placement
-from ep_moe.types import LogicalIds
 from tests.fixtures.helpers import fill
 from tests.fixtures.single_layer import CPU, context, full, routing, shape  # noqa: F401  (a fixture)
 
@@ -83,7 +82,7 @@ def check_gradients(layer, compiled, sizes, dtype) -> None:
 
 
 def test_rows_behind_the_last_group_leave_no_trace(context):  # noqa: F811
-    """Picks of no expert stay in the graph, as rows that nobody reads."""
+    """Routes to no expert stay in the graph, as rows that nobody reads."""
     layer = layer_of(shape(), context, F32)
 
     class Routed(torch.nn.Module):
@@ -131,7 +130,7 @@ def test_placing_is_bit_for_bit_the_eager_one(rank):
     """The hash's constants are larger than int32, in which inductor would write them."""
     placement = Placement(ExpertMap.redundant(16, 4, 16), ep_rank=rank)
     ids = torch.randint(-1, 18, (500, 4), generator=torch.Generator().manual_seed(rank))
-    given = Routing(LogicalIds(ids), torch.ones(500, 4))
+    given = Routing(ids, torch.ones(500, 4))
     want, loads = placement(given).materialize().ids, placement.expert_load.clone()
     compiled = torch.compile(lambda ids, weights: placement(Routing(ids, weights)).materialize().ids, fullgraph=True)
     assert torch.equal(compiled(ids, given.weights), want)

@@ -323,7 +323,7 @@ def test_shares_follow_each_other_and_differ_by_one_at_most(total, parts):
     ("dp", "tp", "ep", "etp"), [(1, 1, 1, 1), (4, 1, 4, 1), (2, 2, 4, 1), (1, 4, 2, 2), (2, 2, 1, 4), (2, 4, 2, 4)]
 )
 def test_no_rank_dispatches_more_than_the_bound(dp, tp, ep, etp, tokens):
-    """What `TokenFlow.union` holds: the own rows of all members of an etp group."""
+    """What `TokenFlow.etp_gather` gives: the local tokens of all members of an etp group."""
     sizes = {"world": dp * tp, "dp": dp, "tp": tp, "ep": ep, "etp": etp, "tokens": tokens}
     layouts = [RankLayout(**sizes, rank=rank) for rank in range(dp * tp)]
     for count in range(20):

@@ -114,7 +114,7 @@ def test_a_layer_computes_on_the_device_of_its_context(gpus, monkeypatch):
 
     layer = fill(MoELayer(config, context, experts="reference", shared_experts=Watched()))
     context.device, context._gpu = torch.device("cuda", 1), 1
-    monkeypatch.setattr("ep_moe.layer.rows_problem", lambda *_: None)  # it would see through this
+    monkeypatch.setattr("ep_moe.execution.layer_checks.rows_problem", lambda *_: None)  # it would see through this
     layer(torch.ones(2, 16))
     assert seen == [1]
     assert torch.cuda.current_device() == 0

@@ -285,7 +285,7 @@ def test_layer_runs_on_another_packages_transport(plugins):
     plugins(dispatchers={"sibling": "tests.fixtures.plugins:Sibling"})
     layer = MoELayer(config(), EPContext.local(CPU), all2all="sibling")
     assert layer(torch.ones(3, 16)).shape == (3, 16)
-    assert layer._dispatcher.name == "sibling"
+    assert layer._dispatcher().name == "sibling"
     assert [row.all2all for row in layer.explain() if row.status == "chosen"] == ["sibling"]
 
 

@@ -22,7 +22,7 @@ from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.quant.schemes import scheme_of
 from ep_moe.selection import explain as select
-from ep_moe.selection.picks import BackendTable, TableEntry, _room, tuned_table
+from ep_moe.selection.backend_table import BackendTable, TableEntry, _room, tuned_table
 from ep_moe.selection.tuned import Measured, Tuned, bucket_index, choose, layer_facts, machine_facts, versions
 
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def test_calls_in_parts_as_large_as_their_bound_are_in_one():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(select, "choose", lambda *_, **given: {name: given[name] for name in named} == named)
             found = tuned_table(tuned(*buckets), CONFIG, RankLayout(world=1, rank=0), CPU, torch.float32, keywords)
-        assert [pick.pipeline for pick in found._picks] == parts
+        assert [entry.pipeline for entry in found._entries] == parts
         assert found.last.tokens == most
 
 
@@ -152,13 +152,13 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
     monkeypatch.setattr(registry, "load", lambda *_: kind)
     choice = select.BackendChoice("p2p", "k", "chosen", "")
     other = dataclasses.replace(choice, all2all="other")
-    picks = BackendTable(
+    table = BackendTable(
         [TableEntry(1, choice, None, 16), TableEntry(2, choice, 16, 16), TableEntry(3, choice, None, 16),
         TableEntry(4, choice, 64, 64),
          TableEntry(5, other, None, 16)]
     )  # fmt: skip
     expected = {("p2p", 16): 2 * 160, ("p2p", 64): 3 * 640, ("other", 16): 160}
-    assert picks.transport_bytes(lambda pick: pick.room) == expected
+    assert table.transport_bytes(lambda entry: entry.room) == expected
 
 
 # --- the file ----------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_what_is_recorded_is_not_replayed(context, monkeypatch):
             assert layer(x).any()
         assert len(recorded) == 1
         monkeypatch.undo()
-        monkeypatch.setattr(layer._repeated, "run", lambda *_: torch.zeros(3, HIDDEN))
+        monkeypatch.setattr(layer._automatic_graphs, "run", lambda *_: torch.zeros(3, HIDDEN))
         assert not layer(x).any()
         with router_logits(model):
             assert layer(x).any()

@@ -268,7 +268,7 @@ def test_checkpoints_go_from_one_layout_to_another_and_back(scheme):
     back = made(scheme)
     back.load_state_dict(canonical.state_dict())
     first = filled(scheme)
-    for name, parameter in back.tensors.items():
+    for name, parameter in back.stored_tensors().items():
         assert torch.equal(bits(parameter)[HELD], bits(first.get_parameter(name))[HELD]), name
     for name in ("w13", "w2"):
         assert back.dense(name).dtype == BF16
@@ -287,7 +287,7 @@ def test_pieces_over_etp_are_prepared_each_for_itself(scheme, activation, monkey
                 pieces = {name: cut(shape, name, tensor, 2, rank) for name, tensor in experts[expert].items()}
                 assert_equal(weights.slot(slot), pieces)
                 prepared = CutlassSm90(shape, scheme, BF16, 2).prepare(pieces)
-                assert_equal({name: p[slot] for name, p in weights.tensors.items()}, prepared)
+                assert_equal({name: p[slot] for name, p in weights.stored_tensors().items()}, prepared)
 
     # the etp group in one process: tensors are gathered in this order
     order = iter([(slot, name) for slot in (1, 3, 0) for name in ranks[0].names])
@@ -324,7 +324,7 @@ def test_update_of_one_tensor_leaves_the_others(scheme):
         assert_equal(dict(weights.state_dict()), flat(now))  # the others too
         prepared = CutlassSm90(shape, scheme, BF16).prepare(now[0])  # also what is derived from several
         for slot in (1, 4):
-            assert_equal({name: p[slot] for name, p in weights.tensors.items()}, prepared)
+            assert_equal({name: p[slot] for name, p in weights.stored_tensors().items()}, prepared)
 
 
 def test_fresh_quantised_weights_are_the_plain_ones_rounded():
@@ -361,7 +361,7 @@ def test_an_empty_rank_has_no_slots():
 @each_quantised
 def test_wrong_dtype_is_refused_by_name(scheme):
     weights = filled(scheme)
-    before = {name: parameter.clone() for name, parameter in weights.tensors.items()}
+    before = {name: parameter.clone() for name, parameter in weights.stored_tensors().items()}
     for name, tensor in random_tensors(config(), scheme).items():
         if name.endswith("_bias"):
             continue
@@ -369,7 +369,7 @@ def test_wrong_dtype_is_refused_by_name(scheme):
             weights.update_expert(0, {"w2_bias": torch.ones(256), name: tensor.double()})
         wanted = str(tensor.dtype).removeprefix("torch.")
         assert f"expert 0: {name} must be {wanted} under quantization={scheme.name}, got float64" in str(error.value)
-    assert_equal(dict(weights.tensors), before)
+    assert_equal(dict(weights.stored_tensors()), before)
     weights.update_expert(0, {"w2_bias": torch.ones(256)})  # biases are numbers of the layer: any float will do
     assert (weights.slot(1)["w2_bias"] == 1).all()
 
@@ -377,17 +377,17 @@ def test_wrong_dtype_is_refused_by_name(scheme):
 @each_quantised
 def test_another_float_dtype_changes_no_quantised_number(scheme):
     weights = filled(scheme)
-    before = {name: parameter.clone() for name, parameter in weights.tensors.items()}
+    before = {name: parameter.clone() for name, parameter in weights.stored_tensors().items()}
     for moved in (weights.to(BF16), weights.bfloat16(), weights.to("cpu", BF16), torch.nn.Sequential(weights).to(BF16)):
         assert isinstance(moved, torch.nn.Module)
         assert weights.dtype == BF16
-        assert_equal(dict(weights.tensors), before)
+        assert_equal(dict(weights.stored_tensors()), before)
     for change in (weights.float, weights.half, lambda: weights.to(torch.float64)):
         with pytest.raises(ConfigError) as error:
             change()
         assert f"quantization={scheme.name} was built for dtype bfloat16 and cannot become float" in str(error.value)
         assert "; build the layer with dtype=float" in str(error.value)
-        assert_equal(dict(weights.tensors), before)
+        assert_equal(dict(weights.stored_tensors()), before)
 
 
 def test_plain_weights_change_their_dtype_in_any_layout():
@@ -412,7 +412,7 @@ def test_construction_on_meta(scheme):
     with torch.device("meta"):
         weights = made(scheme)
     assert all(parameter.is_meta for parameter in weights.parameters())
-    assert {name: (tuple(p.shape[1:]), p.dtype) for name, p in weights.tensors.items()} == {
+    assert {name: (tuple(p.shape[1:]), p.dtype) for name, p in weights.stored_tensors().items()} == {
         name: (spec.shape, spec.dtype) for name, spec in CutlassSm90(config(), scheme, BF16).specs().items()
     }
     state = filled(scheme).state_dict()

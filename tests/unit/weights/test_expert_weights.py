@@ -40,7 +40,7 @@ def filled(
     config: MoEConfig, expert_map: ExpertMap, *, ep_rank: int = 0, etp: RankGroup | None = None
 ) -> ExpertWeights:
     weights = ExpertWeights(config, expert_map, ep_rank=ep_rank, etp=etp)
-    for tensor in weights.tensors.values():
+    for tensor in weights.stored_tensors().values():
         tensor.fill_(torch.nan)
     for expert in range(config.num_experts):
         weights.update_expert(expert, integer_expert(config, expert))
@@ -200,14 +200,14 @@ def test_an_expert_that_is_here_twice_has_one_parameter():
 def test_stored_tensors_are_per_slot():
     config = shape()
     weights = ExpertWeights(config, REDUNDANT, ep_rank=0, etp=etp_link(2, 0))
-    assert {name: tuple(p.shape) for name, p in weights.tensors.items()} == {
+    assert {name: tuple(p.shape) for name, p in weights.stored_tensors().items()} == {
         "w13": (2, 16, 8),
         "w2": (2, 8, 8),
         "w13_bias": (2, 16),
         "w2_bias": (2, 8),
     }
     assert weights.local_experts == (4, 0)
-    assert set(ExpertWeights(shape(bias=False), REDUNDANT).tensors) == {"w13", "w2"}
+    assert set(ExpertWeights(shape(bias=False), REDUNDANT).stored_tensors()) == {"w13", "w2"}
     assert ExpertWeights(config, REDUNDANT, ep_rank=3).w13.shape == (0, 32, 8)
 
 
@@ -233,7 +233,7 @@ def test_update_writes_every_replica_and_cuts(activation, etp):
         for etp_rank in range(etp):
             weights = filled(config, REDUNDANT, ep_rank=ep_rank, etp=etp_link(etp, etp_rank))
             for slot, expert in enumerate(weights.local_experts):
-                for name, parameter in weights.tensors.items():
+                for name, parameter in weights.stored_tensors().items():
                     if expert == -1:
                         assert parameter[slot].isnan().all()
                     else:
@@ -305,11 +305,11 @@ def test_bad_update_names_field_and_value_and_writes_nothing(expert, tensors, me
     config = shape()
     for ep_rank in range(4):
         weights = filled(config, REDUNDANT, ep_rank=ep_rank)
-        before = {name: parameter.clone() for name, parameter in weights.tensors.items()}
+        before = {name: parameter.clone() for name, parameter in weights.stored_tensors().items()}
         with pytest.raises(InputError) as error:
             weights.update_expert(expert, {"w2_bias": torch.ones(8), **tensors} if expert == 1 else tensors)
         assert message in str(error.value)
-        for name, parameter in weights.tensors.items():
+        for name, parameter in weights.stored_tensors().items():
             torch.testing.assert_close(parameter, before[name], rtol=0, atol=0, equal_nan=True)
 
 
@@ -362,7 +362,9 @@ def test_a_rank_saves_what_it_holds_and_loads_that_again():
         assert {int(key.split(".")[0]) for key in state} == set(REDUNDANT.local(rank)) - {-1}
         again = ExpertWeights(config, REDUNDANT, ep_rank=rank)
         again.load_state_dict(state)
-        assert all(torch.equal(again.tensors[name], tensor) for name, tensor in weights.tensors.items())
+        assert all(
+            torch.equal(again.stored_tensors()[name], tensor) for name, tensor in weights.stored_tensors().items()
+        )
 
 
 def test_a_state_with_gate_and_up_in_one_loads():
@@ -386,7 +388,7 @@ def test_checkpoint_of_one_map_loads_into_any_other(of, to):
         assert not result.unexpected_keys
         for slot, expert in enumerate(weights.local_experts):
             if expert >= 0:
-                for name, parameter in weights.tensors.items():
+                for name, parameter in weights.stored_tensors().items():
                     assert torch.equal(parameter[slot], integer_expert(config, expert)[name])
 
 
@@ -397,7 +399,7 @@ def test_checkpoint_loads_into_pieces(etp):
     for rank in range(etp):
         weights = ExpertWeights(config, REDUNDANT, ep_rank=1, etp=etp_link(etp, rank))
         weights.load_state_dict(state)
-        for name, parameter in weights.tensors.items():
+        for name, parameter in weights.stored_tensors().items():
             assert torch.equal(parameter[0], cut(config, name, integer_expert(config, 1)[name], etp, rank))
 
 
@@ -409,7 +411,7 @@ def test_state_dict_of_pieces_has_whole_tensors(monkeypatch):
     def all_gather(pieces: list[Tensor], piece: Tensor, group: object) -> None:
         name, slot = next(
             (name, slot)
-            for name, parameter in ranks[0].tensors.items()
+            for name, parameter in ranks[0].stored_tensors().items()
             for slot in range(ranks[0].num_slots)
             if parameter[slot].data_ptr() == piece.data_ptr()
         )

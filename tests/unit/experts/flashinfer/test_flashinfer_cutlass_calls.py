@@ -74,11 +74,11 @@ def test_the_callers_rows_ids_and_weights_are_left_alone():
         experts, _ = build(shape(), SCHEMES[name])
         received = rows(shape())
         before = [t.clone() for t in (received.x, received.local_ids, received.weights)]
-        stored = {name: p.detach().clone() for name, p in experts.weights.tensors.items()}
+        stored = {name: p.detach().clone() for name, p in experts.weights.stored_tensors().items()}
         experts(received)
         for now, then in zip((received.x, received.local_ids, received.weights), before, strict=True):
             assert torch.equal(now, then)
-        for name, parameter in experts.weights.tensors.items():
+        for name, parameter in experts.weights.stored_tensors().items():
             assert torch.equal(parameter.contiguous().view(torch.uint8), stored[name].view(torch.uint8)), name
 
 

@@ -179,13 +179,13 @@ def test_out_is_written_and_what_was_given_stays(name):
     experts, _ = build(shape(), name)
     received = rows()
     before = [t.clone() for t in (received.x, received.local_ids, received.weights)]
-    stored = {key: p.detach().clone() for key, p in experts.weights.tensors.items()}
+    stored = {key: p.detach().clone() for key, p in experts.weights.stored_tensors().items()}
     out = torch.full_like(received.x, torch.nan)
     assert experts(received, out) is out
     assert not out.isnan().any()
     for now, then in zip((received.x, received.local_ids, received.weights), before, strict=True):
         assert torch.equal(now, then)
-    for key, parameter in experts.weights.tensors.items():
+    for key, parameter in experts.weights.stored_tensors().items():
         assert torch.equal(parameter.detach().view(torch.uint8), stored[key].view(torch.uint8)), key
 
 

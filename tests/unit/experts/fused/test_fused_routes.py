@@ -21,7 +21,7 @@ from ep_moe.experts.fused.base import FusedDispatchShape, RouterLogits
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.router import Router
 from ep_moe.selection.explain import choose, explain
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.fused_routes import RoutesInside
 from tests.fixtures.helpers import fill
 
@@ -71,11 +71,11 @@ def test_what_has_no_meaning_for_it_is_refused_by_name():
     layer = layer_of()
     x, ids = torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64)
     with pytest.raises(InputError, match="experts=routes_inside routes inside: call forward"):
-        layer.forward_routed(x, Routing(LogicalIds(ids), ids.float()))
+        layer.forward_routed(x, Routing(ids, ids.float()))
     with pytest.raises(ConfigError, match="experts=routes_inside routes inside and counts no load"):
         layer.stats()
     with pytest.raises(ConfigError, match=r"experts=routes_inside routes inside, as .*Router does; .* got function"):
-        layer_of(router=lambda x: Routing(LogicalIds(ids), ids.float()))
+        layer_of(router=lambda x: Routing(ids, ids.float()))
     assert layer_of(router=Router(CONFIG))(x).shape == (3, 16)
     assert layer(x).shape == (3, 16), "a refused call does not end the context"
 
@@ -109,8 +109,8 @@ def test_a_call_of_another_kind(routed, sentence):
     layer = layer_of()
     kernel = layer.experts
     sizes = {"hidden_size": 16, "top_k": 2, "slots_per_rank": 6, "num_ranks": 1, "dtype": torch.float32}
-    assert layer._dispatch_shape == FusedDispatchShape(**sizes, kernel="routes_inside", intermediate_size=16)
-    alone = RoutesInside(CONFIG, layer.expert_weights, RankGroup.alone(), layer._dispatch_shape)
+    assert layer._dispatch_shape() == FusedDispatchShape(**sizes, kernel="routes_inside", intermediate_size=16)
+    alone = RoutesInside(CONFIG, layer.expert_weights, RankGroup.alone(), layer._dispatch_shape())
     for each in (kernel, alone):
         with pytest.raises(InputError, match=sentence):
             each(torch.zeros(3, 16), routed)

@@ -1,4 +1,4 @@
-"""Changes of map in pieces: every map on the way is whole, and no larger a step than cycles need."""
+"""Changes of map in sub-plans: every map on the way is whole, and no larger a step than cycles need."""
 
 from itertools import combinations, pairwise
 
@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ExpertMap, Placement
-from ep_moe.eplb.migration.pieces import pieces
 from ep_moe.eplb.migration.schedule import changed_slots, transfer_schedule
+from ep_moe.eplb.migration.sub_plans import sub_plans
 from ep_moe.placement.expert_map import EMPTY
-from tests.fixtures.pieces import pairs
+from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)
 
@@ -22,7 +22,7 @@ def writes(old: ExpertMap, new: ExpertMap) -> int:
 @given(pairs(), st.integers(1, 8))
 def test_every_map_on_the_way_is_whole(maps, most):
     old, new = maps
-    way = pieces(old, new, most)
+    way = sub_plans(old, new, most)
     assert (way[-1] is new) if old != new else way == []
     for before, after in pairwise([old, *way]):
         assert before != after
@@ -39,9 +39,9 @@ def test_every_map_on_the_way_is_whole(maps, most):
 @unhurried
 @given(pairs())
 def test_pieces_are_as_small_as_cycles_allow(maps):
-    """With room for one slot a piece holds one group, and no group can be cut: some expert would be nowhere."""
+    """With room for one slot a sub-plan holds one group, and no group can be cut: some expert would be nowhere."""
     old, new = maps
-    way = pieces(old, new, 1)
+    way = sub_plans(old, new, 1)
     for before, after in pairwise([old, *way]):
         changed = [
             i
@@ -57,23 +57,23 @@ def test_a_rotation_comes_in_pieces_of_the_size_asked_for():
     old = ExpertMap.linear(32, 4)
     new = ExpertMap(32, 4, old.physical_to_logical[-8:] + old.physical_to_logical[:-8])
     for most, count in ((1, 8), (2, 4), (3, 3), (8, 1), (100, 1)):
-        way = pieces(old, new, most)
+        way = sub_plans(old, new, most)
         assert len(way) == count
         assert all(writes(a, b) <= most for a, b in pairwise([old, *way]))
     placement = Placement(old)
-    for placed in pieces(old, new, 2):
+    for placed in sub_plans(old, new, 2):
         placement.update(placed)
 
 
 def test_a_cycle_stays_whole():
     old, new = ExpertMap.linear(6, 2), ExpertMap.from_ranks([[1, 2, 3], [4, 5, 0]], 6)
-    assert pieces(old, new, 1) == [new]
+    assert sub_plans(old, new, 1) == [new]
 
 
 def test_pieces_move_no_byte_twice():
     old = ExpertMap.linear(32, 4)
     new = ExpertMap(32, 4, old.physical_to_logical[-8:] + old.physical_to_logical[:-8])
-    way = [old, *pieces(old, new, 3)]
+    way = [old, *sub_plans(old, new, 3)]
     parts = [transfer_schedule(a, b, 0, row_bytes=64, budget=1 << 20) for a, b in pairwise(way)]
     assert sum(len(part.moves.transfers) for part in parts) == len(
         transfer_schedule(old, new, 0, row_bytes=64, budget=1 << 20).moves.transfers
@@ -84,8 +84,8 @@ def test_beside_a_cycle_that_is_too_large_only_other_ranks_write():
     old = ExpertMap.from_ranks([[0, 1, 5], [2, 3, 5], [2, 4, 5]], 6)
     new = ExpertMap.from_ranks([[1, 0, 4], [2, 3, 5], [3, 4, 5]], 6)
     between = ExpertMap.from_ranks([[1, 0, 5], [2, 3, 5], [3, 4, 5]], 6)
-    assert pieces(old, new, 1) == pieces(old, new, 2) == [between, new]
-    assert pieces(old, new, 3) == [new]
+    assert sub_plans(old, new, 1) == sub_plans(old, new, 2) == [between, new]
+    assert sub_plans(old, new, 3) == [new]
 
 
 @st.composite
@@ -101,7 +101,7 @@ def replaced(draw):
 @given(pairs() | replaced(), st.integers(1, 8))
 def test_no_two_pieces_could_be_one(maps, most):
     old, new = maps
-    way = [old, *pieces(old, new, most)]
+    way = [old, *sub_plans(old, new, most)]
     written = [[len(changed_slots(a, b, rank)) for rank in range(old.num_ranks)] for a, b in pairwise(way)]
     for one, other in combinations(written, 2):
         assert any(a and b and a + b > most for a, b in zip(one, other, strict=True)), (one, other)

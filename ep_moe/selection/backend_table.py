@@ -39,34 +39,34 @@ class TableEntry:
 
 
 class BackendTable:
-    """picks: tokens ascending"""
+    """entries: tokens ascending"""
 
-    def __init__(self, picks: Sequence[TableEntry]) -> None:
-        self._picks = tuple(picks)
-        self._bounds = [pick.tokens or 0 for pick in picks]
+    def __init__(self, entries: Sequence[TableEntry]) -> None:
+        self._entries = tuple(entries)
+        self._bounds = [entry.tokens or 0 for entry in entries]
 
     @property
     def last(self) -> TableEntry:
-        return self._picks[-1]
+        return self._entries[-1]
 
     @property
     def kernels(self) -> list[str]:
         """Without repetition, that of the most tokens first."""
-        return list(dict.fromkeys(pick.choice.experts for pick in reversed(self._picks)))
+        return list(dict.fromkeys(entry.choice.experts for entry in reversed(self._entries)))
 
     def at(self, bound: int | None) -> TableEntry:
-        """For calls of at most `bound` tokens per rank: the first pick that holds them, the last one for more."""
-        if bound is None or len(self._picks) == 1:
-            return self._picks[-1]
-        return self._picks[bucket_index(self._bounds, bound)]
+        """For calls of at most `bound` tokens per rank: the first entry that holds them, the last one for more."""
+        if bound is None or len(self._entries) == 1:
+            return self._entries[-1]
+        return self._entries[bucket_index(self._bounds, bound)]
 
     @property
     def fixed(self) -> bool:
         """Whether some transport has buffers for one dtype and size, and no exchange before rows travel."""
         return any(
-            registry.load("dispatchers", pick.choice.all2all).capabilities.static
-            for pick in self._picks
-            if pick.choice.all2all != INSIDE
+            registry.load("dispatchers", entry.choice.all2all).capabilities.static
+            for entry in self._entries
+            if entry.choice.all2all != INSIDE
         )
 
     def dtype_problem(
@@ -79,14 +79,14 @@ class BackendTable:
         wire: Wire,
     ) -> str | None:
         """None, or which backend cannot serve the layer in another dtype than it was made with."""
-        for pick in self._picks:
-            if pick.choice.all2all == INSIDE:
-                return f"experts={pick.choice.experts} has buffers of the dtype that the layer was made with"
-            kernel, transport = pick.choice.experts, pick.choice.all2all
+        for entry in self._entries:
+            if entry.choice.all2all == INSIDE:
+                return f"experts={entry.choice.experts} has buffers of the dtype that the layer was made with"
+            kernel, transport = entry.choice.experts, entry.choice.all2all
             sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
             if (why := computer.unsupported_reason(config, dtype, layout.etp, scheme, options)) is not None:
                 return f"experts={kernel} does not compute in it: {why}"
-            why = sender.unsupported_reason(config.hidden_size, config.top_k, layout.ep, dtype, pick.tokens, wire)
+            why = sender.unsupported_reason(config.hidden_size, config.top_k, layout.ep, dtype, entry.tokens, wire)
             if why is not None:
                 return f"all2all={transport} does not carry it: {why}"
         return None
@@ -96,21 +96,21 @@ class BackendTable:
     ) -> dict[tuple[str, DispatchShape], int]:
         """Buffers by transport and geometry."""
         found: dict[tuple[str, DispatchShape], int] = {}
-        for pick in self._picks:
-            kind: type[Dispatcher] = registry.load("dispatchers", pick.choice.all2all)
-            key = (pick.choice.all2all, dispatch_shape(pick))
-            calls = 1 if pick.pipeline is None else kind.calls_in_parts(key[1])
+        for entry in self._entries:
+            kind: type[Dispatcher] = registry.load("dispatchers", entry.choice.all2all)
+            key = (entry.choice.all2all, dispatch_shape(entry))
+            calls = 1 if entry.pipeline is None else kind.calls_in_parts(key[1])
             found[key] = max(found.get(key, 0), kind.buffer_bytes(key[1]) * calls)
         return found
 
     def explained(self, table: Sequence[explain.BackendChoice]) -> list[explain.BackendChoice]:
         """`select.explain`'s table with these as "chosen"."""
-        own = {(pick.choice.all2all, pick.choice.experts): pick.choice for pick in self._picks}
+        own = {(entry.choice.all2all, entry.choice.experts): entry.choice for entry in self._entries}
         rest = [dataclasses.replace(row, status="possible") if row.status == "chosen" else row for row in table]
         return [own.get((row.all2all, row.experts), row) for row in rest]
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self._picks))
+        return ", ".join(map(str, self._entries))
 
 
 def tuned_table(

@@ -19,7 +19,7 @@ from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
-from ep_moe.execution import repeated
+from ep_moe.execution import automatic_graphs
 from ep_moe.experts.hopper.experts import (
     Bf16TritonExperts,
     Fp8BlockTritonExperts,
@@ -30,7 +30,7 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
-from ep_moe.types import LogicalIds, Routing
+from ep_moe.types import Routing
 from tests.fixtures.launches import Driver
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
@@ -112,7 +112,7 @@ def driver(monkeypatch):
             return tables(self, expert_map)
 
     monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(repeated, "Recorder", Recording(made))
+    monkeypatch.setattr(automatic_graphs, "Recorder", Recording(made))
     monkeypatch.setattr(Placement, "_tables", unpinned)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(dispatcher, "make_memory", make_memory)
@@ -146,7 +146,7 @@ def layer(driver, context):
     made = built(context)
     for _ in range(2):
         forward(made, *given(1))
-    assert len(made._repeated) == 1
+    assert len(made._automatic_graphs) == 1
     return made
 
 
@@ -154,7 +154,7 @@ def given(tokens: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> tuple
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, CONFIG.hidden_size, generator=generator).bfloat16()
     ids = torch.rand(tokens, CONFIG.num_experts, generator=generator).topk(CONFIG.top_k).indices.to(dtype)
-    return x, Routing(LogicalIds(ids), torch.rand(ids.shape, generator=generator))
+    return x, Routing(ids, torch.rand(ids.shape, generator=generator))
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Old names of public things: they work, and say the new ones."""
 
+import importlib
+
 import pytest
 
 from ep_moe import EPContext
@@ -58,3 +60,21 @@ def test_a_lower_bound():
         with limit:
             assert context._current_limit == 4
         assert context._current_limit == 8
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("ep_moe.all2all.base", "Geometry", "ep_moe.all2all.base:DispatchShape"),
+        ("ep_moe.types", "PeerCells", "ep_moe.types:PeerPackets"),
+        ("ep_moe.registry", "why_not", "ep_moe.registry:unsupported_reason"),
+        ("ep_moe.tuned", "Tuned", "ep_moe:Tuned"),
+    ],
+)
+def test_old_names_of_modules_warn(module, old, new):
+    home, _, name = new.partition(":")
+    with pytest.warns(DeprecationWarning, match=rf"{module}\.{old} is .*{name} now"):
+        found = getattr(importlib.import_module(module), old)
+    assert found is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = importlib.import_module(module).nothing

@@ -61,7 +61,7 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(bound, pair, world
         )
         other = ExpertMap(physical_to_logical=turned, num_experts=10, num_ranks=world_size)
         layers[0].placement.update(other)
-        layers[0].expert_weights.expert_map = other
+        layers[0].expert_weights.set_expert_map(other)
         written(layers[0])
         assert check(layers[0], rows(layers[0], 32, rank), routes(layers[0], 32, rank))
         assert len(set(everywhere(context.flight_recorder.number))) == 1
@@ -119,7 +119,7 @@ def test_other_streams_and_a_capture_around_it(world_size):
 @distributed(1, 2, 4, set_device=True)  # what times is the current device\'s
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
 @torch.no_grad()
-def test_the_host_of_a_repeated_call(pair, world_size):
+def test_the_host_of_a_replayed_call(pair, world_size):
     """At one token, where the host is what takes time: less than two thirds of the layer's own."""
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
         layer = built(context, pair)

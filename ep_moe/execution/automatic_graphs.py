@@ -1,7 +1,7 @@
-"""Eager calls that launch again what one like them launched before. To the host such a call is a look at its arguments
-and one launch: nothing is made, chosen or placed anew.
+"""Automatic CUDA graphs: eager calls that are recorded, and replayed for later calls like them. To the host a replay is
+a look at its arguments and one launch: nothing is made, chosen or placed anew.
 
-A layer's call can be repeated where it is no more than the launches of a transport (`Dispatcher.again`) and of experts,
+A layer's call can be replayed where it is no more than the launches of a transport (`Dispatcher.again`) and of experts,
 which are then one graph (`CallGraph`): rows in one part over fixed buffers, each rank's tokens its own, no gradients.
 Shared experts are called behind it where few rows travel; where many do, they are computed beside them, which is the
 layer's own. Of every other call `MoELayer.run` is the whole story, and so of the first ones.
@@ -32,7 +32,7 @@ from ep_moe.placement.deferred import DeferredRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream
-from ep_moe.types import LogicalIds, PhysicalRouting, Routing, TokenMask, capturing
+from ep_moe.types import PhysicalRouting, Routing, TokenMask, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _STEPS = 2  # of the ledger: dispatch and combine
@@ -51,7 +51,6 @@ class Layer(Protocol):
 
     @property
     def _kernel(self) -> Any: ...
-    @property
     def _dispatcher(self) -> Dispatcher: ...
     @property
     def device(self) -> torch.device: ...
@@ -136,7 +135,7 @@ class AutomaticGraphs:
         return out if shared is None else out + shared(x.view(tokens, form.hidden)).view(x.shape)
 
     def note(self, layer: Layer, routing: Routing | None) -> None:
-        """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are repeated."""
+        """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
         bound, device = self._context._current_limit, layer.device
         if torch.compiler.is_compiling() or not self._able or bound is None:
             return
@@ -160,7 +159,7 @@ class AutomaticGraphs:
 
     def _recorded(self, layer: Layer, ids: torch.dtype, bound: int, placing: Placing) -> _Call | None:
         context, c = self._context, self._config
-        again, shared = layer._dispatcher.again(bound), layer.shared_experts
+        again, shared = layer._dispatcher().again(bound), layer.shared_experts
         if again is None or not (shared is None or _behind(shared, again.few)):
             return None
         form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
@@ -175,7 +174,7 @@ class AutomaticGraphs:
                 text = f"calls of {layer.name} take the host longer than they could, they cannot be recorded: {error}"
                 warnings.warn(text, stacklevel=2)
             return None
-        left = (layer.name, "combine", layer._dispatcher.name, True)
+        left = (layer.name, "combine", layer._dispatcher().name, True)
         return _Call(form, graph, again.buffer_slot, again.few, placing, layer.expert_weights.place, left)
 
 
@@ -188,7 +187,7 @@ def _graph(layer: Layer, again: RecordableCall, form: CallSignature, ids: torch.
     """Of a call's launches. Nothing is computed, whatever the rows."""
     x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
     chosen = torch.empty(1, form.top_k, dtype=ids, device=form.device)
-    routing = DeferredRouting(LogicalIds(chosen), torch.empty(chosen.shape, device=form.device), layer.placement.tables)
+    routing = DeferredRouting(chosen, torch.empty(chosen.shape, device=form.device), layer.placement.tables)
     out, kernel, received = torch.empty_like(x), layer._kernel, again.received
     to_peers = kernel.capabilities.peer_out and received.peer_out is not None
 

@@ -1,4 +1,4 @@
-"""Which calls are repeated, what they leave behind, and what ends it, without a GPU (`repeated_emulation`)."""
+"""Which calls are replayed, what they leave behind, and what ends it, by `tests.emulations.automatic_graphs`."""
 
 # ruff: noqa: F811
 
@@ -18,15 +18,15 @@ from ep_moe import ConfigError, EPContext, InputError, MoELayer, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.config import RoutingConfig
 from ep_moe.errors import BackendUnavailable
-from ep_moe.execution import repeated
+from ep_moe.execution import automatic_graphs
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
 from ep_moe.runtime.profiling import StageTimes
-from ep_moe.types import LogicalIds, Routing
-from tests.emulations.repeated import (  # noqa: F401 (fixtures)
+from ep_moe.types import Routing
+from tests.emulations.automatic_graphs import (  # noqa: F401 (fixtures)
     CONFIG,
     CPU,
     MOST,
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 
 def test_from_the_third_on(driver, context):
     layer = built(context)
-    assert layer._dispatcher.again(MOST) is None
+    assert layer._dispatcher().again(MOST) is None
     assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
     assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, False, True]
     with context.token_limit(2):
@@ -63,34 +63,34 @@ def test_calls_unlike_others_have_nothing_recorded_again(layer):
     for _ in range(5):
         assert not repeats(layer, shifted(x), routing)
         assert repeats(layer, x, routing)
-    assert repeated.Recorder.recorded == 1
+    assert automatic_graphs.Recorder.recorded == 1
 
 
 def test_nothing_is_recorded_in_a_capture_of_somebody_elses(driver, context):
     layer = built(context)
-    with mock.patch.object(repeated, "capturing", return_value=True):
+    with mock.patch.object(automatic_graphs, "capturing", return_value=True):
         assert [repeats(layer, *given(1)) for _ in range(4)] == [False] * 4
-    assert repeated.Recorder.recorded == 0
+    assert automatic_graphs.Recorder.recorded == 0
 
 
 def test_memory_that_another_thread_was_given_meanwhile(driver, context):
-    layer, graph_of = built(context), repeated.Recorder.graph_of
+    layer, graph_of = built(context), automatic_graphs.Recorder.graph_of
     with mock.patch.object(
-        repeated.Recorder, "graph_of", side_effect=[BackendUnavailable("it allocates")] * 2
+        automatic_graphs.Recorder, "graph_of", side_effect=[BackendUnavailable("it allocates")] * 2
     ) as tried:
         assert [repeats(layer, *given(1)) for _ in range(3)] == [False] * 3
     assert tried.call_count == 2
-    assert repeated.Recorder.graph_of == graph_of
+    assert automatic_graphs.Recorder.graph_of == graph_of
     assert [repeats(layer, *given(1)) for _ in range(2)] == [False, True]
 
 
 def test_few_are_kept(driver, context, monkeypatch):
-    monkeypatch.setattr(repeated, "_CALLS", 2)
+    monkeypatch.setattr(automatic_graphs, "_CALLS", 2)
     layer = built(context)
     for bound in (1, 2, 3):
         with context.token_limit(bound):
             assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
-    assert len(layer._repeated) == 1
+    assert len(layer._automatic_graphs) == 1
     for bound in (1, 2, 1, 2):  # each forgets the other, which was seen once, and not what was recorded
         with context.token_limit(bound):
             assert not repeats(layer, *given(1))
@@ -102,10 +102,10 @@ def test_compiled_graphs_note_nothing(driver, context):
     layer = built(context)
     for _ in range(2):
         forward(layer, *given(1))
-    layer._repeated.drop()
+    layer._automatic_graphs.drop()
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True), torch.no_grad():
-        layer._repeated.note(layer, given(1)[1])
-    assert len(layer._repeated) == 0
+        layer._automatic_graphs.note(layer, given(1)[1])
+    assert len(layer._automatic_graphs) == 0
 
 
 @pytest.mark.parametrize("change", [every_other, shifted])
@@ -114,7 +114,7 @@ def test_tensors_that_binaries_do_not_take(which, change, layer):
     x, routing = given(2)
     parts = {"x": x, "ids": routing.ids, "weights": routing.weights}
     parts[which] = change(parts[which])
-    assert not repeats(layer, parts["x"], Routing(LogicalIds(parts["ids"]), parts["weights"]))
+    assert not repeats(layer, parts["x"], Routing(parts["ids"], parts["weights"]))
     assert repeats(layer, x, routing)
 
 
@@ -165,15 +165,15 @@ def with_shared_experts(layer):
 
 
 def on_another_stream(layer):
-    return mock.patch.object(repeated, "current_stream", return_value=5)
+    return mock.patch.object(automatic_graphs, "current_stream", return_value=5)
 
 
 def after_another_stream(layer):
-    return mock.patch.object(layer._dispatcher.buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
+    return mock.patch.object(layer._dispatcher().buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
 
 
 def captured(layer):
-    return mock.patch.object(repeated, "capturing", return_value=True)
+    return mock.patch.object(automatic_graphs, "capturing", return_value=True)
 
 
 def compiled(layer):
@@ -187,7 +187,7 @@ def compiled(layer):
 def test_states_in_which_the_layer_runs(state, layer):
     x, routing = given(1)
     with (
-        mock.patch.object(layer._dispatcher.buffer_pool.made[0], "follow"),
+        mock.patch.object(layer._dispatcher().buffer_pool.made[0], "follow"),
         mock.patch.object(MoELayer, "run", autospec=True, return_value=x) as run,
         mock.patch.object(Placement, "forward", side_effect=AssertionError("it was placed for nothing")),
         torch.no_grad(),
@@ -200,7 +200,7 @@ def test_states_in_which_the_layer_runs(state, layer):
 
 def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
     x, routing = given(1)
-    buffer_slot = layer._dispatcher.buffer_pool.made[0]
+    buffer_slot = layer._dispatcher().buffer_pool.made[0]
     buffer_slot.busy = True
     assert not repeats(layer, x, routing)
     buffer_slot.busy = False
@@ -239,7 +239,7 @@ def test_other_weights_are_noted_anew(layer, driver):
 
 def test_what_is_tuned_is_noted_anew(layer):
     layer._use(layer.experts, [])
-    assert len(layer._repeated) == 0
+    assert len(layer._automatic_graphs) == 0
     assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
 
 
@@ -249,7 +249,7 @@ def test_nothing_is_kept_of_a_context_that_ended(driver):
         layer = built(context)
         for _ in range(3):
             forward(layer, *given(1))
-    assert len(layer._repeated) == 0
+    assert len(layer._automatic_graphs) == 0
     with pytest.raises(RuntimeError, match="destroyed"):
         forward(layer, *given(1))
 
@@ -280,11 +280,9 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     if why == "another transport":
         monkeypatch.setattr(NVLinkP2PDispatcher, "again", lambda *given: None)
     x, routing = given(1)
-    routing = Routing(
-        LogicalIds(routing.ids[:, : config.top_k].contiguous()), routing.weights[:, : config.top_k].clone()
-    )
+    routing = Routing(routing.ids[:, : config.top_k].contiguous(), routing.weights[:, : config.top_k].clone())
     with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
         for _ in range(6):
             assert not repeats(layer, x, routing)
-    assert len(layer._repeated) == 0
-    assert repeated.Recorder.recorded in (0, 3), "what cannot be recorded is asked no more"
+    assert len(layer._automatic_graphs) == 0
+    assert automatic_graphs.Recorder.recorded in (0, 3), "what cannot be recorded is asked no more"

@@ -1,4 +1,4 @@
-"""A change of map in pieces that are small enough to be put in force between two forwards, each a whole map of its own.
+"""A change of map as sub-plans that are small enough to be put in force between two forwards, each a whole map.
 
 Writing a layer's slots takes the device what reading and writing them takes, and a forward waits for it. Slots can be
 written at different times unless an expert goes from one to another: then it would be nowhere meanwhile, or twice.
@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
 
-def pieces(old: ExpertMap, new: ExpertMap, most: int, *, pause: Callable[[], None] = lambda: None) -> list[ExpertMap]:
+def sub_plans(
+    old: ExpertMap, new: ExpertMap, most: int, *, pause: Callable[[], None] = lambda: None
+) -> list[ExpertMap]:
     """The maps on the way from `old` to `new`, of which the last is `new`; from each to the next a rank writes at most
     `most` slots, or as many as a cycle of experts that change places needs. Pure: the same on all ranks.
 
     pause: called now and then, for a thread that is not to take all the time"""
-    found: list[tuple[list[int], Counter[int]]] = []  # slots of a piece, and how many of them each rank writes
+    found: list[tuple[list[int], Counter[int]]] = []  # slots of a sub-plan, and how many of them each rank writes
     for group in _groups(old, new):
         pause()
         needs = _writes(group, new)

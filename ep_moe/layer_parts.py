@@ -1,0 +1,316 @@
+"""What a MoELayer is made of: its backends, weights and state. The call is in `layer.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ep_moe import registry
+from ep_moe.all2all.base import Dispatcher, DispatchShape
+from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
+from ep_moe.context import TUNED_ROWS, EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.execution.automatic_graphs import AutomaticGraphs
+from ep_moe.execution.captured import CapturedCalls
+from ep_moe.execution.initial_seed import fresh_numbers
+from ep_moe.execution.rank_checks import RankChecks
+from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.fused.base import (
+    INSIDE,
+    fused_dispatch_shape,
+)
+from ep_moe.experts.shared_experts import SharedExperts
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.placement.placement import Placement
+from ep_moe.placement.stats import LayerStats, layer_stats
+from ep_moe.quant.schemes import PLAIN, scheme_of
+from ep_moe.router import Router
+from ep_moe.runtime.devices import as_device, on_device_of
+from ep_moe.selection import explain as select
+from ep_moe.selection.kernel_tuning import Kernel, tuned_on_one_rank
+from ep_moe.selection.resolve import LayerRequest, agree, device_of
+from ep_moe.selection.tuned import Tuned
+from ep_moe.types import Routing
+from ep_moe.weights.expert_weights import ExpertWeights
+
+
+class LayerParts(nn.Module):
+    """A MoELayer without its call: construction, weights and files, tuning, statistics."""
+
+    @on_device_of(lambda self, config, context, **_: device_of(context))
+    def __init__(
+        self,
+        config: MoEConfig,
+        context: EPContext,
+        *,
+        expert_map: ExpertMap | None = None,
+        router: Callable[[Tensor], Routing] | None = None,
+        shared_experts: nn.Module | None = None,
+        all2all: str = select.AUTO,
+        experts: str = select.AUTO,
+        quantization: str = PLAIN.name,
+        wire: Wire | None = None,
+        pipeline: int | None = None,
+        options: ExpertsOptions | None = None,
+        tuned: Tuned | None = None,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Choose backends together with the other ranks, and make the parameters.
+
+        Args:
+            config: The layer's shape and routing.
+            context: The ranks and what their layers share.
+            expert_map: Where experts are. Default: linear over the EP group.
+            router: Any callable x [T, H] -> Routing. Default: a `Router` of the configuration.
+            shared_experts: Any module [T, H] -> [T, H]. Default: by `config.shared_intermediate_size`.
+            all2all: A transport's name, or "auto".
+            experts: A kernel's name, or "auto". Fused kernels are named here too.
+            quantization: A name in `ep_moe.quant.schemes.SCHEMES`: how the experts are stored and computed.
+            wire: How rows are written while they travel. Default: plain, in the layer's dtype.
+            pipeline: Tokens of a part. A call of more tokens per rank travels in parts, of which one is computed while
+                the next one travels and the last one returns. Needs a transport with fixed buffers, which may then be
+                as small as a part. Default: one part.
+            options: How the expert kernel runs.
+            tuned: What `ep-moe tune` measured for this layer here. Transport, kernel and pipeline are then the fastest
+                for the bound on tokens (`EPContext(max_tokens=)`, `EPContext.token_limit`), and are not named.
+            name: What errors call this layer.
+            device: Of the parameters. Default: the context's device, or meta.
+            dtype: Of parameters and activations. Default: torch's default dtype.
+
+        Raises:
+            ConfigError: on all ranks, where the layer cannot be served or ranks ask for different layers.
+            BackendUnavailable: on all ranks, where a named backend cannot run here; it says why.
+        """
+        super().__init__()
+        layout = context.layout
+        self.config, self.context = config, context
+        self.wire, self.tuned = PLAIN_WIRE if wire is None else wire, tuned
+        self.name = context._name_layer(name)
+        dtype = dtype or torch.get_default_dtype()
+        options = ExpertsOptions() if options is None else options
+        asked = LayerRequest(
+            all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
+        )
+        self._table, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
+        self.choice = self._table.last.choice  # of a tuned layer that for the most tokens
+        self._fixed = self._table.fixed
+        self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
+        self._shapes: dict[Any, DispatchShape] = {}
+        self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
+        fused = self.choice.all2all == INSIDE
+        kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
+        if device is None:
+            device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
+        device = as_device(device)
+        with torch.device(device), fresh_numbers(context, device):
+            self.router = Router(config, dtype=dtype) if router is None else router
+            self.shared_experts = shared_experts
+            if shared_experts is None and config.shared_intermediate_size:
+                self.shared_experts = SharedExperts(config, dtype=dtype)
+            self.placement = Placement(expert_map, ep_rank=layout.ep_rank)
+            self.expert_weights: ExpertWeights = ExpertWeights(
+                config,
+                expert_map,
+                ep_rank=layout.ep_rank,
+                ep=context.rank_groups["ep"],
+                etp=context.rank_groups["etp"],
+                replicas=context.rank_groups["expert_data"],
+                dtype=dtype,
+                scheme=scheme_of(quantization),
+                weight_layout=kernel.weight_layout,
+                trainable=kernel.capabilities.differentiable,
+            )
+        self.experts: Kernel
+        if fused:
+            dispatch_shape = fused_dispatch_shape(
+                kernel.name, config, layout, expert_map.slots_per_rank, dtype, context._max_dispatch_tokens
+            )
+            shared = partial(context._pooled, dispatch_shape.kernel, dispatch_shape)
+            self.experts = kernel(
+                config, self.expert_weights, context.rank_groups["ep"], dispatch_shape, options, shared
+            )
+        else:
+            self.experts = kernel(config, self.expert_weights, context._workspaces, options)
+        self._routes_inside: bool = fused and kernel.capabilities.routes
+        self._others: dict[str, Experts] = {  # for fewer tokens, on the same weights
+            name: registry.load("experts", name)(config, self.expert_weights, context._workspaces, options)
+            for name in self._table.kernels[1:]
+        }
+        self._checks = RankChecks(self)
+        self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
+        self._captured = CapturedCalls(context, config)
+        self._automatic_graphs = AutomaticGraphs(context, config, self._kernels)
+        context._register(self)
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            f"{self.name} is neither copied nor pickled: its context's groups and buffers are not; build another "
+            f"MoELayer on the context and give it this one's state_dict(), or copy named_parameters() for an average"
+        )
+
+    def _carried(self) -> str:
+        """What decides the sizes of all that a call exchanges; the ranks compare it."""
+        raise NotImplementedError
+
+    @property
+    def _kernels(self) -> tuple[Kernel, ...]:
+        """`experts`, and those that a tuned layer has for other numbers of tokens."""
+        return (self.experts, *self._others.values())
+
+    @property
+    def _takes_mask(self) -> bool:
+        """Whether `forward` takes a mask; a kernel that routes inside takes none."""
+        return not self._routes_inside
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return self.expert_weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the expert weights lie."""
+        return self.expert_weights.device
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What its kernels' speed depends on; equal on all ranks."""
+        slots_per_rank, scheme = self.placement.expert_map.slots_per_rank, self.expert_weights.scheme.name
+        return self.config, scheme, self.dtype, self.experts.options, slots_per_rank
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    @on_device_of(lambda self, *_, **__: self.context.device)
+    def update_expert(self, logical_id: int, **tensors: Tensor) -> int:
+        """Write an expert's whole tensors into all its replicas.
+
+        Local: call it on every rank with the same tensors.
+
+        Args:
+            logical_id: The expert, in [0, E).
+            **tensors: w13 [2I, H] (gate above up; [I, H] without a gate), w2 [H, I], and w13_bias and w2_bias where the
+                layer has biases.
+
+        Returns:
+            The number of slots written here.
+        """
+        return self.expert_weights.update_expert(logical_id, tensors)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The map goes with the experts that it chose, beside the tensors: in a file that torch.save wrote a rank finds
+        its own experts again, wherever they were moved before; what is put together of several ranks has none."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata[prefix[:-1]]["expert_map"] = self.placement.expert_map.to_json()
+            metadata[prefix[:-1]]["ep_rank"] = self.context.layout.ep_rank
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        saved = local_metadata.get("expert_map")
+        if saved is not None and saved != self.placement.expert_map.to_json():
+            self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], state_dict, f"{prefix}expert_weights.")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _adopt(self, saved: ExpertMap, ep_rank: int, state_dict: Any, prefix: str) -> None:
+        """Put the map of a rank's own state in force where some rank would miss experts otherwise, and the layer has
+        room for it. A state with experts of other ranks too serves any map. All ranks decide alike."""
+        held = {int(key[len(prefix) :].split(".")[0]) for key in state_dict if key.startswith(prefix)}
+        if held != set(saved.local(ep_rank)) - {EMPTY} or self._routes_inside:
+            return
+        now, ranks = self.placement.expert_map, range(saved.num_ranks)
+        if saved.num_ranks == now.num_ranks and all({*now.local(r)} - {EMPTY} <= {*saved.local(r)} for r in ranks):
+            return
+        try:
+            self.placement.update(saved)
+        except ConfigError:
+            return  # keys that are missing are reported
+        self.expert_weights.set_expert_map(saved)
+
+    # --- what a user asks ----------------------------------------------------------------------------------------
+
+    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> list[int]:
+        """Let the expert kernel find its fastest variant for each number of received rows.
+
+        Collective. Call it once weights are loaded and before any CUDA graph is captured. The rank with the most
+        experts measures, and all ranks use what it found.
+
+        Args:
+            rows: Numbers of received rows to measure.
+            cache: A folder that keeps findings by GPU, versions and shape. The measuring rank reads and writes it.
+                Default: nothing is kept.
+
+        Returns:
+            What was found for `experts`, in the kernel's own terms.
+        """
+        found = [self._tune_kernel(kernel, rows, cache) for kernel in self._kernels]
+        return found[0]
+
+    @on_device_of(lambda self, *_, **__: self.context.device)
+    def _tune_kernel(self, kernel: Kernel, rows: Sequence[int], cache: str | Path | None = None) -> list[int]:
+        """`tune` for one of `kernels`."""
+        found = tuned_on_one_rank(kernel, self.context, self.placement.expert_map, rows, cache, self.name)
+        self._use(kernel, found)
+        return found
+
+    def _use(self, kernel: Kernel, tuned: list[int]) -> None:
+        """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
+        kernel.use(tuned)
+        self._captured.drop()
+        self._automatic_graphs.drop()
+
+    def _release_buffers(self) -> None:
+        """Of what the context gives back."""
+        self._captured.drop()  # graphs hold addresses of it
+        self._automatic_graphs.drop()
+        self._dispatchers.clear()
+
+    @on_device_of(lambda self: self.context.device)
+    def stats(self) -> LayerStats:
+        """Read the load per expert and rank.
+
+        Collective over the EP group. Waits for the device.
+
+        Returns:
+            Routes per logical expert [E] and per EP rank [R], of the whole EP group.
+
+        Raises:
+            ConfigError: where a fused kernel routes inside and counts nothing.
+        """
+        if self._routes_inside:
+            raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
+        return layer_stats(self.name, self.placement, self.context.rank_groups["ep"])
+
+    def no_stats(self) -> AbstractContextManager[None]:
+        """Count no forward as load within the block: for warm-up and idle steps.
+
+        Returns:
+            A context manager.
+        """
+        return self.placement.no_stats()
+
+    def explain(self) -> list[select.BackendChoice]:
+        """List every pair of transport and kernel.
+
+        Returns:
+            One row a pair, whose status is "chosen", "possible", or the reason why it cannot run here.
+        """
+        table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
+        return table if self.tuned is None else self._table.explained(table)
+
+    def extra_repr(self) -> str:
+        """Describe the layer in one line, for `print`."""
+        c = self.config
+        return (
+            f"{self.name}: H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, "
+            f"{c.activation.value}, ep={self.context.layout.ep}, etp={self.context.layout.etp}, "
+            f"all2all={self.choice.all2all}, experts={self.choice.experts}, "
+            f"quantization={self.expert_weights.scheme.name}"
+            + ("" if self.tuned is None else f", tuned: {self._table}")
+        )

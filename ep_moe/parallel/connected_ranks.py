@@ -1,0 +1,267 @@
+"""The ranks of a context, and how they meet: from torchrun, from process groups, from a DeviceMesh, or one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_moe.checks import shown
+from ep_moe.config import ParallelConfig, Tokens
+from ep_moe.errors import ConfigError
+from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.flight_recorder import COMPILING_S, FlightRecorder
+from ep_moe.parallel.groups import (
+    DEADLINE_S,
+    Links,
+    agreed_layout,
+    check_groups,
+    default_store,
+    init_from_torchrun,
+    local_device,
+    numbered,
+)
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.mesh import axis_groups, members, read_mesh
+from ep_moe.parallel.token_flow import TokenFlow
+from ep_moe.runtime.devices import as_device, gpu_index, on_device
+
+
+class ConnectedRanks:
+    """Rank layout, groups, flight recorder and consensus of one context: what `EPContext` shares between layers rests
+    on it.
+
+    Args:
+        layout: This rank's coordinates and groups.
+        device: Where the layers compute.
+        store: Shared by the ranks; None for a single process.
+        rank_groups: Process groups by kind.
+        flight_recorder: Follows the steps of this rank and its peers.
+        max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        device: torch.device,
+        store: Store | None,
+        rank_groups: Links,
+        flight_recorder: FlightRecorder,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.layout = layout
+        self.device, self._gpu = device, gpu_index(device)
+        self.flight_recorder = flight_recorder
+        self.rank_groups = rank_groups
+        self._tokens = TokenFlow(layout, tp=rank_groups["tp"], etp=rank_groups["etp"], lockstep=rank_groups["lockstep"])
+        self.max_tokens = max_tokens
+        self._seeds = None if store is None else PrefixStore(f"seeds/stage{layout.pp_rank}", store)
+        peers = layout.group("lockstep")
+        scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
+        self.consensus = StoreConsensus(scope, peers, layout.rank, flight_recorder.deadline_s)
+
+    @classmethod
+    def from_torchrun(
+        cls,
+        parallel: ParallelConfig | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        deadline_s: float = DEADLINE_S,
+        max_tokens: int | None = None,
+    ) -> Self:
+        """Make a context from torchrun's environment, and the default process group unless there is one.
+
+        Args:
+            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
+            device: Where the layers compute. Default: this rank's GPU, else the CPU.
+            deadline_s: Seconds that a collective step may last before its peers are examined.
+            max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. It opens the transports
+                whose buffers are made once, which CUDA graphs need. Default: any number.
+
+        Returns:
+            The context, on every rank.
+
+        Raises:
+            ConfigError: on all ranks, where the sizes do not fit the world or the ranks do not agree.
+        """
+        device = local_device() if device is None else as_device(device)
+        init_from_torchrun(device, deadline_s=deadline_s)
+        return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
+
+    @classmethod
+    def from_groups(
+        cls,
+        parallel: ParallelConfig | None = None,
+        groups: Mapping[str, ProcessGroup] | None = None,
+        *,
+        device: torch.device | str | int,
+        deadline_s: float = DEADLINE_S,
+        max_tokens: int | None = None,
+    ) -> Self:
+        """Make a context within an initialised torch.distributed.
+
+        Args:
+            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
+            groups: Process groups by "ep", "tp" and "etp". Each must hold the ranks that `RankLayout` gives it; a group
+                that is not given is made.
+            device: Where the layers compute.
+            deadline_s: Seconds that a collective step may last before its peers are examined.
+            max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
+
+        Returns:
+            The context, on every rank.
+
+        Raises:
+            ConfigError: on all ranks, where the sizes or groups do not fit or the ranks do not agree.
+        """
+        _check_initialized()
+        ranks = range(dist.get_world_size())
+        problem = None
+        if not isinstance(parallel, ParallelConfig | None):
+            problem = ConfigError(
+                f"parallel must be a ParallelConfig, got {shown(parallel)}; give ParallelConfig(dp=...)"
+            )
+            parallel = None
+        parallel = parallel or ParallelConfig(dp=len(ranks))
+        try:
+            device = as_device(device)
+        except ConfigError as error:  # all ranks raise it, once they have met
+            device, problem = torch.device("cpu"), error
+        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        tokens: Tokens = Tokens.REPLICATED,
+        ep: int | None = None,
+        etp: int | None = None,
+        device: torch.device | str | int | None = None,
+        deadline_s: float = DEADLINE_S,
+        max_tokens: int | None = None,
+    ) -> Self:
+        """Make a context over the ranks of a DeviceMesh, whose axes it knows by their names.
+
+        The axes may stand in any order. Attention's are `pp`, `dp_replicate`, one of `dp`, `dp_shard`, `fsdp` and
+        `batch`, `cp`, and `tp`. The experts' are `pp`, `dp_replicate`, one of `replica`, `efsdp` and `edp` (ranks that
+        hold the same experts), `ep` and `etp`. All axes but `pp`, `tp`, `ep` and `etp` hold different tokens: together
+        they are the layer's dp. With an `ep` or `etp` axis each rank has its own tokens (tp = 1).
+
+        The ranks of the mesh call this and no others. A submesh is served: contexts of several live side by side.
+        The groups of `tp`, `ep` and `etp` are the mesh's own; those that it lacks are made.
+
+        Args:
+            mesh: A mesh with axis names, for example `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))`.
+            tokens: Whether the tp ranks of one dp rank pass the same tokens.
+            ep: The size of an EP group, for a mesh of attention's axes. Its ranks follow each other in the order
+                `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`. Default: dp * tp / etp.
+            etp: The number of ranks over which an expert is cut, for a mesh of attention's axes. Default: 1.
+            device: Where the layers compute. Default: this process's device of the mesh's type.
+            deadline_s: Seconds that a collective step may last before its peers are examined.
+            max_tokens: The most tokens that any rank passes to a layer in one call. None: any number, and no
+                transport with fixed buffers.
+
+        Returns:
+            The context. Its `layout.ranks` are the mesh's ranks in the order of the layout.
+
+        Raises:
+            ConfigError: The mesh cannot be served, or the ranks do not agree. All its ranks raise alike.
+        """
+        _check_initialized()
+        ranks, parallel, problem = members(mesh), ParallelConfig(), None
+        try:
+            parallel, ranks = read_mesh(mesh, tokens=tokens, ep=ep, etp=etp)
+            if device is None:
+                device = local_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+            device = as_device(device)
+        except ConfigError as error:
+            device, problem = torch.device("cpu"), error
+        groups = {} if problem else axis_groups(mesh)
+        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
+
+    @classmethod
+    def _connect(
+        cls,
+        parallel: ParallelConfig,
+        ranks: Sequence[int],
+        groups: Mapping[str, ProcessGroup] | None,
+        device: torch.device,
+        deadline_s: float,
+        max_tokens: int | None,
+        problem: ConfigError | None = None,
+    ) -> Self:
+        """ranks: those of the context, as the layout orders them; problem: why this rank cannot make one"""
+        name = numbered("context", ranks)
+        store = PrefixStore(name, default_store())
+        layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, problem)
+        deadline_s, max_tokens = float(deadline_s), None if max_tokens is None else int(max_tokens)  # of NumPy perhaps
+        with on_device(device):
+            return cls._linked(layout, name, store, groups, device, max_tokens, deadline_s, problem)
+
+    @classmethod
+    def _linked(
+        cls,
+        layout: RankLayout,
+        name: str,
+        store: Store,
+        groups: Mapping[str, ProcessGroup] | None,
+        device: torch.device,
+        max_tokens: int | None,
+        deadline_s: float,
+        problem: ConfigError | None,
+    ) -> Self:
+        consensus = StoreConsensus(PrefixStore("connect", store), layout.ranks, layout.rank, deadline_s)
+        try:
+            check_groups(layout, groups or {})
+        except ConfigError as error:
+            problem = error
+        # before any group is made: a rank that makes another set of them would leave the others waiting
+        consensus.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
+        made: list[Links] = []
+
+        def abort() -> None:
+            for rank_groups in made:
+                rank_groups.abort()
+
+        peers = layout.group("lockstep")  # only these share a layer's collectives
+        scope = PrefixStore(f"ledger/block{peers[0]}", store)
+        frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
+        flight_recorder = FlightRecorder(scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device)
+        try:
+            if device.type == "cuda":
+                flight_recorder.prepare_mark(device)
+            with flight_recorder.step("connect", "process groups", counted=False, more_s=COMPILING_S):
+                made.append(Links(layout, flight_recorder, device, groups, name))
+            consensus.healthy("EPContext", None)  # all have their groups before any uses one
+            flight_recorder.attach()
+        except BaseException:
+            flight_recorder.close(wait=False)  # no context will
+            raise
+        return cls(layout, device, store, made[0], flight_recorder, max_tokens)
+
+    @classmethod
+    def local(cls, device: torch.device | str | int | None = None) -> Self:
+        """Make a context of one process, without torch.distributed.
+
+        Args:
+            device: Where the layers compute. Default: this process's GPU, else the CPU.
+
+        Returns:
+            The context.
+        """
+        layout = RankLayout(world=1, rank=0)
+        flight_recorder = FlightRecorder()
+        device = local_device() if device is None else as_device(device)
+        return cls(layout, device, None, Links(layout, flight_recorder, device), flight_recorder)
+
+
+def _check_initialized() -> None:
+    if not dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
+        )
