@@ -221,7 +221,8 @@ def test_a_rank_that_refuses_a_call(fault, world_size):
             else:
                 assert error_of(layer, context, 6) <= 1
         barrier(context.device)
-        assert re.search(sentence, said_within(2, context.flight_recorder.check))
+        told = said_within(2, context.flight_recorder.check)
+        assert re.search(sentence, told), f"the peer's refusal did not arrive, got {told!r}"
         barrier(context.device)  # no rank leaves before its peers have heard
 
 
