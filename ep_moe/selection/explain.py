@@ -5,6 +5,7 @@ A fused kernel stands under `experts`, its all2all is "inside". It runs where it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,15 @@ class BackendChoice:
         return f"{self.status:8}  {self.all2all:17}  {self.experts:20}  {self.reason}"
 
 
+class _Backends:
+    """The registry within one table: each backend is imported, checked and asked whether it can run once, not for each
+    of its pairs."""
+
+    def __init__(self) -> None:
+        self.load = functools.cache(registry.load)
+        self.unsupported_reason = functools.cache(registry.unsupported_reason)
+
+
 def explain(
     config: MoEConfig,
     layout: RankLayout,
@@ -67,13 +77,16 @@ def explain(
     if not isinstance(device, torch.device):  # one of a kind that is not here is explained too
         device = as_device(device)
     _check_names(all2all, experts)
-    ours, others = _ranked(config, layout)
+    backends = _Backends()
+    ours, others = _ranked(backends, config, layout)
     kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
 
     def pairs(transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
         for transport, why in transports:
             for kernel, stated in kernels.items():
-                reason = _refusal(config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire)
+                reason = _refusal(
+                    backends, config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire
+                )
                 yield transport, kernel, f"{why}; {kernel} is {stated}" if stated else why, reason
 
     fused = [
@@ -203,10 +216,12 @@ def _check_names(all2all: str, experts: str) -> None:
         raise ConfigError(f"{error}, and fused ones: {', '.join(fused)}") from None
 
 
-def _ranked(config: MoEConfig, layout: RankLayout) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _ranked(
+    backends: _Backends, config: MoEConfig, layout: RankLayout
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Transports, best first, each with the reason for its place: ours, with those of other packages that state a
     place among them, and the rest of these."""
-    kinds = {name: registry.load("dispatchers", name) for name in registry.built_in("dispatchers")}
+    kinds = {name: backends.load("dispatchers", name) for name in registry.built_in("dispatchers")}
     places = {name: kind.preference(config.top_k, layout.ep) for name, kind in kinds.items()}
     order = {name: places[name][1] for name in sorted(places, key=lambda name: places[name][0])}
     order = _ahead("dispatchers", order)
@@ -235,6 +250,7 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
 
 
 def _refusal(
+    backends: _Backends,
     config: MoEConfig,
     layout: RankLayout,
     device: torch.device,
@@ -250,10 +266,10 @@ def _refusal(
     if problem is not None:
         return problem
     for kind, name in (("dispatchers", transport), ("experts", kernel)):
-        reason = registry.unsupported_reason(kind, name)  # type: ignore[arg-type]
+        reason = backends.unsupported_reason(kind, name)
         if reason is not None:
             return f"{name}: {reason}"
-    sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
+    sender, computer = backends.load("dispatchers", transport), backends.load("experts", kernel)
     can, able = sender.capabilities, computer.capabilities
     for name, devices in ((transport, can.devices), (kernel, able.devices)):
         if device.type not in devices:

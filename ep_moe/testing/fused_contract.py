@@ -29,7 +29,7 @@ from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
 from ep_moe.testing.host_data import made_on_the_host
-from ep_moe.testing.transport_case import said
+from ep_moe.testing.transport_case import said, said_within
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing
 
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2))
@@ -304,8 +304,8 @@ def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device:
         else:
             case.check(case.call(bound), "beside a rank that refuses")
         barrier(device)
-        time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
-        case.that(sentence in said(context.flight_recorder.check), "the refusal did not reach the other ranks")
+        told = said_within(2 * deadline_s / 8, context.flight_recorder.check)
+        case.that(sentence in told, "the refusal did not reach the other ranks")
         shared.destroy()
         tell("one token too many", case)
 

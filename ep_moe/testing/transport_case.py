@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import InputError, PeerTimeout
 from ep_moe.experts.layouts import localized
-from ep_moe.parallel.groups import default_store
+from ep_moe.parallel.groups import default_store, numbered
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.testing.transport_rows import CAP, expected, identity, moved, rounded, routes, rows, same, tolerance
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing
@@ -132,3 +133,23 @@ def said(call: Callable[[], object]) -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+def said_within(seconds: float, call: Callable[[], object]) -> str:
+    """What `call` raises, asked again until it raises or the time is over: a heartbeat carries what peers refuse."""
+    end = time.monotonic() + seconds
+    while not (sentence := said(call)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return sentence
+
+
+def hold_back(rank_group: RankGroup, lost: int, seconds: float) -> None:
+    """Called by all ranks: `lost` returns once the others have called it too, after so many seconds at the latest."""
+    store, name = default_store(), numbered("held back", rank_group.ranks)
+    keys = [f"{name}/{rank}" for rank in range(rank_group.size) if rank != lost]
+    if rank_group.rank != lost:
+        store.set(f"{name}/{rank_group.rank}", "")
+        return
+    end = time.monotonic() + seconds
+    while not store.check(keys) and time.monotonic() < end:
+        time.sleep(0.02)

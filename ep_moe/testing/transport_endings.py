@@ -11,7 +11,7 @@ from ep_moe.all2all.base import DispatchShape
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.testing.transport_case import Case, DispatcherFactory, said, tell
+from ep_moe.testing.transport_case import Case, DispatcherFactory, hold_back, said, said_within, tell
 from ep_moe.testing.transport_rows import MAX_TOKENS, identity
 
 
@@ -34,8 +34,8 @@ def one_token_too_many(factory: DispatcherFactory, shape: DispatchShape, device:
             case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
             case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
         barrier(device)
-        time.sleep(2 * deadline_s / 8)  # a heartbeat carries it
-        case.that(sentence in said(context.flight_recorder.check), "the refusal did not reach the other ranks")
+        told = said_within(2 * deadline_s / 8, context.flight_recorder.check)
+        case.that(sentence in told, "the refusal did not reach the other ranks")
         case.dispatcher.destroy()
         tell(one_token_too_many, case)
 
@@ -48,15 +48,14 @@ def a_peer_that_never_comes(factory: DispatcherFactory, shape: DispatchShape, de
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")
     start, told = time.monotonic(), ""
-    if case.rank == lost:
-        time.sleep(2 * deadline_s)
-    else:
+    if case.rank != lost:
         try:
             case.once(x, routing)
         except PeerTimeout as error:
             told = str(error)
         case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
         case.that(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
+    hold_back(case.dispatcher.rank_group, lost, 2 * deadline_s)
     context.flight_recorder.close()  # this context is at its end: its dispatcher cannot meet its peers to be destroyed
     tell(a_peer_that_never_comes, case)
 

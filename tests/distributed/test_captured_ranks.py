@@ -4,7 +4,6 @@ captures that cannot be."""
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.profiling import StageTimes
 from ep_moe.testing import distributed, rank_device
+from ep_moe.testing.transport_case import said_within
 from tests.emulations import mega as mega_emulation
 from tests.emulations.graph import GRAPHS, RecordableCall, stand_in
 from tests.fixtures.distributed_cases import everywhere, same_error
@@ -130,7 +130,9 @@ def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
                 assert y[(routing.ids >= 3).any(1)].isnan().all()
                 assert RecordableCall.replays == 1
             barrier(rank_device())
-            time.sleep(1.5)  # a heartbeat carries it
+            told = said_within(1.5, context.flight_recorder.check)
+            assert sentence in told, f"the peer's refusal did not arrive, got {told!r}"
+            barrier(rank_device())
             with pytest.raises(InputError, match=sentence):
                 layer.forward_routed(integer_rows(9, 16, rank), integer_routing(9, PLAIN, rank))
         assert RecordableCall.replays == (1 - rank), "raised before anything set out"

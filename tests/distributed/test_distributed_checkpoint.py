@@ -21,7 +21,7 @@ from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.testing import distributed
 from ep_moe.weights.optimizer_guard import KEY
-from tests.fixtures.training_model import CONFIG, CPU, EXPERTS, furthest, made, one_process, run
+from tests.fixtures.training_model import CONFIG, CPU, EPS, EXPERTS, furthest, made, one_process, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs of CPU ranks, over gloo")
 
@@ -48,7 +48,7 @@ def part(name: str, folder: str, first: int, flat: bool) -> list[float]:
         if wrapped:
             training.fully_shard(model, context)
         groups = [training.dense_parameters(model), training.expert_parameters(model)]
-        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3 if first else 1e-2)
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3 if first else 1e-2, eps=EPS)
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
         def state():

@@ -39,7 +39,7 @@ LAYOUTS = {
     2: [P(dp=2), P(tp=2), P(tp=2, tokens=Tokens.SHARDED), P(dp=2, ep=1), P(dp=2, ep=1, etp=2)],
     4: [P(dp=4), P(dp=2, tp=2), P(dp=4, ep=2), P(dp=4, ep=2, etp=2), P(dp=2, tp=2, ep=2, etp=2), P(dp=4, ep=1, etp=2)],
 }
-STEPS, BOUND, MAX_NORM = 20, 1e-5, 0.5  # relative; the losses are float32 means of some hundred numbers
+STEPS, BOUND, MAX_NORM = 5, 1e-5, 0.5  # relative; the losses are float32 means of some hundred numbers
 
 
 def same_error(call):
@@ -96,7 +96,7 @@ def test_losses_are_those_of_one_process(way, world_size):
 
 
 def check_copies(model, context, what):
-    """After 20 steps all that hold an expert, or the same piece of it, hold the same bits."""
+    """After the run all that hold an expert, or the same piece of it, hold the same bits."""
     own = {
         name: getattr(parameter, "_local_tensor", parameter).detach().cpu()
         for name, parameter in model.named_parameters()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.parallel.collectives import as_bytes
+from tests.emulations.exchange import exchanged
 
 
 class Event:
@@ -52,9 +53,8 @@ class Buffer:
         assert torch.equal(num_tokens_per_rank, is_token_in_rank.sum(0).int())
         assert all(t.is_contiguous() for t in (x, is_token_in_rank, topk_idx, topk_weights))
         each = len(num_tokens_per_expert) // self.ranks
-        everyone: list[Any] = [None] * self.ranks
         mine = (as_bytes(x), scales, is_token_in_rank, topk_idx, topk_weights, num_worst_tokens)
-        dist.all_gather_object(everyone, mine, group=self.group)
+        everyone = exchanged(mine, self.group)
         rows, steps, ids, weights, plan = [], [], [], [], []
         for data, step, wanted, chosen, factors, worst in everyone:
             assert worst == num_worst_tokens
@@ -86,8 +86,7 @@ class Buffer:
         assert y.dtype == torch.bfloat16
         plan, count, tokens = handle
         assert len(y) >= count
-        everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, (y.clone(), plan), group=self.group)
+        everyone = exchanged((y.clone(), plan), self.group)
         out = torch.full((tokens, y.shape[1]), torch.nan, dtype=y.dtype)
 
         def finish() -> None:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
+from tests.emulations.exchange import exchanged
+
 TOP_KS = (1, 2, 4, 6, 8)
 
 
@@ -156,8 +158,7 @@ class Kernel:
 
     def prepare_workspace(self, bootstrap: BootstrapConfig, fleet: FleetParams) -> Any:
         assert self._weights is not None, "weights come first"
-        stated: list[Any] = [None] * self.size
-        dist.all_gather_object(stated, (dataclasses.astuple(self.config), fleet), group=self.group)
+        stated = exchanged((dataclasses.astuple(self.config), fleet), self.group)
         assert len(set(stated)) == 1, "ranks disagree"
         return SimpleNamespace(fleet=fleet, staged=None, alive=True)
 
@@ -172,8 +173,7 @@ class Kernel:
         assert ids.shape == weights.shape == (len(x), self.config.top_k)
         assert len(x) <= workspace.fleet.max_tokens_per_rank
         assert (ids < workspace.fleet.num_experts).all(), "traps"
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, (x, ids, weights), group=self.group)
+        everyone = exchanged((x, ids, weights), self.group)
         workspace.staged = (everyone, self._weights, ids)
 
     def compute(self, workspace: Any, weights: Any, *, output: Tensor) -> Tensor:
@@ -184,8 +184,7 @@ class Kernel:
         assert output.dtype == torch.bfloat16
         assert output.is_contiguous()
         experts = [weights.gate_up_down(expert) for expert in range(weights.shapes()[0])]
-        inbox: list[Any] = [None] * self.size
-        dist.all_gather_object(inbox, [self._answers(experts, *theirs) for theirs in everyone], group=self.group)
+        inbox = exchanged([self._answers(experts, *theirs) for theirs in everyone], self.group)
         output.copy_(self._sum([answers[self.rank] for answers in inbox], ids))
         return output
 

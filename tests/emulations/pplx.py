@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.parallel.collectives import as_bytes
 from ep_moe.parallel.rank_group import RankGroup
+from tests.emulations.exchange import exchanged
 
 
 class AllToAll:
@@ -22,9 +22,7 @@ class AllToAll:
         self.destroyed = False
 
     def _exchange(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.rank_group.size
-        dist.all_gather_object(everyone, value, group=self.rank_group.group)
-        return everyone
+        return exchanged(value, self.rank_group.group)
 
     def dispatch(
         self, *, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m, do_send,

@@ -172,8 +172,10 @@ def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
 def _wait(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
     places = workspace.places
     ready = places[_PACKET_PLACES[phase]][:, 0, 0] if packets else places["flags"][phase]
+    pause_s = 2e-5
     while (ready != workspace.sequence[0]).any():  # no rank is a call ahead: each call waits for all ranks twice
-        time.sleep(2e-5)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5e-4)  # leaves the cores to the ranks that it waits for
 
 
 def _turn(workspace: Workspace) -> list[int]:

@@ -130,38 +130,52 @@ def test_scales_of_the_other_matrix_are_seen(name, monkeypatch):
     assert times_the_limit(experts, tensors, rows(config)) > 1
 
 
-@pytest.mark.parametrize("name", ["fp8_static", "fp8_dynamic", "int4_fp8"])
-def test_a_wrong_scale_of_the_second_products_input_is_seen(name, monkeypatch):
-    """As where the scale that divides and the one that multiplies are not the same."""
-    assert ratio(SCHEMES[name]) <= 1
-    at = 3 if name == "int4_fp8" else 1
-
-    def planted(arguments):
-        arguments["quant_scales"][at] = arguments["quant_scales"][at] * 2
-
-    before_run(monkeypatch, planted)
-    assert ratio(SCHEMES[name]) > 1
-
-
 # --- errors in the call ---------------------------------------------------------------------------------------------
 
 
-@each_scheme
-def test_ids_that_are_one_off_are_seen(scheme, monkeypatch):
-    def planted(arguments):
-        ids = arguments["token_selected_experts"]
-        arguments["token_selected_experts"] = torch.where(ids >= 0, (ids + 1) % SLOTS, ids).int()
-
-    before_run(monkeypatch, planted)
-    assert ratio(scheme) > 1
+CLAMPED = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=1.0, activation_alpha=3.0)
 
 
-def test_weights_of_the_next_row_are_seen(monkeypatch):
-    def planted(arguments):
-        arguments["token_final_scales"] = arguments["token_final_scales"].roll(1, 0)
+def next_expert(arguments: dict) -> None:
+    ids = arguments["token_selected_experts"]
+    arguments["token_selected_experts"] = torch.where(ids >= 0, (ids + 1) % SLOTS, ids).int()
 
-    before_run(monkeypatch, planted)
-    assert ratio(PLAIN) > 1
+
+def next_rows_weights(arguments: dict) -> None:
+    arguments["token_final_scales"] = arguments["token_final_scales"].roll(1, 0)
+
+
+def twice(at: int):
+    """One of the scales, as where the scale that divides and the one that multiplies are not the same."""
+
+    def planted(arguments: dict) -> None:
+        arguments["quant_scales"][at] = arguments["quant_scales"][at] * 2
+
+    return planted
+
+
+def without(name: str):
+    return lambda arguments: arguments.update({name: None})
+
+
+# what is planted: (change of the call's arguments, schemes, configuration)
+IN_THE_CALL = {
+    "ids that are one off": (next_expert, SM90_SCHEMES, shape()),
+    "weights of the next row": (next_rows_weights, ["none"], shape()),
+    "another scale of the second product's input": (twice(1), ["fp8_static", "fp8_dynamic"], shape()),
+    "another scale of the second product's input, int4": (twice(3), ["int4_fp8"], shape()),
+    **{f"no {name}": (without(name), ["none"], CLAMPED) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [(fault, name) for fault, (_, names, _) in IN_THE_CALL.items() for name in names]
+)
+def test_a_fault_in_the_call_is_seen(fault, name, monkeypatch):
+    change, _, config = IN_THE_CALL[fault]
+    assert ratio(SCHEMES[name], config) <= 1
+    before_run(monkeypatch, change)
+    assert ratio(SCHEMES[name], config) > 1
 
 
 @pytest.mark.parametrize("name", ["none", "fp8_dynamic", "mxfp4"])
@@ -170,13 +184,6 @@ def test_missing_clamp_constants_are_seen(name, monkeypatch):
     assert ratio(SCHEMES[name], config) <= 1
     monkeypatch.setattr(FlashInferCutlassExperts, "_clamp_constants", lambda self: [])
     assert ratio(SCHEMES[name], config) > 1
-
-
-@pytest.mark.parametrize("which", ["swiglu_alpha", "swiglu_beta", "swiglu_limit"])
-def test_each_missing_clamp_constant_is_seen(which, monkeypatch):
-    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=1.0, activation_alpha=3.0)
-    before_run(monkeypatch, lambda arguments: arguments.update({which: None}))
-    assert ratio(PLAIN, config) > 1
 
 
 def pieces(config: MoEConfig, scheme: Scheme) -> list[tuple[FlashInferCutlassExperts, list[dict[str, Tensor]]]]:

@@ -206,119 +206,129 @@ def test_the_gate_left_out_of_a_gated_first_scale_is_seen(monkeypatch):
         assert ratio(name) > 1
 
 
-def test_a_bias_that_is_not_brought_to_the_sums_of_codes_is_seen(monkeypatch):
-    def planted(given):
-        given["gemm1_bias"] = given["gemm1_bias"] * given["output1_scale_gate_scalar"].unsqueeze(1)
+# --- in the call ----------------------------------------------------------------------------------------------------
 
-    before_call(monkeypatch, planted)
-    assert ratio("nvfp4", shape(bias=True)) > 1
+CLAMPED = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_alpha=3.0)
 
 
-@pytest.mark.parametrize("which", ["gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"])
-@pytest.mark.parametrize("name", [name for name in trtllm_op.ENTRIES if name != "fp8_static"])
-def test_each_missing_clamp_constant_is_seen(name, which, monkeypatch):
-    config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_alpha=3.0)
-    before_call(monkeypatch, lambda given: given.update({which: None}))
+def times_gate_scale(key: str):
+    """A constant in units of values where the kernel takes units of the sums of codes, or the other way round."""
+
+    def planted(given: dict) -> None:
+        factor = given["output1_scale_gate_scalar"]
+        given[key] = given[key] * (factor.unsqueeze(1) if given[key].dim() == 2 else factor)
+
+    return planted
+
+
+def without(key: str):
+    return lambda given: given.update({key: None})
+
+
+def next_expert(given: dict) -> None:
+    packed = given["topk_ids"]
+    local = (packed >> 16) < SLOTS
+    given["topk_ids"] = torch.where(local, ((packed >> 16) + 1) % SLOTS << 16 | packed & 0xFFFF, packed)
+
+
+def next_rows_weights(given: dict) -> None:
+    packed = given["topk_ids"]
+    given["topk_ids"] = (packed & ~0xFFFF) | (packed.roll(1, 0) & 0xFFFF)
+
+
+def next_rows_scale(given: dict) -> None:
+    scale = given["hidden_states_scale"]
+    raw = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+    # fp8_block has it turned: float32 [H / 128, T]
+    given["hidden_states_scale"] = raw.roll(1, 1 if scale.dtype == torch.float32 else 0).view(scale.dtype)
+
+
+# what is planted: (change of the call's arguments, schemes, configuration)
+IN_THE_CALL = {
+    "a bias in units of values": (times_gate_scale("gemm1_bias"), ["nvfp4"], shape(bias=True)),
+    **{
+        f"no {key}": (without(key), [name for name in trtllm_op.ENTRIES if name != "fp8_static"], CLAMPED)
+        for key in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
+    },
+    **{
+        f"{key} in units of values": (times_gate_scale(key), ["nvfp4"], shape(Activation.SWIGLU_CLAMPED))
+        for key in ("gemm1_beta", "gemm1_clamp_limit")
+    },
+    "ids that are one off": (next_expert, trtllm_op.ENTRIES, shape()),
+    "weights of the next row": (next_rows_weights, ["none"], shape()),
+    "row scales of the next row": (next_rows_scale, ["mxfp8", "nvfp4", "mxfp4_mxfp8", "fp8_block"], shape()),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [(fault, name) for fault, (_, names, _) in IN_THE_CALL.items() for name in names]
+)
+def test_a_fault_in_the_call_is_seen(fault, name, monkeypatch):
+    change, _, config = IN_THE_CALL[fault]
+    before_call(monkeypatch, change)
     assert ratio(name, config) > 1
 
 
-@pytest.mark.parametrize("which", ["gemm1_beta", "gemm1_clamp_limit"])
-def test_a_clamp_in_units_of_values_is_seen_under_nvfp4(which, monkeypatch):
-    def planted(given):
-        given[which] = given[which] * given["output1_scale_gate_scalar"]
-
-    before_call(monkeypatch, planted)
-    assert ratio("nvfp4", shape(Activation.SWIGLU_CLAMPED)) > 1
+def turned(given: dict) -> None:
+    given["hidden_states_scale"] = given["hidden_states_scale"].T.contiguous()
 
 
-# --- in the call ----------------------------------------------------------------------------------------------------
+# what is planted: (change of the call's arguments, schemes, what the emulation says)
+REFUSED = {
+    # the routes of none are then routes of the last expert
+    "an offset of one": (lambda given: given.update(local_expert_offset=1), ["nvfp4"], "one row has an expert twice"),
+    "row scales that are not turned": (turned, ["fp8_block"], "hidden_states_scale must have shape"),
+    "weights said not to be shuffled": (
+        lambda given: given.update(use_shuffled_weight=False), ["none", "mxfp8"], r"BlockMajorK|shuffled",
+    ),
+}  # fmt: skip
 
 
-@each_scheme
-def test_ids_that_are_one_off_are_seen(name, monkeypatch):
-    def planted(given):
-        packed = given["topk_ids"]
-        local = (packed >> 16) < SLOTS
-        given["topk_ids"] = torch.where(local, ((packed >> 16) + 1) % SLOTS << 16 | packed & 0xFFFF, packed)
-
-    before_call(monkeypatch, planted)
-    assert ratio(name) > 1
-
-
-def test_an_offset_of_one_is_seen(monkeypatch):
-    """The routes of none are then routes of the last expert."""
-    before_call(monkeypatch, lambda given: given.update(local_expert_offset=1))
-    with pytest.raises(AssertionError, match="one row has an expert twice"):
-        ratio("nvfp4")
-
-
-def test_a_pick_of_none_that_names_a_local_expert_is_seen(monkeypatch):
-    pack = trtllm_op.pack
-    monkeypatch.setattr(trtllm_op, "pack", lambda ids, weights, slots, out: pack(ids.clamp(min=0), None, slots, out))
-    with pytest.raises(AssertionError, match="one row has an expert twice"):
-        ratio("none")
-
-
-def test_minus_one_in_a_packed_id_is_seen(monkeypatch):
-    pack = trtllm_op.pack
-    monkeypatch.setattr(trtllm_op, "pack", lambda ids, weights, slots, out: pack(ids, weights, -1, out))
-    with pytest.raises(AssertionError, match="ids must be in"):
-        ratio("none")
-
-
-def test_a_weights_sign_that_runs_into_the_id_is_seen(monkeypatch):
-    def planted(ids, weights, slots, out):
-        bits = weights.to(torch.bfloat16).view(torch.int16).int()  # not masked
-        out.copy_(torch.where(ids < 0, slots << 16, (ids << 16) | bits))
-
-    monkeypatch.setattr(trtllm_op, "pack", planted)
-    with pytest.raises(AssertionError):
-        assert ratio("none") <= 1
-
-
-def test_weights_in_half_precision_are_seen(monkeypatch):
-    def planted(ids, weights, slots, out):
-        bits = weights.half().view(torch.int16).int() & 0xFFFF
-        out.copy_(torch.where(ids < 0, slots << 16, (ids << 16) | bits))
-
-    monkeypatch.setattr(trtllm_op, "pack", planted)
-    assert ratio("none") > 1
-
-
-def test_weights_of_the_next_row_are_seen(monkeypatch):
-    def planted(given):
-        packed = given["topk_ids"]
-        given["topk_ids"] = (packed & ~0xFFFF) | (packed.roll(1, 0) & 0xFFFF)
-
-    before_call(monkeypatch, planted)
-    assert ratio("none") > 1
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4_mxfp8", "fp8_block"])
-def test_row_scales_of_the_next_row_are_seen(name, monkeypatch):
-    def planted(given):
-        scale = given["hidden_states_scale"]
-        raw = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-        given["hidden_states_scale"] = raw.roll(1, 1 if name == "fp8_block" else 0).view(scale.dtype)
-
-    before_call(monkeypatch, planted)
-    assert ratio(name) > 1
-
-
-def test_row_scales_that_are_not_turned_are_refused(monkeypatch):
-    def planted(given):
-        given["hidden_states_scale"] = given["hidden_states_scale"].T.contiguous()
-
-    before_call(monkeypatch, planted)
-    with pytest.raises(AssertionError, match="hidden_states_scale must have shape"):
-        ratio("fp8_block")
-
-
-@pytest.mark.parametrize("name", ["none", "mxfp8"])
-def test_weights_said_not_to_be_shuffled_are_refused(name, monkeypatch):
-    before_call(monkeypatch, lambda given: given.update(use_shuffled_weight=False))
-    with pytest.raises(AssertionError, match=r"BlockMajorK|shuffled"):
+@pytest.mark.parametrize(
+    ("fault", "name"), [(fault, name) for fault, (_, names, _) in REFUSED.items() for name in names]
+)
+def test_a_fault_in_the_call_is_refused(fault, name, monkeypatch):
+    change, _, sentence = REFUSED[fault]
+    before_call(monkeypatch, change)
+    with pytest.raises(AssertionError, match=sentence):
         ratio(name)
+
+
+PACK = trtllm_op.pack
+
+
+def packed(bits):
+    """Packs ids as ever, and beside them what `bits` makes of the weights."""
+
+    def planted(ids: Tensor, weights: Tensor, slots: int, out: Tensor) -> None:
+        out.copy_(torch.where(ids < 0, slots << 16, (ids << 16) | bits(weights)))
+
+    return planted
+
+
+# what is planted: (another `pack`, what the emulation says; None where the numbers are off)
+PACKED = {
+    "a route of none names a local expert": (
+        lambda ids, weights, slots, out: PACK(ids.clamp(min=0), None, slots, out), "one row has an expert twice",
+    ),
+    "minus one for a route of none": (
+        lambda ids, weights, slots, out: PACK(ids, weights, -1, out), "ids must be in",
+    ),
+    # not masked; what is seen depends on where the sign lands
+    "a weight's sign runs into the id": (packed(lambda w: w.to(torch.bfloat16).view(torch.int16).int()), "."),
+    "weights in half precision": (packed(lambda w: w.half().view(torch.int16).int() & 0xFFFF), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PACKED)
+def test_a_fault_in_packed_routes_is_seen(fault, monkeypatch):
+    pack, sentence = PACKED[fault]
+    monkeypatch.setattr(trtllm_op, "pack", pack)
+    if sentence is None:
+        assert ratio("none") > 1
+        return
+    with pytest.raises(AssertionError, match=sentence):
+        assert ratio("none") <= 1
 
 
 @pytest.mark.parametrize("experts", [TOP_K, SLOTS + 1])

@@ -1,7 +1,8 @@
 """`bf16_triton` against the float64 oracle, and `fp8_block_triton` with few rows; on a CPU the kernels for few rows in
 Triton's interpreter.
 
-`tests/gpu/test_bf16_triton_gpu.py` calls the same checks with a model's sizes, and on Hopper the large products.
+`tests/gpu/test_hopper_kernels.py` calls the kernel with a model's sizes, `tests/gpu/test_hopper_products.py` its large
+products.
 """
 
 from __future__ import annotations
@@ -36,20 +37,6 @@ from tests.fixtures.bf16_triton import (
     rows,
     sorted_first,
 )
-
-if not torch.cuda.is_available():
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    _dot = InterpreterBuilder.create_dot
-
-    def _wide_dot(self, a, b, *rest):
-        """The interpreter (3.6) holds bf16 as integers, and multiplies those."""
-        a, b = (self.create_fp_ext(one, tl.float32) if one.dtype.scalar == tl.bfloat16 else one for one in (a, b))
-        return _dot(self, a, b, *rest)
-
-    InterpreterBuilder.create_dot = _wide_dot
-    gemm_skinny.DENSE = gemm_skinny.UNSORTED  # what the interpreter can run; it has no Gluon and no CUDA
 
 
 @pytest.mark.parametrize("count", [1, 3, 64, sorted_first(65), sorted_first(130)], ids=str)

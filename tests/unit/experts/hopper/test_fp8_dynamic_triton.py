@@ -1,5 +1,5 @@
 """`fp8_dynamic_triton` against the float64 oracle, and where it goes the way of `fp8_block_triton` against that on the
-same numbers, bit for bit; on a CPU in Triton's interpreter. More rows: tests/gpu/test_fp8_dynamic_triton_gpu.py."""
+same numbers, bit for bit; on a CPU in Triton's interpreter. More rows: tests/gpu/test_hopper_kernels.py."""
 
 from __future__ import annotations
 

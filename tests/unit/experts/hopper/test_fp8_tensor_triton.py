@@ -1,6 +1,7 @@
 """`fp8_tensor_triton` against the float64 oracle; on a CPU the kernels for few rows in Triton's interpreter.
 
-`tests/gpu/test_fp8_tensor_triton_gpu.py` calls the same checks with a model's sizes, and on Hopper the large products.
+`tests/gpu/test_hopper_kernels.py` calls the kernel with a model's sizes, `tests/gpu/test_hopper_products.py` its large
+products.
 """
 
 from __future__ import annotations
