@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -56,10 +56,13 @@ class CheckpointSource:
     """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
 
     Opens only the shards that are asked for. bytes_read: bytes of tensor data read so far.
+
+    called: the name that the source has for a tensor of the files, from its name there and all names there
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = our_name) -> None:
         self.folder = Path(folder)
+        self._called = called
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
@@ -79,7 +82,7 @@ class CheckpointSource:
             raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
         where: dict[str, tuple[str, str]] = {}
         for name, file in files.items():
-            ours = our_name(name, files)
+            ours = self._called(name, files)
             if ours in where:
                 raise CheckpointError(f"{self.folder} has {ours} twice, as {where[ours][1]} and as {name}; remove one")
             where[ours] = file, name
