@@ -7,7 +7,6 @@ apart runs on the tensors of one expert as it runs on those of all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,11 +29,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.matrices import CODES
 from ep_moe.checkpoint.reader import CheckpointSource
-from ep_moe.checkpoint.unread import HARMLESS_NAMES, listed
+from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
 from ep_moe.types import dtype_name
 
@@ -72,14 +70,14 @@ class Destinations:
     """What becomes of each tensor of a checkpoint in a model.
 
     recipes: parameter or buffer of the model -> how it is made
-    unknown: tensors that the model has no place for
+    unknown: tensors that the model has no place for -> the name that they would have there
     companions: tensors that belong to another: scales of codes
     used: the entries of transformers' mapping that applied, in its order
     """
 
     def __init__(self, model: PreTrainedModel, source: CheckpointSource) -> None:
         self.recipes: dict[str, Recipe] = {}
-        self.unknown: list[str] = []
+        self.unknown: dict[str, str] = {}
         stems = {_stem(name, source) for name in source.names()}
         self.companions = {part for stem in stems for part in source.companions(stem)}
         mapping = get_model_conversion_mapping(model)
@@ -93,7 +91,7 @@ class Destinations:
             if target not in state and name in state:
                 target, pattern = rename_source_key(name, [], [], base, state)
             if target not in state:
-                self.unknown.append(name)
+                self.unknown[name] = target
                 continue
             converter = None if pattern is None else by_pattern[pattern]
             recipe = self.recipes.setdefault(target, Recipe(target, converter))
@@ -111,91 +109,7 @@ def _stem(name: str, source: CheckpointSource) -> str:
     return next((name.removesuffix(end) for end in CODES if name.endswith(end)), name)
 
 
-class ExpertFiles:
-    """The experts of a model in the files of a checkpoint, and what is left for the rest of the model.
-
-    modules: full name of each module of experts -> its number of experts
-    """
-
-    def __init__(self, model: PreTrainedModel, source: CheckpointSource) -> None:
-        """Look for all experts of all modules, in headers alone.
-
-        Args:
-            model: on the meta device, as transformers makes it, in the dtypes that its parameters shall have.
-            source: the checkpoint, `called` by `in_file`.
-
-        Raises:
-            CheckpointError: a tensor is missing, superfluous, or of another shape or dtype, or transformers makes
-                one by an operation that does not treat experts apart.
-        """
-        self.source, self.model = source, model
-        self.destinations = Destinations(model, source)
-        self.modules: dict[str, int] = {}
-        self._made: dict[str, list[_ExpertRecipe]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}  # the model may lose the modules before `read`
-        taken: set[str] = set()
-        for module_name, module in model.named_modules():
-            if not is_experts(module):
-                continue
-            wanted = {f"{module_name}.{name}": tensor for name, tensor in module.state_dict().items()}
-            count = {tensor.shape[0] for tensor in wanted.values() if tensor.dim()}
-            assert len(count) == 1, f"{module_name} has tensors that are not of its experts"
-            self.modules[module_name] = count.pop()
-            self._dtypes |= {name: tensor.dtype for name, tensor in wanted.items()}
-            found = [self.destinations.recipes[name] for name in wanted if name in self.destinations.recipes]
-            recipes = [_ExpertRecipe(one, wanted, source, model.config) for one in found]
-            made = {name for one in recipes for name in one.check()}
-            if missing := [name for name in wanted if name not in made]:
-                raise CheckpointError(self._missing(missing, module_name))
-            self._made[module_name] = recipes
-            taken |= {one.recipe.target for one in recipes}
-        self.rest = {name: one for name, one in self.destinations.recipes.items() if name not in taken}
-        self._check_unknown()
-
-    def read(self, module: str, expert: int) -> dict[str, Tensor]:
-        """One expert's tensors by the names of the module's parameters, each without its first dimension.
-
-        No bytes of another expert are read. Raises CheckpointError.
-        """
-        read: dict[str, Tensor] = {}
-        for one in self._made[module]:
-            for name, tensor in one.read(expert).items():
-                dtype = self._dtypes[name]
-                where = f"{name}, expert {expert}"
-                read[name.removeprefix(f"{module}.")] = check_fits(where, tensor, dtype).to(dtype)
-        return read
-
-    def _missing(self, missing: list[str], module: str) -> str:
-        unknown = [name for name in self.destinations.unknown if name.startswith(_block(module))]
-        said = f"; {listed(unknown)} is there instead" if unknown else ""
-        return (
-            f"{listed(missing)} is missing in {self.source.folder}, under that name and each that transformers has for "
-            f"it{said}{self.source.declared.said}; fetch the checkpoint again, or dequantise it to bf16 if it has codes"
-        )
-
-    def _check_unknown(self) -> None:
-        """Refuse tensors in a block with experts that have no place in the model; outside they are left out."""
-        ignored = [re.compile(each) for each in self.model._keys_to_ignore_on_load_unexpected or ()]
-        blocks = tuple(_block(module) for module in self.modules)
-        self.destinations.unknown = [
-            name
-            for name in self.destinations.unknown
-            if not HARMLESS_NAMES.search(name) and not any(each.search(name) for each in ignored)
-        ]
-        if inside := [name for name in self.destinations.unknown if name.startswith(blocks)]:
-            raise CheckpointError(
-                f"{self.source.folder} has {listed(inside)}, which {type(self.model).__name__} has no place for: "
-                f"outputs would be wrong without{self.source.declared.said}; fetch the checkpoint that belongs to "
-                f"config.json, or dequantise it to bf16 if these are codes"
-            )
-
-
-def _block(module: str) -> str:
-    """The prefix of the block that a module of experts is in."""
-    return f"{module.rpartition('.')[0]}."
-
-
-class _ExpertRecipe:
+class ExpertRecipe:
     """A recipe whose parameters have all experts, run for one expert.
 
     wanted: the parameters of its module, on the meta device
@@ -205,34 +119,39 @@ class _ExpertRecipe:
         self.recipe, self.wanted, self.source, self._config = recipe, wanted, source, config
         self.experts = wanted[recipe.target].shape[0]
         self._model = _OneExpert(wanted)
-        self._numbered = any("*" in pattern for pattern in recipe.sources)
+        self.numbered = any("*" in pattern for pattern in recipe.sources)
+        self.column = -1  # which part of the names is the number of an expert
         if (converter := recipe.converter) is not None:
             for index, operation in enumerate(converter.operations):
-                wrong = _mixes_experts(operation, first=index == 0, numbered=self._numbered)
+                wrong = _mixes_experts(operation, first=index == 0, numbered=self.numbered)
                 if wrong is not None:
                     raise CheckpointError(
                         f"{source.location(recipe.names()[0])} becomes {recipe.target} by {operation!r}, and {wrong}: "
                         f"ep_moe cannot read one expert of it; load the model with from_pretrained, write it with "
                         f"save_pretrained(..., save_original_format=False), and load that"
                     )
+        self._check_numbers()
+
+    def quantized(self) -> bool:
+        """Whether any of its tensors is codes that can be read."""
+        return any(self.source.matrix(name).quantized for name in self.recipe.names())
 
     def check(self) -> list[str]:
         """The parameters that it makes, in their shapes. Raises CheckpointError, from headers alone."""
-        self._check_numbers()
         shapes = {name: self._shape(name) for name in self.recipe.names()}
         for name, shape in shapes.items():
-            if not self._numbered and shape[:1] != (self.experts,):
+            if not self.numbered and shape[:1] != (self.experts,):
                 raise self._wrong_shape(name, shape)
         first = self._first()
-        for names in self.recipe.sources.values() if self._numbered else ():
+        for names in self.recipe.sources.values() if self.numbered else ():
             for name in names:
                 if shapes[name] != shapes[names[0]]:
                     raise CheckpointError(
                         f"{self.source.location(name)} must have shape {list(shapes[names[0]])}, as that of the other "
                         f"experts, got {list(shapes[name])}; fetch the checkpoint again"
                     )
-        lead = () if self._numbered else (1,)
-        cut = slice(0 if self._numbered else 1, None)
+        lead = () if self.numbered else (1,)
+        cut = slice(0 if self.numbered else 1, None)
         try:
             made = self._run({p: torch.empty(lead + shapes[name][cut], device="meta") for p, name in first.items()})
         except Exception as error:  # sizes that an operation cannot join
@@ -246,7 +165,7 @@ class _ExpertRecipe:
 
     def read(self, expert: int) -> dict[str, Tensor]:
         """Full name of a parameter -> this expert's part of it."""
-        if self._numbered:
+        if self.numbered:
             found = {p: self._numbers(names[expert], None) for p, names in self.recipe.sources.items()}
         else:
             found = {p: self._numbers(names[0], expert) for p, names in self.recipe.sources.items()}
@@ -308,16 +227,16 @@ class _ExpertRecipe:
         for pattern, names in self.recipe.sources.items():
             if "*" in pattern:
                 self.recipe.sources[pattern] = self._by_number(names)
-            elif len(names) > 1 or self._numbered:
+            elif len(names) > 1 or self.numbered:
                 both = " and ".join(self.source.location(name) for name in self.recipe.names()[:2])
                 raise CheckpointError(f"{both} become {self.recipe.target}; remove what is not meant")
 
     def _by_number(self, names: list[str]) -> list[str]:
         """The tensors of experts 0, 1, ... of one pattern. Raises CheckpointError unless all are there, and no more."""
-        column, by_number = _numbered(names)
+        self.column, by_number = _numbered(names)
         if missing := sorted(set(range(self.experts)) - by_number.keys()):
             parts = names[0].split(".")
-            name = ".".join([*parts[:column], str(missing[0]), *parts[column + 1 :]])
+            name = ".".join([*parts[: self.column], str(missing[0]), *parts[self.column + 1 :]])
             raise CheckpointError(
                 f"{name} is missing in {self.source.folder}: {len(missing)} of {self.experts} experts of "
                 f"{self.recipe.target} are not there; fetch the checkpoint again"

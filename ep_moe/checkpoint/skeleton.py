@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
-from ep_moe.checkpoint.conversion import ExpertFiles
 from ep_moe.checkpoint.declared import foreign_refusal
+from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.reader import CheckpointSource

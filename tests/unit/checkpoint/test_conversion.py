@@ -10,7 +10,8 @@ from transformers import conversion_mapping as mapping
 from transformers.core_model_loading import Concatenate, Interleave, Split, Transpose, WeightConverter
 
 from ep_moe.checkpoint import conversion
-from ep_moe.checkpoint.conversion import ExpertFiles, in_file
+from ep_moe.checkpoint.conversion import in_file
+from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.reader import SINGLE, CheckpointSource
 from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton
 from ep_moe.errors import CheckpointError
