@@ -19,7 +19,15 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
             return silu(gate) * up
         case Activation.GEGLU:
             return gelu(gate) * up
+        case Activation.GEGLU_TANH:
+            return gelu(gate, approximate="tanh") * up
+        case Activation.SWIGLU_LIMITED:
+            gate, up = _limited(gate, up, config.activation_limit)
+            return silu(gate) * up
         case Activation.SWIGLU_CLAMPED:
-            gate = gate.clamp(max=config.activation_limit)
-            up = up.clamp(min=-config.activation_limit, max=config.activation_limit)
+            gate, up = _limited(gate, up, config.activation_limit)
             return (up + 1) * (gate * (config.activation_alpha * gate).sigmoid())
+
+
+def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)

@@ -3,7 +3,9 @@
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
 
-A family is one `Family` entry here and its names in `ep_moe.checkpoint.families`.
+`expert_parallel` serves every model on transformers' experts interface (`ep_moe.integrations.generic`). A family whose
+blocks are known here is served faster, and from disk. It is one `Family` entry here and its names in
+`ep_moe.checkpoint.families`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.config_file import read_config, read_generation_config
+from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.router_logits import RouterLogits
@@ -48,7 +51,7 @@ from ep_moe.quant.schemes import PLAIN
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
-from ep_moe.types import Activation, TokenMask
+from ep_moe.types import Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,7 @@ FAMILIES: dict[str, Family] = {
 class ExpertParallelBlock(nn.Module):
     """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
 
-    masks: of the model; mask: of the call that comes, [B, S], from `masks`
+    masks: of the model
     """
 
     def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks) -> None:
@@ -156,13 +159,12 @@ class ExpertParallelBlock(nn.Module):
         self.moe = moe
         self._returns = returns
         self.masks = masks
-        self.mask: TokenMask | None = None
 
     def forward(self, hidden_states: Tensor) -> Any:
-        mask, self.mask = self.mask, None
+        mask = self.masks.of_rows(hidden_states.shape[:-1].numel())
         if mask is None or not self.moe._takes_mask:
             return self._returns(self.moe(hidden_states), hidden_states)
-        tokens, sent = mask.tokens.reshape(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
+        tokens, sent = mask.tokens.view(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
         return self._returns(self.moe(hidden_states, tokens, send_masked=sent), hidden_states)
 
 
@@ -179,40 +181,67 @@ def expert_parallel(
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
 ) -> PreTrainedModel:
-    """Replace the MoE blocks of a model, in place, and return it. Made by all ranks alike.
+    """Make the MoE layers of a model expert-parallel, in place. Made by all ranks alike.
 
-    A model in memory gives its weights (all ranks must hold the same ones), block by block; one on the meta device
-    stays there, for `load_pretrained` or your own loading. What is frozen stays so. Arguments from expert_map on are
-    `MoELayer`'s. `save_pretrained` is refused from then on: each rank's `state_dict()` has its own experts.
+    A model of `FAMILIES` gets `MoELayer`s in the place of its MoE blocks. Of every other model that is on transformers'
+    experts interface the experts alone are replaced; its router and the rest of its blocks stay.
+
+    A model in memory gives its weights (all ranks must hold the same ones), layer by layer; one on the meta device
+    stays there, for `load_pretrained` or your own loading. What is frozen stays so. `save_pretrained` is refused from
+    then on: each rank's `state_dict()` has its own experts.
+
+    Args:
+        model: of transformers, such as `AutoModelForCausalLM.from_pretrained` returns.
+        context: the ranks and what their layers share.
+
+    The other arguments are `MoELayer`'s.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: on all ranks, where the model has no experts that can be replaced, or a layer cannot compute what
+            they do.
     """
-    config, family = _family_of(model.config)
-    moe_config = family.config(config)
-    names = names_of(config.model_type)
+    layer_options: dict[str, Any] = {
+        "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
+        "pipeline": pipeline, "options": options, "tuned": tuned,
+    }  # fmt: skip
+    family = FAMILIES.get(model.config.get_text_config().model_type)
+    made: dict[str, Any]
+    if family is None:
+        made = dict(replace_experts(model, context, **layer_options))
+    else:
+        made = dict(_replace_blocks(model, context, family, layer_options))
+    exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
+    setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
+    # the innermost model is the one whose `_can_record_outputs` transformers heeds
+    inner = _innermost(model, list(made))
+    first = next(iter(made.values()))
+    if family is not None:
+        RouterLogits().attach(inner)
+    first.masks.attach(model, inner, first.moe)
+    if model.can_generate():
+        Generation.of(context).attach(model, inner)
+    return model
+
+
+def _replace_blocks(
+    model: PreTrainedModel, context: EPContext, family: Family, layer_options: dict[str, Any]
+) -> dict[str, ExpertParallelBlock]:
+    """The blocks of a known family by layers with a router of ours."""
+    config = model.config.get_text_config()
+    moe_config, names = family.config(config), names_of(config.model_type)
     masks, made = TokenMasks(), {}
     for name, block in _blocks(model, family):
         parameters = list(block.parameters())
         # a block may keep its router in float32, and not its experts
         by_experts = [*block.get_submodule("experts").parameters(), *parameters]
         first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
-        on_meta = first.device.type == "meta"
         shared = None if family.shared is None else getattr(block, family.shared)
-        moe = MoELayer(
-            moe_config,
-            context,
-            expert_map=expert_map,
-            shared_experts=shared,
-            all2all=all2all,
-            experts=experts,
-            quantization=quantization,
-            wire=wire,
-            pipeline=pipeline,
-            options=options,
-            tuned=tuned,
-            name=name,
-            device=first.device,
-            dtype=first.dtype,
-        )
-        if not on_meta:
+        layer_options |= {"shared_experts": shared, "name": name, "device": first.device, "dtype": first.dtype}
+        moe = MoELayer(moe_config, context, **layer_options)
+        if first.device.type != "meta":
             source = ModuleSource(block, name)
             found = find_format(source, name, names.experts)
             assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
@@ -229,15 +258,17 @@ def expert_parallel(
         parent, _, attribute = name.rpartition(".")
         made[name] = ExpertParallelBlock(moe, family.returns, masks)
         setattr(model.get_submodule(parent), attribute, made[name])
-    exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
-    setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
-    # the innermost model is the one whose `_can_record_outputs` transformers heeds
-    inner = [one for one in model.modules() if isinstance(one, PreTrainedModel) and _has_blocks(one)][-1]
-    RouterLogits().attach(inner)
-    masks.attach(model, inner, made, next(iter(made.values())).moe)
-    if model.can_generate():
-        Generation.of(context).attach(model, inner)
-    return model
+    return made
+
+
+def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
+    """The model inside the model that holds all of these modules."""
+    found = model
+    for prefix, module in model.named_modules():
+        within = f"{prefix}." if prefix else ""
+        if isinstance(module, PreTrainedModel) and all(name.startswith(within) for name in names):
+            found = module
+    return found
 
 
 def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -249,10 +280,6 @@ def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.dtype == dtype and any(pattern.search(name) for pattern in kept):
             tensor.data = tensor.data.float()
-
-
-def _has_blocks(model: nn.Module) -> bool:
-    return any(isinstance(module, ExpertParallelBlock) for module in model.modules())
 
 
 def _no_save(*_: Any, **__: Any) -> None:
@@ -391,12 +418,13 @@ def _checked_config(folder: Path) -> tuple[Any, MoEConfig]:
 
 
 def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
-    """The text model's configuration and its family."""
+    """The text model's configuration and its family, of which a checkpoint is read."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {config.model_type!r} is not among the known families {', '.join(FAMILIES)}; add it to "
-            f"ep_moe.integrations.transformers.FAMILIES and ep_moe.checkpoint.families.FAMILIES"
+            f"model_type {config.model_type!r} is not among the families whose checkpoints are read by expert "
+            f"({', '.join(FAMILIES)}); load the whole model on each rank and call "
+            f"expert_parallel(AutoModelForCausalLM.from_pretrained(path), context)"
         )
     return config, FAMILIES[config.model_type]
 

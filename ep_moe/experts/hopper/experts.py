@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ep_moe.experts.base import Experts
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
-from ep_moe.types import PeerRows, Received, RowLayout
+from ep_moe.types import Activation, PeerRows, Received, RowLayout
 
+# what the kernels' programs compute; they would take any other for the last of their cases
+ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})
 _PLACES = 32  # of calls that are remembered
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.hopper import fp8_block_op
-from ep_moe.experts.hopper.experts import TritonExperts
+from ep_moe.experts.hopper.experts import ACTIVATIONS, TritonExperts
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.runtime.launch_cache import Launch
-from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
+from ep_moe.types import PeerRows, Received, RowLayout, Weighting
 
 
 class Fp8BlockTritonExperts(TritonExperts):
@@ -23,7 +23,7 @@ class Fp8BlockTritonExperts(TritonExperts):
     capabilities = ExpertsCapabilities(
         layouts=frozenset(RowLayout),
         weightings=frozenset(Weighting),
-        activations=frozenset(Activation),
+        activations=ACTIVATIONS,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         schemes=frozenset({"fp8_block"}),
         biases=False,

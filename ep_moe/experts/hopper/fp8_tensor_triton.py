@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.experts.hopper import fp8_tensor_op
-from ep_moe.experts.hopper.experts import TritonExperts
+from ep_moe.experts.hopper.experts import ACTIVATIONS, TritonExperts
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch
-from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
+from ep_moe.types import PeerRows, Received, RowLayout, Weighting
 
 UNIT = 128  # hidden and intermediate sizes are multiples of it
 
@@ -27,7 +27,7 @@ class Fp8TensorTritonExperts(TritonExperts):
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),
-        activations=frozenset(Activation),
+        activations=ACTIVATIONS,
         dtypes=frozenset({torch.bfloat16}),
         schemes=frozenset({"fp8_static"}),
         biases=False,
