@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -42,11 +42,6 @@ _ALONG_A_DIM = (Chunk, Concatenate, Interleave, Split)
 def in_file(name: str, _: object) -> str:
     """The name of a tensor that transformers' mapping takes: that of the file."""
     return name
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module has all experts of a block, on transformers' experts interface."""
-    return hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from ep_moe.checkpoint.conversion import Destinations, ExpertRecipe, is_experts
+from ep_moe.checkpoint.conversion import Destinations, ExpertRecipe
 from ep_moe.checkpoint.declared import foreign, foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert
@@ -27,12 +27,13 @@ class ExpertFiles:
     formats: of each module, the block and the format in which `reader` knows its experts; None if in none
     """
 
-    def __init__(self, model: PreTrainedModel, source: CheckpointSource) -> None:
+    def __init__(self, model: PreTrainedModel, source: CheckpointSource, modules: Iterable[str]) -> None:
         """Look for all experts of all modules, in headers alone.
 
         Args:
             model: on the meta device, as transformers makes it, in the dtypes that its parameters shall have.
             source: the checkpoint, `called` by `in_file`.
+            modules: names of the modules of experts.
 
         Raises:
             CheckpointError: a tensor is missing, superfluous, or of another shape or dtype, or transformers makes
@@ -45,13 +46,10 @@ class ExpertFiles:
         self._made: dict[str, list[ExpertRecipe]] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # the model may lose the modules before `read`
         taken: set[str] = set()
-        for module_name, module in model.named_modules():
-            if not is_experts(module):
-                continue
+        for module_name in modules:
+            module = model.get_submodule(module_name)
             wanted = {f"{module_name}.{name}": tensor for name, tensor in module.state_dict().items()}
-            count = {tensor.shape[0] for tensor in wanted.values() if tensor.dim()}
-            assert len(count) == 1, f"{module_name} has tensors that are not of its experts"
-            self.modules[module_name] = count.pop()
+            self.modules[module_name] = len(next(iter(wanted.values())))
             self._dtypes |= {name: tensor.dtype for name, tensor in wanted.items()}
             found = [self.destinations.recipes[name] for name in wanted if name in self.destinations.recipes]
             recipes = [ExpertRecipe(one, wanted, source, model.config) for one in found]

@@ -10,7 +10,6 @@ blocks are known here is served faster, and from disk. It is one `Family` entry 
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from ep_moe.checkpoint.reader import (
     loading,
     read_experts,
 )
+from ep_moe.checkpoint.skeleton import keep_in_float32
 from ep_moe.checkpoint.unread import refusal, unexpected, unread
 from ep_moe.config import ONE_SCALE, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
@@ -43,6 +43,7 @@ from ep_moe.integrations.config_file import read_config, read_generation_config
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
+from ep_moe.integrations.load_generic import load_model, model_files
 from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
@@ -271,17 +272,6 @@ def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
     return found
 
 
-def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What from_pretrained keeps in float32 though the model is not. model: on the meta device"""
-    names = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
-    if dtype == torch.float16:
-        names |= set(model._keep_in_fp32_modules or ())
-    kept = [re.compile(name.replace("*", ".*")) for name in names]  # as from_pretrained matches them
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dtype == dtype and any(pattern.search(name) for pattern in kept):
-            tensor.data = tensor.data.float()
-
-
 def _no_save(*_: Any, **__: Any) -> None:
     raise ConfigError(
         "save_pretrained would write this rank's experts alone, under names of no family; save state_dict() on every "
@@ -325,10 +315,13 @@ def load_pretrained(
     """
     folder = model_folder(path, context.consensus, **hub)
     with loading(folder, context.consensus):
-        config = _checked_config(folder)[0]
+        config = read_config(folder)
+        known = config.model_type in FAMILIES
+        config = _checked_config(folder)[0] if known else config
         dtype = dtype or config.dtype or torch.float32
         model = _on_meta(folder, config, dtype)
-        _keep_in_float32(model, dtype)
+        keep_in_float32(model, dtype)
+        files = None if known else model_files(model, folder)
         expert_parallel(
             model,
             context,
@@ -341,16 +334,23 @@ def load_pretrained(
             options=options,
             tuned=tuned,
         )
-        model.to_empty(device=context.device)
-        blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-        layers = {_number(name): block.moe for name, block in blocks.items()}
-        source = load_layers(layers, folder, config.model_type, progress=progress)
-        _load_rest(model, source, tuple(f"{name}." for name in blocks))
-        in_file = [names_of(config.model_type).block.format(layer=number) for number in layers]
-        if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
-            warnings.warn(f"{folder}: {found}", stacklevel=2)
+        if files is None:
+            _load_family(model, config.model_type, folder, context, progress)
+        else:
+            load_model(model, files, device=context.device, dtype=dtype, progress=progress)
         model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
+
+
+def _load_family(model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool) -> None:
+    model.to_empty(device=context.device)
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+    layers = {_number(name): block.moe for name, block in blocks.items()}
+    source = load_layers(layers, folder, family, progress=progress)
+    _load_rest(model, source, tuple(f"{name}." for name in blocks))
+    in_file = [names_of(family).block.format(layer=number) for number in layers]
+    if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
+        warnings.warn(f"{folder}: {found}", stacklevel=2)
 
 
 def _on_meta(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:

@@ -15,6 +15,7 @@ from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.reader import SINGLE, CheckpointSource
 from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton
 from ep_moe.errors import CheckpointError
+from ep_moe.integrations.gate_functions import is_experts
 from tests.fixtures.checkpoint_files import quiet
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_checkpoints
 
@@ -49,7 +50,9 @@ def on_meta(folder, dtype=torch.float32):
 
 
 def files_of(folder, dtype=torch.float32):
-    return ExpertFiles(on_meta(folder, dtype), CheckpointSource(folder, called=in_file))
+    model = on_meta(folder, dtype)
+    modules = [name for name, module in model.named_modules() if is_experts(module)]
+    return ExpertFiles(model, CheckpointSource(folder, called=in_file), modules)
 
 
 def loaded(folder, dtype=torch.float32):
