@@ -1,4 +1,4 @@
-"""Checkpoints of models on transformers' experts interface: experts of this rank, and the rest as transformers loads it."""
+"""Loading of models on transformers' experts interface: experts of this rank, the rest as transformers loads it."""
 
 from __future__ import annotations
 
