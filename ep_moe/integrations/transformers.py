@@ -348,7 +348,7 @@ def _load_family(model: PreTrainedModel, family: str, folder: Path, context: EPC
     layers = {_number(name): block.moe for name, block in blocks.items()}
     source = load_layers(layers, folder, family, progress=progress)
     _load_rest(model, source, tuple(f"{name}." for name in blocks))
-    in_file = [names_of(family).block.format(layer=number) for number in layers]
+    in_file = [names_of(family).block_in(source, number) for number in layers]
     if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
         warnings.warn(f"{folder}: {found}", stacklevel=2)
 
