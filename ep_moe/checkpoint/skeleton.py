@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ def load_skeleton(
         dtype_plan=model._get_dtype_plan(dtype),
         weight_mapping=get_model_conversion_mapping(model),
     )
-    with _without(model, apart):
+    with swapped(model, {name: nn.Module() for name in apart}):
         info, _ = model._load_pretrained_model(model, tensors, None, config)
         _check(model, source, info)
         model._finalize_model_loading(model, config, info)
@@ -91,12 +91,12 @@ def _check_dtype(source: CheckpointSource, name: str, tensor: Tensor, sources: l
 
 
 @contextmanager
-def _without(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """The model with empty modules at `names`."""
-    held = {name: model.get_submodule(name) for name in names}
+def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """The model with other modules at some names."""
+    held = {name: model.get_submodule(name) for name in modules}
     try:
-        for name in held:
-            _put(model, name, nn.Module())
+        for name, module in modules.items():
+            _put(model, name, module)
         yield
     finally:
         for name, module in held.items():

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
-from ep_moe.checkpoint.families import names_of
-from ep_moe.checkpoint.formats import NUMBERS, find_format
+from ep_moe.checkpoint.families import CheckpointNames, names_of
+from ep_moe.checkpoint.formats import NUMBERS, Fused, find_format
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.reader import (
     CheckpointSource,
@@ -40,11 +40,12 @@ from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.config_file import read_config, read_generation_config
-from ep_moe.integrations.generic import replace_experts
+from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load_generic import load_model, model_files
 from ep_moe.integrations.router_logits import RouterLogits
+from ep_moe.integrations.save import SavedExperts, save_model
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
@@ -274,9 +275,75 @@ def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
 
 def _no_save(*_: Any, **__: Any) -> None:
     raise ConfigError(
-        "save_pretrained would write this rank's experts alone, under names of no family; save state_dict() on every "
+        "model.save_pretrained would write this rank's experts alone; call "
+        "ep_moe.integrations.transformers.save_pretrained(model, folder) on all ranks, or save state_dict() on every "
         "rank, each to a file of its own, and give it to load_state_dict on the same layout"
     )
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    save_original_format: bool = True,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model with expert-parallel layers as a checkpoint that `from_pretrained` loads. Called by all ranks.
+
+    One rank writes. The others send it their experts, one layer after another. All weights outside the experts must be
+    whole on that rank, and equal on all.
+
+    Args:
+        model: of `expert_parallel` or `load_pretrained`, with plain weights.
+        folder: on the file system of the job's first rank. An earlier checkpoint in it is replaced.
+        save_original_format: under the names of the model's published checkpoints, else under those of its modules,
+            as in transformers' own `save_pretrained`.
+        max_shard_bytes: of a file, at most, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: the model has no expert-parallel layers, they are quantised, or there are pipeline stages.
+        CheckpointError: on all ranks, when the one that writes cannot.
+    """
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+    replaced = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
+    if not blocks and not replaced:
+        raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
+    if blocks:
+        names = names_of(model.config.get_text_config().model_type)
+        stored = next(each for each in names.experts if isinstance(each, Fused))
+        experts = [
+            SavedExperts(
+                name=f"{name}.experts", layer=block.moe, transposed=stored.transposed, interleaved=stored.interleaved
+            )
+            for name, block in blocks.items()
+        ]
+        places = {name: nn.Module() for name in blocks}
+        for name, one in zip(blocks, experts, strict=True):
+            places[name].experts = one.stand_in()
+    else:
+        experts = [
+            SavedExperts(name=name, layer=m.moe, transposed=m.is_transposed, interleaved=not m.is_concatenated)
+            for name, m in replaced.items()
+        ]
+        places = {one.name: one.stand_in() for one in experts}
+
+    def rest() -> dict[str, Tensor]:
+        inside = tuple(f"{name}." for name in places)
+        found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+        for name, block in blocks.items():
+            found |= _block_tensors(block.moe, name, names)
+        return found
+
+    save_model(model, Path(folder), experts, rest, places, original=save_original_format, shard_bytes=max_shard_bytes)
+
+
+def _block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[str, Tensor]:
+    """A known family's router and shared experts, by transformers' names."""
+    assert isinstance(layer.router, nn.Module)
+    found = {f"{block}.{names.router[key]}": tensor for key, tensor in layer.router.state_dict().items()}
+    if layer.shared_experts is not None:
+        found |= {f"{block}.{names.shared}.{key}": tensor for key, tensor in layer.shared_experts.state_dict().items()}
+    return found
 
 
 def load_pretrained(
