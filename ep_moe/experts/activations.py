@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, finfo
 from torch.nn.functional import gelu, relu, silu
 
 from ep_moe.config import MoEConfig
@@ -30,4 +30,5 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
 
 
 def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    limit = min(limit, finfo(gate.dtype).max)
     return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)

@@ -35,8 +35,8 @@ class ExpertParallelExperts(nn.Module):
     Args:
         replaced: the module in whose place it stands, of which it keeps no tensor.
         context: the ranks and what their layers share.
+        config: what the module computes; its top_k is the most experts that a token takes.
         name: of the module in its model.
-        top_k: the most experts that a token takes.
         masks: which rows are tokens, of the model.
         table: whether ids come from a table, which may name one expert twice for a token; a top-k cannot.
         layer_options: `MoELayer`'s keyword arguments from expert_map on.
@@ -50,8 +50,8 @@ class ExpertParallelExperts(nn.Module):
         replaced: Any,
         context: EPContext,
         *,
+        config: MoEConfig,
         name: str,
-        top_k: int,
         masks: TokenMasks,
         table: bool = False,
         **layer_options: Any,
@@ -60,10 +60,9 @@ class ExpertParallelExperts(nn.Module):
         self.has_gate, self.has_bias = bool(replaced.has_gate), bool(replaced.has_bias)
         self.is_transposed, self.is_concatenated = bool(replaced.is_transposed), bool(replaced.is_concatenated)
         self.masks, self._table = masks, table
-        config, dtype, device = _config_of(replaced, name, top_k)
-        self.moe = MoELayer(
-            config, context, router=_routed_by_model, name=name, dtype=dtype, device=device, **layer_options
-        )
+        first = getattr(replaced, self.tensor_names[0])
+        placed = {"name": name, "dtype": first.dtype, "device": first.device}
+        self.moe = MoELayer(config, context, router=_routed_by_model, **placed, **layer_options)
         self._keep_frozen(replaced)
 
     @property
@@ -190,14 +189,15 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"(use_experts_implementation); {_KEEP}, or put a MoELayer into its blocks"
         )
     _refuse_tied(model, found)
+    configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
     masks, replaced = TokenMasks(send_padding=True), {}
     for name, experts in found.items():
         parent = model.get_submodule(name.rpartition(".")[0])
         made = ExpertParallelExperts(
             experts,
             context,
+            config=configs[name],
             name=name,
-            top_k=_top_k_of(model, parent, experts, name),
             masks=masks,
             table=any(not tensor.is_floating_point() for tensor in parent.buffers()),
             **layer_options,
@@ -226,8 +226,12 @@ def _type_of(model: nn.Module) -> str:
     return f"model_type {getattr(getattr(model, 'config', None), 'model_type', None)!r}"
 
 
-def _config_of(experts: Any, name: str, top_k: int) -> tuple[MoEConfig, torch.dtype, torch.device]:
-    """The layer's shape, dtype and device."""
+def _config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
+    """What a module computes.
+
+    Raises:
+        ConfigError: no `MoELayer` computes it.
+    """
     kind = type(experts).__name__
     matrices = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     known = {*matrices, *(f"{each}_bias" for each in matrices)} if experts.has_bias else set(matrices)
@@ -252,7 +256,7 @@ def _config_of(experts: Any, name: str, top_k: int) -> tuple[MoEConfig, torch.dt
             f"{list(first.shape)} and down_proj {list(second.shape)}; {_KEEP}"
         )
     activation, alpha, limit = find_activation(experts, name)
-    config = MoEConfig(
+    return MoEConfig(
         hidden_size=hidden,
         intermediate_size=inner,
         num_experts=len(first),
@@ -262,23 +266,19 @@ def _config_of(experts: Any, name: str, top_k: int) -> tuple[MoEConfig, torch.dt
         activation_limit=limit,
         expert_bias=bool(experts.has_bias),
     )
-    return config, first.dtype, first.device
 
 
-def _top_k_of(model: Any, parent: nn.Module, experts: nn.Module, name: str) -> int:
+def _top_k_of(model: Any, experts: nn.Module, name: str) -> int:
     """The most experts that a token may take: a larger number costs room alone, a smaller one is refused in the call.
 
     Looked for beside the experts, then further out, then in the configuration.
     """
-    while True:
-        inside = {id(module) for module in experts.modules()}
-        holders = [module for module in parent.modules() if id(module) not in inside]
-        if found := _numbers(holders):
-            return max(found)
-        if not name:
-            break
+    inside = {id(module) for module in experts.modules()}
+    while name:
         name = name.rpartition(".")[0]
-        parent = model.get_submodule(name.rpartition(".")[0])
+        beside = [module for module in model.get_submodule(name).modules() if id(module) not in inside]
+        if found := _numbers(beside):
+            return max(found)
     config = getattr(model, "config", None)
     if config is not None and (found := _numbers([config.get_text_config(), config])):
         return max(found)
