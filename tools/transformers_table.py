@@ -89,7 +89,7 @@ def _built(kind: str) -> str:
     """Whether transformers runs it tiny; `none` where it has no experts."""
     try:
         model = tiny_transformers_model(kind)
-        experts = any("expert" in name for name, _ in model.named_parameters())
+        experts = any("expert" in name or "router" in name for name, _ in model.named_parameters())
         return (RIGHT if outcome(model, tiny_ids()).isfinite().all() else "not finite") if experts else NONE
     except Exception as error:
         return f"not built: {_short(error)}"

@@ -24,9 +24,15 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
         case Activation.SWIGLU_LIMITED:
             gate, up = _limited(gate, up, config.activation_limit)
             return silu(gate) * up
+        case Activation.SWIGLU_SOFTCAPPED:
+            return _softcap(gate, config.activation_alpha) * gate.sigmoid() * _softcap(up, config.activation_limit)
         case Activation.SWIGLU_CLAMPED:
             gate, up = _limited(gate, up, config.activation_limit)
             return (up + 1) * (gate * (config.activation_alpha * gate).sigmoid())
+
+
+def _softcap(x: Tensor, cap: float) -> Tensor:
+    return (x / cap).tanh() * cap
 
 
 def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:

@@ -188,10 +188,13 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"{type(model).__name__} ({_type_of(model)}) has no experts of transformers' experts interface "
             f"(use_experts_implementation); {_KEEP}, or put a MoELayer into its blocks"
         )
-    _refuse_tied(model, found)
+    first = _shared(model, found)
     configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
-    masks, replaced = TokenMasks(send_padding=True), {}
+    masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()
     for name, experts in found.items():
+        if first[name] != name:
+            _put(model, experts, replaced[first[name]])
+            continue
         parent = model.get_submodule(name.rpartition(".")[0])
         made = ExpertParallelExperts(
             experts,
@@ -206,10 +209,19 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             for expert in made.local_experts:
                 made.write_expert(expert, {each: getattr(experts, each).detach()[expert] for each in made.tensor_names})
         made.train(experts.training)
-        for other in [other for other, one in model.named_modules(remove_duplicate=False) if one is experts]:
-            setattr(model.get_submodule(other.rpartition(".")[0]), other.rpartition(".")[2], made)
+        _put(model, experts, made)
         replaced[name] = made
+    if tied := getattr(model, "all_tied_weights_keys", None):
+        gone = tuple(f"{name}." for name in found)
+        kept = {target: source for target, source in tied.items() if not target.startswith(gone)}
+        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 (of transformers; `tie_weights` goes by it)
     return replaced
+
+
+def _put(model: nn.Module, experts: nn.Module, made: nn.Module) -> None:
+    """In the place of a module, under each of its names."""
+    for name in [name for name, one in model.named_modules(remove_duplicate=False) if one is experts]:
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
 
 
 def _routed_by_model(x: Tensor) -> Routing:
@@ -298,8 +310,16 @@ def _numbers(holders: list[Any]) -> list[int]:
     return found
 
 
-def _refuse_tied(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
-    """Experts whose parameters another module holds too would be two things after they are copied."""
+def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
+    """By module, the first one that has the very same parameters: one layer stands for both.
+
+    Raises:
+        ConfigError: a part of a module's parameters is tied to others, which would be two things after a copy.
+    """
+    of_modules: dict[tuple[int, ...], str] = {}
+    first = {}
+    for name, experts in found.items():
+        first[name] = of_modules.setdefault(tuple(id(parameter) for parameter in experts.parameters()), name)
     holders: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), name)
@@ -307,11 +327,13 @@ def _refuse_tied(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
     for name, experts in found.items():
         for own, parameter in experts.named_parameters():
             full = f"{name}.{own}"
-            other = next((a if b == full else b for a, b in tied.items() if full in (a, b)), holders[id(parameter)])
-            if other != full and model.get_submodule(other.rpartition(".")[0]) is not experts:
-                raise ConfigError(
-                    f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
-                )
+            for other in (holders[id(parameter)], tied.get(full, full)):
+                place = other.rpartition(".")[0]
+                if model.get_submodule(place) is not experts and first.get(place) != first[name]:
+                    raise ConfigError(
+                        f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
+                    )
+    return first
 
 
 def _merged(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

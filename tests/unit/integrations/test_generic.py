@@ -33,6 +33,10 @@ def limited(gate, up, limit):
     return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def softcapped(gate, up):
+    return 25 * (gate / 25).tanh() * gate.sigmoid() * 11 * (up / 11).tanh()
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
     [
@@ -42,6 +46,8 @@ def limited(gate, up, limit):
         (lambda g, u: gelu(g, approximate="tanh") * u, (Activation.GEGLU_TANH, 1.702, 7.0)),
         (lambda g, u: limited(g, u, 10.0), (Activation.SWIGLU_LIMITED, 1.702, 10.0)),
         (lambda g, u: limited(g, u, 50000.0), (Activation.SWIGLU_LIMITED, 1.702, 50000.0)),
+        (softcapped, (Activation.SWIGLU_SOFTCAPPED, 25.0, 11.0)),
+        (lambda g, u: softcapped(g.float(), u.float()).to(g.dtype), (Activation.SWIGLU_SOFTCAPPED, 25.0, 11.0)),
         (lambda g, u: silu(g) * (u + 1), (Activation.SWIGLU_CLAMPED, 1.0, 1e6)),
         (
             lambda g, u: (u.clamp(-5, 5) + 1) * g.clamp(max=5) * (1.3 * g.clamp(max=5)).sigmoid(),
