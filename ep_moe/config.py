@@ -97,7 +97,8 @@ class MoEConfig:
     """One MoE layer, independent of where it runs.
 
     hidden_size H, intermediate_size I (of one routed expert), num_experts E, top_k K
-    activation_alpha, activation_limit: the constants of SWIGLU_CLAMPED; SWIGLU_LIMITED has the limit alone
+    activation_alpha, activation_limit: the constants of SWIGLU_CLAMPED and SWIGLU_SOFTCAPPED; SWIGLU_LIMITED has
+        the limit alone
     expert_bias: both expert matrices have biases [E, 2I] and [E, H]
     shared_intermediate_size: I of the shared expert, 0 for none; it is gated as the routed ones
     shared_gate: the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, finfo
 from torch.nn.functional import gelu, relu, silu
 
 from ep_moe.config import MoEConfig
@@ -24,10 +24,17 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
         case Activation.SWIGLU_LIMITED:
             gate, up = _limited(gate, up, config.activation_limit)
             return silu(gate) * up
+        case Activation.SWIGLU_SOFTCAPPED:
+            return _softcap(gate, config.activation_alpha) * gate.sigmoid() * _softcap(up, config.activation_limit)
         case Activation.SWIGLU_CLAMPED:
             gate, up = _limited(gate, up, config.activation_limit)
             return (up + 1) * (gate * (config.activation_alpha * gate).sigmoid())
 
 
+def _softcap(x: Tensor, cap: float) -> Tensor:
+    return (x / cap).tanh() * cap
+
+
 def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    limit = min(limit, finfo(gate.dtype).max)
     return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)

@@ -122,7 +122,20 @@ def _limited(at: Callable[[float, float], float]) -> tuple[float, float] | None:
     return _PLAIN[0], at(gate, LARGEST) / (gate / (1 + math.exp(-gate)))
 
 
-_CONSTANTS = {Activation.SWIGLU_CLAMPED: _clamped, Activation.SWIGLU_LIMITED: _limited}
+def _softcapped(at: Callable[[float, float], float]) -> tuple[float, float] | None:
+    """Both caps, from their product and from an up far below its cap."""
+    both, ratio = at(LARGEST, LARGEST), at(LARGEST, 1.0) / at(LARGEST, LARGEST)
+    if not 0 < ratio < 1:
+        return None
+    cap = 1 / math.atanh(ratio)  # tanh(1 / cap) = ratio
+    return both / cap, cap
+
+
+_CONSTANTS = {
+    Activation.SWIGLU_CLAMPED: _clamped,
+    Activation.SWIGLU_LIMITED: _limited,
+    Activation.SWIGLU_SOFTCAPPED: _softcapped,
+}
 
 
 def _config(found: FoundActivation) -> MoEConfig:

@@ -35,8 +35,8 @@ class ExpertParallelExperts(nn.Module):
     Args:
         replaced: the module in whose place it stands, of which it keeps no tensor.
         context: the ranks and what their layers share.
+        config: what the module computes; its top_k is the most experts that a token takes.
         name: of the module in its model.
-        top_k: the most experts that a token takes.
         masks: which rows are tokens, of the model.
         table: whether ids come from a table, which may name one expert twice for a token; a top-k cannot.
         layer_options: `MoELayer`'s keyword arguments from expert_map on.
@@ -50,8 +50,8 @@ class ExpertParallelExperts(nn.Module):
         replaced: Any,
         context: EPContext,
         *,
+        config: MoEConfig,
         name: str,
-        top_k: int,
         masks: TokenMasks,
         table: bool = False,
         **layer_options: Any,
@@ -60,10 +60,9 @@ class ExpertParallelExperts(nn.Module):
         self.has_gate, self.has_bias = bool(replaced.has_gate), bool(replaced.has_bias)
         self.is_transposed, self.is_concatenated = bool(replaced.is_transposed), bool(replaced.is_concatenated)
         self.masks, self._table = masks, table
-        config, dtype, device = _config_of(replaced, name, top_k)
-        self.moe = MoELayer(
-            config, context, router=_routed_by_model, name=name, dtype=dtype, device=device, **layer_options
-        )
+        first = getattr(replaced, self.tensor_names[0])
+        placed = {"name": name, "dtype": first.dtype, "device": first.device}
+        self.moe = MoELayer(config, context, router=_routed_by_model, **placed, **layer_options)
         self._keep_frozen(replaced)
 
     @property
@@ -189,15 +188,19 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"{type(model).__name__} ({_type_of(model)}) has no experts of transformers' experts interface "
             f"(use_experts_implementation); {_KEEP}, or put a MoELayer into its blocks"
         )
-    _refuse_tied(model, found)
-    masks, replaced = TokenMasks(send_padding=True), {}
+    first = _shared(model, found)
+    configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
+    masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()
     for name, experts in found.items():
+        if first[name] != name:
+            _put(model, experts, replaced[first[name]])
+            continue
         parent = model.get_submodule(name.rpartition(".")[0])
         made = ExpertParallelExperts(
             experts,
             context,
+            config=configs[name],
             name=name,
-            top_k=_top_k_of(model, parent, experts, name),
             masks=masks,
             table=any(not tensor.is_floating_point() for tensor in parent.buffers()),
             **layer_options,
@@ -206,10 +209,19 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             for expert in made.local_experts:
                 made.write_expert(expert, {each: getattr(experts, each).detach()[expert] for each in made.tensor_names})
         made.train(experts.training)
-        for other in [other for other, one in model.named_modules(remove_duplicate=False) if one is experts]:
-            setattr(model.get_submodule(other.rpartition(".")[0]), other.rpartition(".")[2], made)
+        _put(model, experts, made)
         replaced[name] = made
+    if tied := getattr(model, "all_tied_weights_keys", None):
+        gone = tuple(f"{name}." for name in found)
+        kept = {target: source for target, source in tied.items() if not target.startswith(gone)}
+        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 (of transformers; `tie_weights` goes by it)
     return replaced
+
+
+def _put(model: nn.Module, experts: nn.Module, made: nn.Module) -> None:
+    """In the place of a module, under each of its names."""
+    for name in [name for name, one in model.named_modules(remove_duplicate=False) if one is experts]:
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
 
 
 def _routed_by_model(x: Tensor) -> Routing:
@@ -226,8 +238,12 @@ def _type_of(model: nn.Module) -> str:
     return f"model_type {getattr(getattr(model, 'config', None), 'model_type', None)!r}"
 
 
-def _config_of(experts: Any, name: str, top_k: int) -> tuple[MoEConfig, torch.dtype, torch.device]:
-    """The layer's shape, dtype and device."""
+def _config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
+    """What a module computes.
+
+    Raises:
+        ConfigError: no `MoELayer` computes it.
+    """
     kind = type(experts).__name__
     matrices = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     known = {*matrices, *(f"{each}_bias" for each in matrices)} if experts.has_bias else set(matrices)
@@ -252,7 +268,7 @@ def _config_of(experts: Any, name: str, top_k: int) -> tuple[MoEConfig, torch.dt
             f"{list(first.shape)} and down_proj {list(second.shape)}; {_KEEP}"
         )
     activation, alpha, limit = find_activation(experts, name)
-    config = MoEConfig(
+    return MoEConfig(
         hidden_size=hidden,
         intermediate_size=inner,
         num_experts=len(first),
@@ -262,23 +278,19 @@ def _config_of(experts: Any, name: str, top_k: int) -> tuple[MoEConfig, torch.dt
         activation_limit=limit,
         expert_bias=bool(experts.has_bias),
     )
-    return config, first.dtype, first.device
 
 
-def _top_k_of(model: Any, parent: nn.Module, experts: nn.Module, name: str) -> int:
+def _top_k_of(model: Any, experts: nn.Module, name: str) -> int:
     """The most experts that a token may take: a larger number costs room alone, a smaller one is refused in the call.
 
     Looked for beside the experts, then further out, then in the configuration.
     """
-    while True:
-        inside = {id(module) for module in experts.modules()}
-        holders = [module for module in parent.modules() if id(module) not in inside]
-        if found := _numbers(holders):
-            return max(found)
-        if not name:
-            break
+    inside = {id(module) for module in experts.modules()}
+    while name:
         name = name.rpartition(".")[0]
-        parent = model.get_submodule(name.rpartition(".")[0])
+        beside = [module for module in model.get_submodule(name).modules() if id(module) not in inside]
+        if found := _numbers(beside):
+            return max(found)
     config = getattr(model, "config", None)
     if config is not None and (found := _numbers([config.get_text_config(), config])):
         return max(found)
@@ -298,8 +310,16 @@ def _numbers(holders: list[Any]) -> list[int]:
     return found
 
 
-def _refuse_tied(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
-    """Experts whose parameters another module holds too would be two things after they are copied."""
+def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
+    """By module, the first one that has the very same parameters: one layer stands for both.
+
+    Raises:
+        ConfigError: a part of a module's parameters is tied to others, which would be two things after a copy.
+    """
+    of_modules: dict[tuple[int, ...], str] = {}
+    first = {}
+    for name, experts in found.items():
+        first[name] = of_modules.setdefault(tuple(id(parameter) for parameter in experts.parameters()), name)
     holders: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), name)
@@ -307,11 +327,13 @@ def _refuse_tied(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
     for name, experts in found.items():
         for own, parameter in experts.named_parameters():
             full = f"{name}.{own}"
-            other = next((a if b == full else b for a, b in tied.items() if full in (a, b)), holders[id(parameter)])
-            if other != full and model.get_submodule(other.rpartition(".")[0]) is not experts:
-                raise ConfigError(
-                    f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
-                )
+            for other in (holders[id(parameter)], tied.get(full, full)):
+                place = other.rpartition(".")[0]
+                if model.get_submodule(place) is not experts and first.get(place) != first[name]:
+                    raise ConfigError(
+                        f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
+                    )
+    return first
 
 
 def _merged(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
