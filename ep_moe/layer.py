@@ -88,22 +88,27 @@ class MoELayer(LayerParts):
         call = self._traced if torch.compiler.is_compiling() else self._guarded
         return call(x, None, None if mask is None else TokenMask(mask, send_masked))
 
-    def forward_routed(self, x: Tensor, routing: Routing) -> Tensor:
+    def forward_routed(
+        self, x: Tensor, routing: Routing, mask: Tensor | None = None, *, send_masked: bool = False
+    ) -> Tensor:
         """As `forward`, for a model that routes itself.
 
         Args:
             x: [..., H] of the layer's dtype.
             routing: Logical ids, int32 or int64 [T, K], and weights, float [T, K], for x's T rows. An id of -1 is no
                 expert.
+            mask: As in `forward`.
+            send_masked: As in `forward`.
 
         Returns:
             [..., H].
 
         Raises:
-            InputError: on all ranks, where any of them passes a wrong x or routing.
+            InputError: on all ranks, where any of them passes a wrong x, routing or mask.
         """
         call = self._traced if torch.compiler.is_compiling() else self._guarded
-        return call(x, NO_ROUTING if routing is None else routing, None)
+        token_mask = None if mask is None else TokenMask(mask, send_masked)
+        return call(x, NO_ROUTING if routing is None else routing, token_mask)
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
@@ -377,11 +382,12 @@ class MoELayer(LayerParts):
 
 def _passed(rows: Tensor, routing: Routing | None, mask: TokenMask | None) -> dict[str, Tensor]:
     """What tp ranks must pass alike."""
+    passed = {"x": rows}
     if routing is not None:
-        return {"x": rows, "routing.ids": routing.ids, "routing.weights": routing.weights}
-    if mask is None:
-        return {"x": rows}
-    return {"x": rows, "mask with send_masked" if mask.sent else "mask": mask.tokens.reshape(-1)}
+        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
+    if mask is not None:
+        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
+    return passed
 
 
 def _compiled() -> Any:

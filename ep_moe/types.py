@@ -284,12 +284,18 @@ class Activation(enum.Enum):
     SWIGLU_CLAMPED  GPT-OSS: (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both
                     sides at `limit`
     RELU2           relu(w13 @ x) ** 2, no gate: w13 is [I, H]
+    GEGLU_TANH      gelu(gate) * up, gelu by its tanh approximation (Gemma 4)
+    SWIGLU_LIMITED  DeepSeek-V4: silu(gate) * up, gate clamped above and up on both sides at `limit`
+    SWIGLU_SOFTCAPPED  Inkling 2: cap(gate, alpha) * sigmoid(gate) * cap(up, limit), cap(x, c) = c * tanh(x / c)
     """
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     SWIGLU_CLAMPED = "swiglu_clamped"
     RELU2 = "relu2"
+    GEGLU_TANH = "geglu_tanh"
+    SWIGLU_LIMITED = "swiglu_limited"
+    SWIGLU_SOFTCAPPED = "swiglu_softcapped"
 
     @property
     def gated(self) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Stacked
+from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
 from ep_moe.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointNames:
     """block: the MoE block's prefix, `{layer}` stands for the layer's number
+    resaved: that of a model that transformers saved under its own names (save_original_format=False), if another
     experts: the formats in use, looked for in this order
     router: a Router's tensor -> its name in the block
     shared: the shared expert's prefix in the block, None without one
@@ -23,6 +24,12 @@ class CheckpointNames:
     router: Mapping[str, str] = field(default_factory=lambda: {"weight": "gate.weight"})
     shared: str | None = None
     elsewhere: tuple[str, ...] = ()
+    resaved: str | None = None
+
+    def block_in(self, source: Source, layer: int) -> str:
+        """The prefix that the files have."""
+        known = [prefix.format(layer=layer) for prefix in (self.block, self.resaved) if prefix is not None]
+        return next((prefix for prefix in known if source.under(prefix)), known[0])
 
 
 _QWEN_NAMES = ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight")
@@ -37,6 +44,7 @@ FAMILIES: dict[str, CheckpointNames] = {
     "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=(PerExpert(*_QWEN_NAMES), Fused(), _SWITCH)),
     "mixtral": CheckpointNames(
         block="model.layers.{layer}.block_sparse_moe",
+        resaved="model.layers.{layer}.mlp",
         experts=(PerExpert(*_MIXTRAL_NAMES), Fused(), _SWITCH),
     ),
     "deepseek_v3": CheckpointNames(

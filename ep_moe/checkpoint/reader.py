@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,7 +24,7 @@ from ep_moe.checkpoint.matrices import CODES, stored_matrix
 from ep_moe.checkpoint.names import our_name
 from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, input_scales
 from ep_moe.checkpoint.unread import left_out, listed, other_family
-from ep_moe.checkpoint.validate import Found, checked
+from ep_moe.checkpoint.validate import checked
 from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.consensus import StoreConsensus
@@ -56,10 +56,13 @@ class CheckpointSource:
     """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
 
     Opens only the shards that are asked for. bytes_read: bytes of tensor data read so far.
+
+    called: the name that the source has for a tensor of the files, from its name there and all names there
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = our_name) -> None:
         self.folder = Path(folder)
+        self._called = called
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
@@ -79,7 +82,7 @@ class CheckpointSource:
             raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
         where: dict[str, tuple[str, str]] = {}
         for name, file in files.items():
-            ours = our_name(name, files)
+            ours = self._called(name, files)
             if ours in where:
                 raise CheckpointError(f"{self.folder} has {ours} twice, as {where[ours][1]} and as {name}; remove one")
             where[ours] = file, name
@@ -277,7 +280,7 @@ def load_layers(
         leaves = [leaf for *_, found in plan for leaf in found.items()]
         said = [left_out(leaves)] if leaves else []
         said += other_family(folder, family) if isinstance(family, str) else []
-        said += _quantised_again(source, plan)
+        said += quantised_again(source, ((layer, block, form) for layer, block, form, _ in plan))
         if said:
             warnings.warn(f"{folder}: {'; '.join(said)}", stacklevel=2)
     first = plan[0][0].context.layout.place == 0
@@ -318,9 +321,9 @@ def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
             raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _quantised_again(source: CheckpointSource, plan: Iterable[tuple[MoELayer, *Found]]) -> list[str]:
+def quantised_again(source: CheckpointSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
     """A sentence if a scheme quantises numbers that the checkpoint has in other codes."""
-    for layer, block, form, _ in plan:
+    for layer, block, form in plan:
         scheme = layer.expert_weights.scheme
         words = rounds_again(form, source, block, layer.config, scheme)
         if words is not None:

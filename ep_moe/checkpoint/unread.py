@@ -24,7 +24,7 @@ HARMLESS = {
     "weight_shape": "the shape of a packed matrix, which the configuration gives too",
     "rotary_emb.inv_freq": "computed from the configuration",
 }
-_HARMLESS = re.compile(rf"[._]({'|'.join(map(re.escape, HARMLESS))})$")
+HARMLESS_NAMES = re.compile(rf"[._]({'|'.join(map(re.escape, HARMLESS))})$")
 _SHOWN = 8  # kinds in one sentence
 
 
@@ -42,7 +42,7 @@ def unread(
     missed: list[str] = []
     leaves: dict[str, str] = {}
     for name in source.under(block):
-        if name in read or _HARMLESS.search(name):
+        if name in read or HARMLESS_NAMES.search(name):
             continue
         prefix = next((prefix for prefix in left if name == prefix or name.startswith(f"{prefix}.")), None)
         if prefix is None:
@@ -135,7 +135,7 @@ def unexpected(model: Any, source: _Listed, blocks: Iterable[str]) -> str | None
     extra = [name for name in source.names() if name not in known and not name.startswith(inside)]
     if source.declared.multimodal:
         extra = [name for name in extra if _part(name) in parts]
-    extra = [n for n in extra if not _HARMLESS.search(n) and not any(each.search(n) for each in ignored)]
+    extra = [n for n in extra if not HARMLESS_NAMES.search(n) and not any(each.search(n) for each in ignored)]
     return f"{listed(extra)} is not loaded: {type(model).__name__} has no such weights" if extra else None
 
 

@@ -31,7 +31,7 @@ class CheckedSource(Source, Protocol):
 
 def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: MoELayer, family: str) -> Found:
     """The block's prefix, the form of its experts, what the caller loads -> why. Raises CheckpointError."""
-    block = names.block.format(layer=number)
+    block = names.block_in(source, number)
     if others := source.foreign(block):
         name, called = next(iter(others.items()))
         raise CheckpointError(foreign_refusal(block, name, called))

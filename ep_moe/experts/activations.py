@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, finfo
 from torch.nn.functional import gelu, relu, silu
 
 from ep_moe.config import MoEConfig
@@ -19,7 +19,22 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
             return silu(gate) * up
         case Activation.GEGLU:
             return gelu(gate) * up
+        case Activation.GEGLU_TANH:
+            return gelu(gate, approximate="tanh") * up
+        case Activation.SWIGLU_LIMITED:
+            gate, up = _limited(gate, up, config.activation_limit)
+            return silu(gate) * up
+        case Activation.SWIGLU_SOFTCAPPED:
+            return _softcap(gate, config.activation_alpha) * gate.sigmoid() * _softcap(up, config.activation_limit)
         case Activation.SWIGLU_CLAMPED:
-            gate = gate.clamp(max=config.activation_limit)
-            up = up.clamp(min=-config.activation_limit, max=config.activation_limit)
+            gate, up = _limited(gate, up, config.activation_limit)
             return (up + 1) * (gate * (config.activation_alpha * gate).sigmoid())
+
+
+def _softcap(x: Tensor, cap: float) -> Tensor:
+    return (x / cap).tanh() * cap
+
+
+def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    limit = min(limit, finfo(gate.dtype).max)
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)

@@ -1,7 +1,7 @@
 """Which rows of a Hugging Face model's hidden states are tokens, for its expert-parallel blocks.
 
-A model hands its attention mask to its attention, and to no MoE block. The mask of a call goes along with the arguments
-that the model passes on to its attention. Activation checkpointing passes them again when it repeats a layer.
+A model hands its attention mask to its attention, and to no MoE block. `TokenMasks` keeps the mask of a call while the
+call is under way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ep_moe.types import TokenMask
 if TYPE_CHECKING:
     from ep_moe.layer import MoELayer
 
-_NAME = "ep_moe_token_mask"  # of the argument
 _EMPTY = (
     "input_ids or inputs_embeds of shape {} has no token, for which transformers' models have no forward; call "
     "ep_moe.integrations.transformers.idle_step(model) on a rank without a batch"
@@ -28,26 +27,37 @@ _EMPTY = (
 
 
 class TokenMasks:
-    """Of one model: finds each call's mask, and gives it to the blocks.
+    """Of one model: finds each call's mask, for the blocks that the call reaches.
 
     Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
-    gradients, labels, or router logits, padding is computed as in the untouched model.
+    gradients, labels, or router logits, padding is computed as in the untouched model. What activation checkpointing
+    repeats in backward finds no mask: it counts nothing, and computes padding as the call with gradients did.
 
-    blocks: by decoder layer, whose `mask` is set before the layer's block is called
+    Args:
+        send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, send_padding: bool = False) -> None:
         self.layer: MoELayer | None = None  # the first, which refuses calls
+        self.current: TokenMask | None = None  # of the call that is under way, [B, S]
+        self._send_padding = send_padding
         self._labels = self._idle = False
 
-    def attach(self, model: PreTrainedModel, inner: PreTrainedModel, blocks: dict[str, Any], layer: MoELayer) -> None:
-        """inner: the model whose decoder layers hold the blocks; blocks: by name in `model`."""
+    def attach(self, model: PreTrainedModel, inner: PreTrainedModel, layer: MoELayer) -> None:
+        """inner: the model that holds the decoder layers; layer: the first expert-parallel one."""
         self.layer = layer
         model.register_forward_pre_hook(self._look_for_labels, with_kwargs=True)
-        inner.register_forward_pre_hook(self._add, with_kwargs=True)
-        parents = {id(model.get_submodule(name.rpartition(".")[0])): block for name, block in blocks.items()}
-        for layer_ in inner.layers:
-            layer_.self_attn.register_forward_pre_hook(_Take(parents.get(id(layer_))), with_kwargs=True)
+        inner.register_forward_pre_hook(self._begin, with_kwargs=True)
+        inner.register_forward_hook(self._end, always_call=True)
+
+    def of_rows(self, rows: int) -> TokenMask | None:
+        """The mask of the call, [rows]; None without one, or where a block has other rows than the call has tokens."""
+        if self.current is None:
+            return None
+        tokens = self.current.tokens.reshape(-1)
+        if self._idle:
+            tokens = tokens.new_zeros(rows)
+        return TokenMask(tokens, self.current.sent) if len(tokens) == rows else None
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -61,44 +71,36 @@ class TokenMasks:
     def _look_for_labels(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._labels = kwargs.get("labels") is not None
 
-    def _add(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            return None
+            return
+        self.current = None
         labels, self._labels = self._labels, False
         given = kwargs.get("inputs_embeds")
         given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
         if not isinstance(given, Tensor):
-            return None  # the model says what is wrong
+            return  # the model says what is wrong
         rows = given.shape[:2]
         if rows.numel() == 0:
             self._refuse(_EMPTY.format(list(given.shape)))
+        sent = labels or torch.is_grad_enabled()
         if self._idle:
-            return args, kwargs | {_NAME: TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device))}
+            self.current = TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent)
+            return
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
-        if tokens is None:
-            return None
-        return args, kwargs | {_NAME: TokenMask(tokens, sent=labels or torch.is_grad_enabled())}
+        if tokens is not None:
+            self.current = TokenMask(tokens, sent or self._send_padding)
+
+    def _end(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.current = None
 
     def _refuse(self, problem: str) -> None:
         """On all ranks, which are on their way to the first layer."""
         assert self.layer is not None
         with on_device(self.layer.context.device):
             self.layer._refuse(problem)
-
-
-class _Take:
-    """Before a decoder layer's attention: the mask leaves the arguments, for that layer's block."""
-
-    def __init__(self, block: Any) -> None:
-        self._block = block
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if self._block is not None:
-            self._block.mask = kwargs.get(_NAME)
-        if _NAME not in kwargs:
-            return None
-        return args, {name: value for name, value in kwargs.items() if name != _NAME}
 
 
 def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:

@@ -3,12 +3,13 @@
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
 
-A family is one `Family` entry here and its names in `ep_moe.checkpoint.families`.
+`expert_parallel` serves every model on transformers' experts interface (`ep_moe.integrations.generic`). A family whose
+blocks are known here is served faster, and from disk. It is one `Family` entry here and its names in
+`ep_moe.checkpoint.families`.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
-from ep_moe.checkpoint.families import names_of
-from ep_moe.checkpoint.formats import NUMBERS, find_format
+from ep_moe.checkpoint.families import CheckpointNames, names_of
+from ep_moe.checkpoint.formats import NUMBERS, Fused, find_format
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.reader import (
     CheckpointSource,
@@ -32,15 +33,19 @@ from ep_moe.checkpoint.reader import (
     loading,
     read_experts,
 )
+from ep_moe.checkpoint.skeleton import keep_in_float32
 from ep_moe.checkpoint.unread import refusal, unexpected, unread
 from ep_moe.config import ONE_SCALE, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.config_file import read_config, read_generation_config
+from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
+from ep_moe.integrations.load_generic import load_model, model_files
 from ep_moe.integrations.router_logits import RouterLogits
+from ep_moe.integrations.save import SavedExperts, save_model
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
@@ -48,7 +53,7 @@ from ep_moe.quant.schemes import PLAIN
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
-from ep_moe.types import Activation, TokenMask
+from ep_moe.types import Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +153,7 @@ FAMILIES: dict[str, Family] = {
 class ExpertParallelBlock(nn.Module):
     """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
 
-    masks: of the model; mask: of the call that comes, [B, S], from `masks`
+    masks: of the model
     """
 
     def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks) -> None:
@@ -156,13 +161,12 @@ class ExpertParallelBlock(nn.Module):
         self.moe = moe
         self._returns = returns
         self.masks = masks
-        self.mask: TokenMask | None = None
 
     def forward(self, hidden_states: Tensor) -> Any:
-        mask, self.mask = self.mask, None
+        mask = self.masks.of_rows(hidden_states.shape[:-1].numel())
         if mask is None or not self.moe._takes_mask:
             return self._returns(self.moe(hidden_states), hidden_states)
-        tokens, sent = mask.tokens.reshape(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
+        tokens, sent = mask.tokens.view(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
         return self._returns(self.moe(hidden_states, tokens, send_masked=sent), hidden_states)
 
 
@@ -179,40 +183,67 @@ def expert_parallel(
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
 ) -> PreTrainedModel:
-    """Replace the MoE blocks of a model, in place, and return it. Made by all ranks alike.
+    """Make the MoE layers of a model expert-parallel, in place. Made by all ranks alike.
 
-    A model in memory gives its weights (all ranks must hold the same ones), block by block; one on the meta device
-    stays there, for `load_pretrained` or your own loading. What is frozen stays so. Arguments from expert_map on are
-    `MoELayer`'s. `save_pretrained` is refused from then on: each rank's `state_dict()` has its own experts.
+    A model of `FAMILIES` gets `MoELayer`s in the place of its MoE blocks. Of every other model that is on transformers'
+    experts interface the experts alone are replaced; its router and the rest of its blocks stay.
+
+    A model in memory gives its weights (all ranks must hold the same ones), layer by layer; one on the meta device
+    stays there, for `load_pretrained` or your own loading. What is frozen stays so. `save_pretrained` is refused from
+    then on: each rank's `state_dict()` has its own experts.
+
+    Args:
+        model: of transformers, such as `AutoModelForCausalLM.from_pretrained` returns.
+        context: the ranks and what their layers share.
+
+    The other arguments are `MoELayer`'s.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: on all ranks, where the model has no experts that can be replaced, or a layer cannot compute what
+            they do.
     """
-    config, family = _family_of(model.config)
-    moe_config = family.config(config)
-    names = names_of(config.model_type)
+    layer_options: dict[str, Any] = {
+        "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
+        "pipeline": pipeline, "options": options, "tuned": tuned,
+    }  # fmt: skip
+    family = FAMILIES.get(model.config.get_text_config().model_type)
+    made: dict[str, Any]
+    if family is None:
+        made = dict(replace_experts(model, context, **layer_options))
+    else:
+        made = dict(_replace_blocks(model, context, family, layer_options))
+    exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
+    setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
+    # the innermost model is the one whose `_can_record_outputs` transformers heeds
+    inner = _innermost(model, list(made))
+    first = next(iter(made.values()))
+    if family is not None:
+        RouterLogits().attach(inner)
+    first.masks.attach(model, inner, first.moe)
+    if model.can_generate():
+        Generation.of(context).attach(model, inner)
+    return model
+
+
+def _replace_blocks(
+    model: PreTrainedModel, context: EPContext, family: Family, layer_options: dict[str, Any]
+) -> dict[str, ExpertParallelBlock]:
+    """The blocks of a known family by layers with a router of ours."""
+    config = model.config.get_text_config()
+    moe_config, names = family.config(config), names_of(config.model_type)
     masks, made = TokenMasks(), {}
     for name, block in _blocks(model, family):
         parameters = list(block.parameters())
         # a block may keep its router in float32, and not its experts
         by_experts = [*block.get_submodule("experts").parameters(), *parameters]
         first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
-        on_meta = first.device.type == "meta"
         shared = None if family.shared is None else getattr(block, family.shared)
-        moe = MoELayer(
-            moe_config,
-            context,
-            expert_map=expert_map,
-            shared_experts=shared,
-            all2all=all2all,
-            experts=experts,
-            quantization=quantization,
-            wire=wire,
-            pipeline=pipeline,
-            options=options,
-            tuned=tuned,
-            name=name,
-            device=first.device,
-            dtype=first.dtype,
-        )
-        if not on_meta:
+        layer_options |= {"shared_experts": shared, "name": name, "device": first.device, "dtype": first.dtype}
+        moe = MoELayer(moe_config, context, **layer_options)
+        if first.device.type != "meta":
             source = ModuleSource(block, name)
             found = find_format(source, name, names.experts)
             assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
@@ -229,37 +260,90 @@ def expert_parallel(
         parent, _, attribute = name.rpartition(".")
         made[name] = ExpertParallelBlock(moe, family.returns, masks)
         setattr(model.get_submodule(parent), attribute, made[name])
-    exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
-    setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
-    # the innermost model is the one whose `_can_record_outputs` transformers heeds
-    inner = [one for one in model.modules() if isinstance(one, PreTrainedModel) and _has_blocks(one)][-1]
-    RouterLogits().attach(inner)
-    masks.attach(model, inner, made, next(iter(made.values())).moe)
-    if model.can_generate():
-        Generation.of(context).attach(model, inner)
-    return model
+    return made
 
 
-def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What from_pretrained keeps in float32 though the model is not. model: on the meta device"""
-    names = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
-    if dtype == torch.float16:
-        names |= set(model._keep_in_fp32_modules or ())
-    kept = [re.compile(name.replace("*", ".*")) for name in names]  # as from_pretrained matches them
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dtype == dtype and any(pattern.search(name) for pattern in kept):
-            tensor.data = tensor.data.float()
-
-
-def _has_blocks(model: nn.Module) -> bool:
-    return any(isinstance(module, ExpertParallelBlock) for module in model.modules())
+def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
+    """The model inside the model that holds all of these modules."""
+    found = model
+    for prefix, module in model.named_modules():
+        within = f"{prefix}." if prefix else ""
+        if isinstance(module, PreTrainedModel) and all(name.startswith(within) for name in names):
+            found = module
+    return found
 
 
 def _no_save(*_: Any, **__: Any) -> None:
     raise ConfigError(
-        "save_pretrained would write this rank's experts alone, under names of no family; save state_dict() on every "
+        "model.save_pretrained would write this rank's experts alone; call "
+        "ep_moe.integrations.transformers.save_pretrained(model, folder) on all ranks, or save state_dict() on every "
         "rank, each to a file of its own, and give it to load_state_dict on the same layout"
     )
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    save_original_format: bool = True,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model with expert-parallel layers as a checkpoint that `from_pretrained` loads. Called by all ranks.
+
+    One rank writes. The others send it their experts, one layer after another. All weights outside the experts must be
+    whole on that rank, and equal on all.
+
+    Args:
+        model: of `expert_parallel` or `load_pretrained`, with plain weights.
+        folder: on the file system of the job's first rank. An earlier checkpoint in it is replaced.
+        save_original_format: under the names of the model's published checkpoints, else under those of its modules,
+            as in transformers' own `save_pretrained`.
+        max_shard_bytes: of a file, at most, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: the model has no expert-parallel layers, they are quantised, or there are pipeline stages.
+        CheckpointError: on all ranks, when the one that writes cannot.
+    """
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+    replaced = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
+    if not blocks and not replaced:
+        raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
+    if blocks:
+        names = names_of(model.config.get_text_config().model_type)
+        stored = next(each for each in names.experts if isinstance(each, Fused))
+        experts = [
+            SavedExperts(
+                name=f"{name}.experts", layer=block.moe, transposed=stored.transposed, interleaved=stored.interleaved
+            )
+            for name, block in blocks.items()
+        ]
+        places = {name: nn.Module() for name in blocks}
+        for name, one in zip(blocks, experts, strict=True):
+            places[name].experts = one.stand_in()
+    else:
+        experts = [
+            SavedExperts(name=name, layer=m.moe, transposed=m.is_transposed, interleaved=not m.is_concatenated)
+            for name, m in replaced.items()
+        ]
+        places = {one.name: one.stand_in() for one in experts}
+
+    def rest() -> dict[str, Tensor]:
+        inside = tuple(f"{name}." for name in places)
+        found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+        for name, block in blocks.items():
+            found |= _block_tensors(block.moe, name, names)
+        return found
+
+    save_model(model, Path(folder), experts, rest, places, original=save_original_format, shard_bytes=max_shard_bytes)
+
+
+def _block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[str, Tensor]:
+    """A known family's router and shared experts, by transformers' names."""
+    assert isinstance(layer.router, nn.Module)
+    found = {f"{block}.{names.router[key]}": tensor for key, tensor in layer.router.state_dict().items()}
+    if layer.shared_experts is not None:
+        found |= {f"{block}.{names.shared}.{key}": tensor for key, tensor in layer.shared_experts.state_dict().items()}
+    return found
 
 
 def load_pretrained(
@@ -298,10 +382,13 @@ def load_pretrained(
     """
     folder = model_folder(path, context.consensus, **hub)
     with loading(folder, context.consensus):
-        config = _checked_config(folder)[0]
+        config = read_config(folder)
+        known = config.model_type in FAMILIES
+        config = _checked_config(folder)[0] if known else config
         dtype = dtype or config.dtype or torch.float32
         model = _on_meta(folder, config, dtype)
-        _keep_in_float32(model, dtype)
+        keep_in_float32(model, dtype)
+        files = None if known else model_files(model, folder)
         expert_parallel(
             model,
             context,
@@ -314,16 +401,23 @@ def load_pretrained(
             options=options,
             tuned=tuned,
         )
-        model.to_empty(device=context.device)
-        blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-        layers = {_number(name): block.moe for name, block in blocks.items()}
-        source = load_layers(layers, folder, config.model_type, progress=progress)
-        _load_rest(model, source, tuple(f"{name}." for name in blocks))
-        in_file = [names_of(config.model_type).block.format(layer=number) for number in layers]
-        if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
-            warnings.warn(f"{folder}: {found}", stacklevel=2)
+        if files is None:
+            _load_family(model, config.model_type, folder, context, progress)
+        else:
+            load_model(model, files, device=context.device, dtype=dtype, progress=progress)
         model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
+
+
+def _load_family(model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool) -> None:
+    model.to_empty(device=context.device)
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+    layers = {_number(name): block.moe for name, block in blocks.items()}
+    source = load_layers(layers, folder, family, progress=progress)
+    _load_rest(model, source, tuple(f"{name}." for name in blocks))
+    in_file = [names_of(family).block_in(source, number) for number in layers]
+    if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
+        warnings.warn(f"{folder}: {found}", stacklevel=2)
 
 
 def _on_meta(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -391,12 +485,13 @@ def _checked_config(folder: Path) -> tuple[Any, MoEConfig]:
 
 
 def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
-    """The text model's configuration and its family."""
+    """The text model's configuration and its family, of which a checkpoint is read."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {config.model_type!r} is not among the known families {', '.join(FAMILIES)}; add it to "
-            f"ep_moe.integrations.transformers.FAMILIES and ep_moe.checkpoint.families.FAMILIES"
+            f"model_type {config.model_type!r} is not among the families whose checkpoints are read by expert "
+            f"({', '.join(FAMILIES)}); load the whole model on each rank and call "
+            f"expert_parallel(AutoModelForCausalLM.from_pretrained(path), context)"
         )
     return config, FAMILIES[config.model_type]
 

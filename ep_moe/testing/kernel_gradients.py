@@ -16,7 +16,7 @@ from ep_moe.types import Activation, Received, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import parts_of
 
-EXACT = (Activation.SWIGLU, Activation.GEGLU, Activation.RELU2)  # the clamped SwiGLU has no such numbers
+EXACT = (Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH, Activation.RELU2)  # clamps have no such numbers
 ROWS = 12
 LARGE = 64.0  # of a gate
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, registry
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
-from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES
@@ -22,6 +22,8 @@ from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 from tests.fixtures.flashinfer_cutlass_gpu import BF16, DEEPSEEK, GPU, QWEN3, SMALL, rows
+
+COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
 
 REASON = (
     "torch sees no GPU"
@@ -87,7 +89,7 @@ def test_small_shapes_at_the_alignment_limit(scheme, count):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
+@pytest.mark.parametrize("activation", COMPUTED, ids=lambda a: a.value)
 @pytest.mark.parametrize("scheme", SM90_SCHEMES)
 def test_every_activation(scheme, activation, bias):
     config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=bias)

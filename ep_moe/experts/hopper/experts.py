@@ -24,6 +24,8 @@ from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.layouts.per_block import PerBlock
 
+# what the kernels' programs compute; they would take any other for the last of their cases
+ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})
 _PLACES = 32  # of calls that are remembered
 
 
@@ -180,7 +182,7 @@ class HopperExperts(Experts):
 _HOPPER = ExpertsCapabilities(
     layouts=frozenset({RowLayout.RANK_MAJOR}),
     weightings=frozenset(Weighting),
-    activations=frozenset(Activation),
+    activations=ACTIVATIONS,
     dtypes=frozenset({torch.bfloat16}),
     schemes=frozenset({PLAIN.name}),
     biases=False,

@@ -18,6 +18,7 @@ from tests.fixtures.experts import (
     EXPERTS,
     HIDDEN,
     INNER,
+    LIMIT,
     ROWS,
     TOP_K,
     bound,
@@ -231,9 +232,23 @@ def test_clamped_activation_is_gpt_oss(dtype):
     torch.testing.assert_close(activate(h, config), module._apply_gate(by_turns), rtol=0, atol=0)
 
 
+def test_limited_activation_is_deepseek_v4():
+    deepseek_v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    module = deepseek_v4.DeepseekV4Experts.__new__(deepseek_v4.DeepseekV4Experts)
+    torch.nn.Module.__init__(module)
+    module.limit, module.act_fn = LIMIT, silu
+    h = torch.randn(50, 2 * INNER, generator=torch.Generator().manual_seed(0)) * 3
+    torch.testing.assert_close(activate(h, shape(Activation.SWIGLU_LIMITED)), module._apply_gate(h), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("activation", "name"),
-    [(Activation.SWIGLU, "silu"), (Activation.GEGLU, "gelu"), (Activation.RELU2, "relu2")],
+    [
+        (Activation.SWIGLU, "silu"),
+        (Activation.GEGLU, "gelu"),
+        (Activation.GEGLU_TANH, "gelu_pytorch_tanh"),
+        (Activation.RELU2, "relu2"),
+    ],
 )
 def test_activation_is_the_one_transformers_knows(activation, name):
     function = pytest.importorskip("transformers.activations").ACT2FN[name]

@@ -30,7 +30,7 @@ def test_reference_quantised(scheme):
 
 
 def test_reference_with_every_activation():
-    assert check_experts(ReferenceExperts, device=CPU, schemes=["none"]) == 24
+    assert check_experts(ReferenceExperts, device=CPU, schemes=["none"]) == 42
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="emulated, on the CPU")

@@ -8,7 +8,17 @@ import warnings
 import pytest
 import torch
 
-from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
+from ep_moe import (
+    Activation,
+    BackendUnavailable,
+    ConfigError,
+    EPContext,
+    MoEConfig,
+    MoELayer,
+    RankLayout,
+    Wire,
+    registry,
+)
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.experts.hopper.experts import Bf16TritonExperts, Fp8BlockTritonExperts, Fp8TensorTritonExperts
@@ -158,9 +168,37 @@ def test_shapes_dtypes_and_schemes(kernel, scheme, dtype, fields, sentence):
 
 
 @pytest.mark.parametrize("kernel", [FlashInferCutlassExperts, Fp8BlockTritonExperts], ids=lambda k: k.name)
-def test_every_activation_is_served(kernel):
+def test_every_activation_is_served_or_refused(kernel):
     for activation in Activation:
-        assert reason(kernel.name, "fp8_block", activation=activation) is None
+        why = reason(kernel.name, "fp8_block", activation=activation)
+        served = "geglu, relu2, swiglu, swiglu_clamped"
+        lacks = f"activation {activation.value} is not among {served}"
+        assert why == (None if activation.value in served.split(", ") else lacks)
+
+
+@pytest.mark.parametrize("kind", ["experts", "fused"])
+def test_each_kernel_computes_what_its_program_has(kind):
+    """An activation that is new to the package is refused by each kernel but the reference, until its program has it:
+    programs take an activation that they do not know for the last one of their cases."""
+    programs = {
+        "reference": set(Activation),
+        "flashinfer_cutedsl": {Activation.SWIGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2},
+        "flashinfer_trtllm": {Activation.SWIGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2},
+        "flashinfer_trtllm_monolithic": {Activation.SWIGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2},
+        **{name: {Activation.SWIGLU} for name in registry.built_in("fused") if "mega" in name},
+    }
+    four = {Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2}
+    for name in registry.built_in(kind):
+        can = registry.load(kind, name).capabilities
+        assert can.activations == programs.get(name, four), name
+        for activation in Activation:
+            shape = config(activation=activation)
+            scheme = SCHEMES[sorted(can.schemes)[0]]
+            dtype = next(iter(can.dtypes))
+            why = can.problem(shape, dtype, 1, scheme, None)
+            assert (activation in can.activations) != (why or "").startswith(f"activation {activation.value} is not"), (
+                name
+            )
 
 
 def test_an_activation_that_a_kernel_lacks(monkeypatch):

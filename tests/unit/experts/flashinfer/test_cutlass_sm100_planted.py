@@ -10,7 +10,7 @@ import torch
 from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass, cutlass_op
-from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
+from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExperts
 from ep_moe.experts.layouts import widened
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
@@ -318,7 +318,7 @@ def test_shapes_that_are_refused(name, fields, etp, sentence):
 
 @each_scheme
 def test_half_precision_biases_and_every_activation_are_served(name):
-    for activation in Activation:
+    for activation in ACTIVATIONS:
         config = shape(activation, bias=True)
         for dtype in (BF16, torch.float16):
             options = ExpertsOptions(deterministic=True)

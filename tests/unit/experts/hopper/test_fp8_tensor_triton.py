@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.hopper import gemm_skinny
+from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.quant.fp8_tensor_kernels import round_rows
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
@@ -32,6 +33,8 @@ from tests.fixtures.bf16_triton import (
     sorted_first,
 )
 from tests.fixtures.fp8_tensor_triton import FP8, STATIC, build, rounded
+
+COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
 
 TINY = (MoEConfig(hidden_size=128, intermediate_size=128, num_experts=16, top_k=4), 3)
 
@@ -49,7 +52,7 @@ def test_within_the_bound(count):
     check(experts, tensors, rows(*SMALL, count))
 
 
-@pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
+@pytest.mark.parametrize("activation", COMPUTED, ids=lambda a: a.value)
 def test_every_activation(activation):
     config = dataclasses.replace(SMALL[0], activation=activation)
     experts, tensors = build(config, SMALL[1])

@@ -1,0 +1,290 @@
+"""Experts of any transformers model, read one by one from the files, under the names that transformers has for them.
+
+transformers says for each model how the tensors of its files become those of its modules: by renamings, and by
+converters that run operations such as `MergeModulelist`. All of that is taken from it. An operation that treats experts
+apart runs on the tensors of one expert as it runs on those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    MergeModulelist,
+    Split,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ep_moe.checkpoint.formats import NUMBERS
+from ep_moe.checkpoint.matrices import CODES
+from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.unread import listed
+from ep_moe.errors import CheckpointError
+from ep_moe.types import dtype_name
+
+_ALONG_A_DIM = (Chunk, Concatenate, Interleave, Split)
+
+
+def in_file(name: str, _: object) -> str:
+    """The name of a tensor that transformers' mapping takes: that of the file."""
+    return name
+
+
+@dataclass
+class Recipe:
+    """How transformers makes parameters of tensors of the files.
+
+    target: the parameter, by its full name; of a converter with several, the first
+    sources: a converter's pattern -> the tensors that it matches, in transformers' order
+    converter: None for a tensor that is only renamed
+    """
+
+    target: str
+    converter: WeightConverter | None = None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        return [name for names in self.sources.values() for name in names]
+
+
+class Destinations:
+    """What becomes of each tensor of a checkpoint in a model.
+
+    recipes: parameter or buffer of the model -> how it is made
+    unknown: tensors that the model has no place for -> the name that they would have there
+    companions: tensors that belong to another: scales of codes
+    used: the entries of transformers' mapping that applied, in its order
+    """
+
+    def __init__(self, model: PreTrainedModel, source: CheckpointSource) -> None:
+        self.recipes: dict[str, Recipe] = {}
+        self.unknown: dict[str, str] = {}
+        stems = {_stem(name, source) for name in source.names()}
+        self.companions = {part for stem in stems for part in source.companions(stem)}
+        mapping = get_model_conversion_mapping(model)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        state, base = model.state_dict(), model.base_model_prefix
+        # as transformers goes through them: some renamings depend on the names before
+        for name in sorted(stems - self.companions, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, base, state)
+            if target not in state and name in state:
+                target, pattern = rename_source_key(name, [], [], base, state)
+            if target not in state:
+                self.unknown[name] = target
+                continue
+            converter = None if pattern is None else by_pattern[pattern]
+            recipe = self.recipes.setdefault(target, Recipe(target, converter))
+            if recipe.converter is not converter or (converter is None and recipe.sources):
+                other = recipe.names()[0]
+                raise CheckpointError(
+                    f"{source.location(name)} and {source.location(other)} are both {target}; remove what is not meant"
+                )
+            recipe.sources.setdefault(pattern or name, []).append(name)
+        self.used = [one for one in mapping if one.was_used()]
+
+
+def _stem(name: str, source: CheckpointSource) -> str:
+    """The name of a matrix by a tensor of its codes."""
+    return next((name.removesuffix(end) for end in CODES if name.endswith(end)), name)
+
+
+class ExpertRecipe:
+    """A recipe whose parameters have all experts, run for one expert.
+
+    wanted: the parameters of its module, on the meta device
+    """
+
+    def __init__(self, recipe: Recipe, wanted: Mapping[str, Tensor], source: CheckpointSource, config: Any) -> None:
+        self.recipe, self.wanted, self.source, self._config = recipe, wanted, source, config
+        self.experts = wanted[recipe.target].shape[0]
+        self._model = _OneExpert(wanted)
+        self.numbered = any("*" in pattern for pattern in recipe.sources)
+        self.column = -1  # which part of the names is the number of an expert
+        if (converter := recipe.converter) is not None:
+            for index, operation in enumerate(converter.operations):
+                wrong = _mixes_experts(operation, first=index == 0, numbered=self.numbered)
+                if wrong is not None:
+                    raise CheckpointError(
+                        f"{source.location(recipe.names()[0])} becomes {recipe.target} by {operation!r}, and {wrong}: "
+                        f"ep_moe cannot read one expert of it; load the model with from_pretrained, write it with "
+                        f"save_pretrained(..., save_original_format=False), and load that"
+                    )
+        self._check_numbers()
+
+    def quantized(self) -> bool:
+        """Whether any of its tensors is codes that can be read."""
+        return any(self.source.matrix(name).quantized for name in self.recipe.names())
+
+    def check(self) -> list[str]:
+        """The parameters that it makes, in their shapes. Raises CheckpointError, from headers alone."""
+        shapes = {name: self._shape(name) for name in self.recipe.names()}
+        for name, shape in shapes.items():
+            if not self.numbered and shape[:1] != (self.experts,):
+                raise self._wrong_shape(name, shape)
+        first = self._first()
+        for names in self.recipe.sources.values() if self.numbered else ():
+            for name in names:
+                if shapes[name] != shapes[names[0]]:
+                    raise CheckpointError(
+                        f"{self.source.location(name)} must have shape {list(shapes[names[0]])}, as that of the other "
+                        f"experts, got {list(shapes[name])}; fetch the checkpoint again"
+                    )
+        lead = () if self.numbered else (1,)
+        cut = slice(0 if self.numbered else 1, None)
+        try:
+            made = self._run({p: torch.empty(lead + shapes[name][cut], device="meta") for p, name in first.items()})
+        except Exception as error:  # sizes that an operation cannot join
+            got = ", ".join(f"{self.source.location(name)} {list(shapes[name])}" for name in first.values())
+            raise CheckpointError(f"{self.recipe.target} cannot be made of {got}: {error}; fetch it again") from error
+        for name, tensor in made.items():
+            if name not in self.wanted or tensor.shape != self.wanted[name].shape[1:]:
+                source = next(iter(first.values()))
+                raise self._wrong_shape(source, shapes[source], tensor)
+        return list(made)
+
+    def read(self, expert: int) -> dict[str, Tensor]:
+        """Full name of a parameter -> this expert's part of it."""
+        if self.numbered:
+            found = {p: self._numbers(names[expert], None) for p, names in self.recipe.sources.items()}
+        else:
+            found = {p: self._numbers(names[0], expert) for p, names in self.recipe.sources.items()}
+        return self._run(found)
+
+    def _numbers(self, name: str, expert: int | None) -> Tensor:
+        """A tensor of one expert, or one expert's part of one of all, [1, ...]."""
+        if expert is None:
+            return self.source.read(name)
+        matrix = self.source.matrix(name)
+        if matrix.quantized:
+            return matrix.numbers(expert=expert).unsqueeze(0)
+        return self.source.raw(name, slice(expert, expert + 1))
+
+    def _run(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run transformers' operations on one expert's tensors, and drop the dimension of the experts."""
+        converter, target = self.recipe.converter, self.recipe.target
+        if converter is None:
+            (tensor,) = found.values()
+            return {target: tensor[0]}
+        tensors: dict[str, Any] = {pattern: [tensor] for pattern, tensor in found.items()}
+        for operation in converter.operations:
+            tensors = operation.convert(
+                tensors,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=target,
+                model=self._model,
+                config=self._config,
+                missing_keys=None,
+            )
+        prefix, _, suffix = next(target.partition(name) for name in tensors if name in target)
+        made = {f"{prefix}{name}{suffix}": tensor for name, tensor in tensors.items()}
+        return {name: (tensor[0] if isinstance(tensor, list) else tensor)[0] for name, tensor in made.items()}
+
+    def _first(self) -> dict[str, str]:
+        return {pattern: names[0] for pattern, names in self.recipe.sources.items()}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of the numbers; raises CheckpointError where they cannot be read."""
+        shape, dtype = self.source.shape(name), self.source.dtype(name)
+        if dtype not in NUMBERS:
+            got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
+            known = " or ".join(map(dtype_name, NUMBERS))
+            raise CheckpointError(
+                f"{self.source.location(name)} must be {known}, got {got}{self.source.declared.said}; dequantise the "
+                f"checkpoint to bf16 first"
+            )
+        return shape
+
+    def _check_numbers(self) -> None:
+        """Each pattern has one tensor, or one of each expert: transformers goes by their order, and sees no gap."""
+        for pattern in [] if self.recipe.converter is None else self.recipe.converter.source_patterns:
+            if pattern not in self.recipe.sources:
+                raise CheckpointError(
+                    f"{self.source.folder} has no {pattern} for {self.recipe.target}, and has "
+                    f"{listed(self.recipe.names())}; fetch the checkpoint again"
+                )
+        for pattern, names in self.recipe.sources.items():
+            if "*" in pattern:
+                self.recipe.sources[pattern] = self._by_number(names)
+            elif len(names) > 1 or self.numbered:
+                both = " and ".join(self.source.location(name) for name in self.recipe.names()[:2])
+                raise CheckpointError(f"{both} become {self.recipe.target}; remove what is not meant")
+
+    def _by_number(self, names: list[str]) -> list[str]:
+        """The tensors of experts 0, 1, ... of one pattern. Raises CheckpointError unless all are there, and no more."""
+        self.column, by_number = _numbered(names)
+        if missing := sorted(set(range(self.experts)) - by_number.keys()):
+            parts = names[0].split(".")
+            name = ".".join([*parts[: self.column], str(missing[0]), *parts[self.column + 1 :]])
+            raise CheckpointError(
+                f"{name} is missing in {self.source.folder}: {len(missing)} of {self.experts} experts of "
+                f"{self.recipe.target} are not there; fetch the checkpoint again"
+            )
+        if extra := [name for number, name in by_number.items() if number >= self.experts]:
+            raise CheckpointError(
+                f"{self.source.folder} has {listed(extra)}, and {self.recipe.target} has {self.experts} experts; "
+                f"config.json must state the number that the checkpoint has"
+            )
+        return [by_number[number] for number in range(self.experts)]
+
+    def _wrong_shape(self, name: str, shape: tuple[int, ...], made: Tensor | None = None) -> CheckpointError:
+        got = "" if made is None else f", which makes {[self.experts, *made.shape]}"
+        return CheckpointError(
+            f"{self.source.location(name)} has shape {list(shape)}{got}, and {self.recipe.target} must have "
+            f"{list(self.wanted[self.recipe.target].shape)}; fetch the checkpoint that belongs to config.json"
+        )
+
+
+class _OneExpert:
+    """A model as an operation sees it that asks for the shape of a parameter: with one expert."""
+
+    def __init__(self, wanted: Mapping[str, Tensor]) -> None:
+        self._wanted = wanted
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty((1, *self._wanted[name].shape[1:]), device="meta")
+
+
+def _mixes_experts(operation: ConversionOps, *, first: bool, numbered: bool) -> str | None:
+    """None, or why an operation on all experts is not the same operation on each."""
+    kind = type(operation)
+    if numbered and first:
+        stacks = kind is MergeModulelist and operation.dim == 0
+        return None if stacks else "it is not the stacking of experts in their order"
+    if kind in _ALONG_A_DIM:
+        return None if operation.dim > 0 else "it goes along the experts"
+    if kind is Transpose:
+        apart = operation.dim0 > 0 and operation.dim1 > 0
+        return None if apart else "it moves the dimension of the experts"
+    return "nothing says that it treats experts apart"
+
+
+def _numbered(names: list[str]) -> tuple[int, dict[int, str]]:
+    """Which part of the names is the number of an expert, and the names by it."""
+    parts = [name.split(".") for name in names]
+    if len({len(one) for one in parts}) == 1:
+        columns = list(enumerate(zip(*parts, strict=True)))
+        differ = [pair for pair in columns if len(names) == 1 or len(set(pair[1])) > 1]
+        numbers = [pair for pair in differ if all(part.isdigit() for part in pair[1])]
+        if numbers and (len(names) == 1 or len(differ) == 1):
+            column, found = numbers[-1]
+            by_number = dict(zip(map(int, found), names, strict=True))
+            if len(by_number) == len(names):
+                return column, by_number
+    raise CheckpointError(f"{', '.join(names[:3])} do not differ in the number of an expert alone; rename them")

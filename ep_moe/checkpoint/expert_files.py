@@ -1,0 +1,171 @@
+"""The experts of a transformers model in the files of a checkpoint, and what is left for the rest of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist
+
+from ep_moe.checkpoint.conversion import Destinations, ExpertRecipe
+from ep_moe.checkpoint.declared import foreign, foreign_refusal
+from ep_moe.checkpoint.factors import check_fits
+from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert
+from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.unread import HARMLESS_NAMES, listed
+from ep_moe.errors import CheckpointError
+
+
+class ExpertFiles:
+    """The experts of a model in the files of a checkpoint, and what is left for the rest of the model.
+
+    modules: full name of each module of experts -> its number of experts
+    left_out: tensors outside the blocks that the model has no place for
+    formats: of each module, the block and the format in which `reader` knows its experts; None if in none
+    """
+
+    def __init__(self, model: PreTrainedModel, source: CheckpointSource, modules: Iterable[str]) -> None:
+        """Look for all experts of all modules, in headers alone.
+
+        Args:
+            model: on the meta device, as transformers makes it, in the dtypes that its parameters shall have.
+            source: the checkpoint, `called` by `in_file`.
+            modules: names of the modules of experts.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous, or of another shape or dtype, or transformers makes
+                one by an operation that does not treat experts apart.
+        """
+        self.source, self.model = source, model
+        self.destinations = Destinations(model, source)
+        self.modules: dict[str, int] = {}
+        self.formats: dict[str, tuple[str, ExpertFormat] | None] = {}
+        self._made: dict[str, list[ExpertRecipe]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}  # the model may lose the modules before `read`
+        taken: set[str] = set()
+        for module_name in modules:
+            module = model.get_submodule(module_name)
+            wanted = {f"{module_name}.{name}": tensor for name, tensor in module.state_dict().items()}
+            self.modules[module_name] = len(next(iter(wanted.values())))
+            self._dtypes |= {name: tensor.dtype for name, tensor in wanted.items()}
+            found = [self.destinations.recipes[name] for name in wanted if name in self.destinations.recipes]
+            recipes = [ExpertRecipe(one, wanted, source, model.config) for one in found]
+            self.formats[module_name] = known = known_format(module, module_name, recipes)
+            # codes are read in known formats alone, which look at them in `check`
+            trusted = known is not None and any(one.quantized() for one in recipes)
+            made = {name for one in recipes for name in ([one.recipe.target] if trusted else one.check())}
+            if missing := [name for name in wanted if name not in made]:
+                raise CheckpointError(self._missing(missing, module_name))
+            self._made[module_name] = recipes
+            taken |= {one.recipe.target for one in recipes}
+        self.rest = {name: one for name, one in self.destinations.recipes.items() if name not in taken}
+        self.left_out = self._left_out()
+
+    def read(self, module: str, expert: int) -> dict[str, Tensor]:
+        """One expert's tensors by the names of the module's parameters, each without its first dimension.
+
+        No bytes of another expert are read. Raises CheckpointError.
+        """
+        read: dict[str, Tensor] = {}
+        for one in self._made[module]:
+            for name, tensor in one.read(expert).items():
+                dtype = self._dtypes[name]
+                where = f"{name}, expert {expert}"
+                read[name.removeprefix(f"{module}.")] = check_fits(where, tensor, dtype).to(dtype)
+        return read
+
+    def _missing(self, missing: list[str], module: str) -> str:
+        unknown = [name for name, target in self.destinations.unknown.items() if target.startswith(_block(module))]
+        self._refuse_foreign(module, unknown)
+        said = f"; {listed(unknown)} is there instead" if unknown else ""
+        return (
+            f"{listed(missing)} is missing in {self.source.folder}, under that name and each that transformers has for "
+            f"it{said}{self.source.declared.said}; fetch the checkpoint again, or dequantise it to bf16 if it has codes"
+        )
+
+    def _refuse_foreign(self, what: str, unknown: list[str]) -> None:
+        for name, called in foreign(unknown, self.source.declared).items():
+            raise CheckpointError(foreign_refusal(what, name, called))
+
+    def _left_out(self) -> list[str]:
+        """What the model has no place for. Raises CheckpointError if any is in a block with experts."""
+        ignored = [HARMLESS_NAMES, *map(re.compile, self.model._keys_to_ignore_on_load_unexpected or ())]
+        unknown = {
+            name: target
+            for name, target in self.destinations.unknown.items()
+            if not any(each.search(name) or each.search(target) for each in ignored)
+        }
+        blocks = tuple(_block(module) for module in self.modules)
+        if inside := [name for name, target in unknown.items() if target.startswith(blocks)]:
+            self._refuse_foreign(str(self.source.folder), inside)
+            raise CheckpointError(
+                f"{self.source.folder} has {listed(inside)}, which {type(self.model).__name__} has no place for: "
+                f"outputs would be wrong without{self.source.declared.said}; fetch the checkpoint that belongs to "
+                f"config.json, or dequantise it to bf16 if these are codes"
+            )
+        return list(unknown)
+
+
+def _block(module: str) -> str:
+    """The prefix of the block that a module of experts is in."""
+    return f"{module.rpartition('.')[0]}."
+
+
+def known_format(module: nn.Module, name: str, recipes: Iterable[ExpertRecipe]) -> tuple[str, ExpertFormat] | None:
+    """The block and the format of `reader` in which the experts are stored, None if in none.
+
+    Such experts are read in their own bytes where a layer is quantised alike, and cut over etp before they are read.
+    """
+    if not module.has_gate:
+        return None
+    by_name = {one.recipe.target.removeprefix(f"{name}."): one for one in recipes}
+    biases = {"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set()
+    if by_name.keys() != {"gate_up_proj", "down_proj"} | biases:
+        return None
+    gate_up, down = by_name["gate_up_proj"], by_name["down_proj"]
+    if all(one.recipe.converter is None for one in by_name.values()):
+        return _fused(module, {each: one.recipe.names()[0] for each, one in by_name.items()})
+    straight = module.is_concatenated and not module.is_transposed and not biases
+    if straight and _stacks(gate_up, 2) and _stacks(down, 1):
+        return _per_expert([*gate_up.recipe.sources.values(), *down.recipe.sources.values()], gate_up.column)
+    return None
+
+
+def _stacks(one: ExpertRecipe, sources: int) -> bool:
+    """Whether a recipe stacks the experts of each source, and puts the sources one below another."""
+    converter = one.recipe.converter
+    if converter is None or len(converter.source_patterns) != sources or len(converter.target_patterns) != 1:
+        return False
+    kinds = [type(operation) for operation in converter.operations]
+    dims = [getattr(operation, "dim", None) for operation in converter.operations]
+    return (kinds, dims) == (([MergeModulelist, Concatenate], [0, 1]) if sources == 2 else ([MergeModulelist], [0]))
+
+
+def _per_expert(sources: list[list[str]], column: int) -> tuple[str, ExpertFormat] | None:
+    """sources: the tensors of all experts, of gate, up and down"""
+    prefix = sources[0][0].split(".")[:column]
+    ends = [names[0].split(".")[column + 1 :] for names in sources]
+    block, relative = ".".join(prefix), [".".join(["{e}", *end]) for end in ends]
+    for names, each in zip(sources, relative, strict=True):
+        if names != [f"{block}.{each.format(e=expert)}" for expert in range(len(names))]:
+            return None
+    return block, PerExpert(*relative)
+
+
+def _fused(module: nn.Module, names: Mapping[str, str]) -> tuple[str, ExpertFormat] | None:
+    parts = [names[each].split(".") for each in ("gate_up_proj", "down_proj")]
+    length = next(i for i, pair in enumerate(zip(*parts, strict=False)) if pair[0] != pair[1])
+    block, (gate_up, down) = ".".join(parts[0][:length]), (".".join(one[length:]) for one in parts)
+    if any(names[each] != f"{names[each.removesuffix('_bias')]}_bias" for each in names if each.endswith("_bias")):
+        return None
+    fused = Fused(
+        gate_up=gate_up,
+        down=down,
+        transposed=bool(module.is_transposed),
+        interleaved=not module.is_concatenated,
+        bias=bool(module.has_bias),
+    )
+    return (block, fused) if block else None

@@ -1,0 +1,275 @@
+"""A model with expert-parallel layers as a checkpoint that transformers loads, written by one rank.
+
+The experts of one layer at a time are sent to the rank that writes, so none holds those of all layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from ep_moe.checkpoint.reader import INDEX, SINGLE
+from ep_moe.checkpoint.skeleton import swapped
+from ep_moe.errors import CheckpointError, ConfigError, PeerTimeout
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.rank_group import barrier
+
+_LONGEST_S = 86400.0  # for the writing, while the other ranks wait
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedExperts:
+    """A layer, and how transformers' module of its experts holds them.
+
+    name: of that module; transposed, interleaved: as transformers' experts interface says it
+    """
+
+    name: str
+    layer: MoELayer
+    transposed: bool
+    interleaved: bool
+
+    def tensors(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One expert's canonical tensors by the names of the module's parameters, in their layout."""
+        first, second = self._gate_up(whole["w13"]), whole["w2"]
+        if self.transposed:
+            first, second = first.mT, second.mT
+        name = "gate_up_proj" if self.layer.config.activation.gated else "up_proj"
+        found = {name: first, "down_proj": second}
+        if self.layer.config.expert_bias:
+            found |= {f"{name}_bias": self._gate_up(whole["w13_bias"]), "down_proj_bias": whole["w2_bias"]}
+        return found
+
+    def stand_in(self) -> nn.Module:
+        """A module with these parameters of all experts on the meta device."""
+        config, dtype = self.layer.config, self.layer.expert_weights.dtype
+        sizes: dict[str, tuple[int, ...]] = {
+            "w13": (config.w13_rows, config.hidden_size),
+            "w2": (config.hidden_size, config.intermediate_size),
+        }
+        sizes |= {"w13_bias": (config.w13_rows,), "w2_bias": (config.hidden_size,)} if config.expert_bias else {}
+        one = self.tensors({name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()})
+        module = nn.Module()
+        for name, tensor in one.items():
+            whole = torch.empty((config.num_experts, *tensor.shape), dtype=dtype, device="meta")
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=False))
+        return module
+
+    def _gate_up(self, rows: Tensor) -> Tensor:
+        if not (self.interleaved and self.layer.config.activation.gated):
+            return rows
+        return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+
+
+def save_model(
+    model: Any,
+    folder: Path,
+    experts: list[SavedExperts],
+    rest: Callable[[], dict[str, Tensor]],
+    places: Mapping[str, nn.Module],
+    *,
+    original: bool,
+    shard_bytes: int,
+) -> None:
+    """Write a model's configuration and weights. Called by all ranks of the layers' context.
+
+    Args:
+        model: of transformers.
+        folder: made if it is not there; an earlier checkpoint in it is replaced.
+        experts: of all layers, in one order on all ranks.
+        rest: all other tensors by transformers' names, called on the rank that writes.
+        places: what stands in the model while names are reverted: stand-ins with transformers' parameters.
+        original: under the names of the model's published checkpoints, else under those of its modules.
+        shard_bytes: of a file, at most, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: the layers are quantised, or divided over pipeline stages.
+        CheckpointError: on all ranks, when the one that writes cannot.
+    """
+    context = experts[0].layer.context
+    _check(experts)
+    writer = _Writer(folder, shard_bytes) if context.layout.place == 0 else None
+    problem: Exception | None = None
+    try:
+        with swapped(model, places):
+            if writer is not None:
+                problem = _tried(lambda: _write(writer, model, _checked(model, rest()), original))
+            for one in experts:
+                whole = _gathered(one)
+                if writer is not None and problem is None:
+                    problem = _tried(partial(_write, writer, model, whole, original))
+        if writer is not None and problem is None:
+            problem = _tried(lambda: writer.close(model))
+    except PeerTimeout:
+        raise
+    except Exception as error:
+        problem = error
+    if writer is not None:
+        writer.remove_unfinished()
+    context.consensus.healthy("save", problem, deadline_s=_LONGEST_S)
+    stage = context.rank_groups["stage"]
+    if stage.size > 1:  # ranks of other EP groups too find the files when they return
+        with stage.flight_recorder.step("wait for the checkpoint", more_s=_LONGEST_S):
+            barrier(context.device, stage.group)
+
+
+def _check(experts: list[SavedExperts]) -> None:
+    layout = experts[0].layer.context.layout
+    if layout.pp > 1:
+        raise ConfigError(f"ParallelConfig.pp must be 1 for save_pretrained, got {layout.pp}; save state_dict()")
+    for one in experts:
+        scheme = one.layer.expert_weights.scheme
+        if not scheme.plain:
+            raise ConfigError(
+                f"quantization must be none for save_pretrained, got {scheme.name} in {one.layer.name}; keep the "
+                f"checkpoint that the model was loaded from, or save state_dict() on every rank"
+            )
+
+
+def _tried(act: Callable[[], None]) -> Exception | None:
+    """The peers go on to send: a problem is raised when all are done."""
+    try:
+        act()
+    except Exception as error:
+        return error if isinstance(error, ConfigError) else CheckpointError(f"the model cannot be saved: {error}")
+    return None
+
+
+def _checked(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers would save of the rest of a model: of tied weights one."""
+    sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "full_tensor")]
+    if sharded:
+        raise ConfigError(
+            f"{sharded[0]} is sharded over ranks, and save_pretrained writes whole tensors; gather it, or use "
+            f"torch.distributed.checkpoint"
+        )
+    kept = {name: tensor for name, tensor in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
+    found: dict[str, Tensor] = remove_tied_weights_from_state_dict(kept, model)
+    return found
+
+
+def _write(writer: _Writer, model: Any, tensors: dict[str, Tensor], original: bool) -> None:
+    writer.write(revert_weight_conversion(model, tensors) if original else tensors)
+
+
+@torch.no_grad()
+def _gathered(one: SavedExperts) -> dict[str, Tensor]:
+    """The tensors of all experts of a layer on the CPU of the rank that writes; nothing elsewhere."""
+    layer, layout = one.layer, one.layer.context.layout
+    if layout.replica_rank != 0:
+        return {}
+    writes, found = layout.place == 0, {}
+    with layer.context.flight_recorder.step("gather experts to save", layer.name, counted=False, more_s=_LONGEST_S):
+        for expert, tensors in _each(one):
+            if writes:
+                for name, tensor in tensors.items():
+                    if name not in found:
+                        shape = (layer.config.num_experts, *tensor.shape)
+                        found[name] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+                    found[name][expert].copy_(tensor)
+    return {f"{one.name}.{name}": tensor for name, tensor in found.items()}
+
+
+def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Each expert on the rank that writes, from its owner; what its owner has of it on that one."""
+    layer, layout = one.layer, one.layer.context.layout
+    weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
+    expert_map = layer.placement.expert_map
+    stand_in = dict(one.stand_in().named_parameters())
+    for expert in range(layer.config.num_experts):
+        owner = expert_map.primary_owner(expert)
+        tensors: dict[str, Tensor] = {}
+        if layout.ep_rank == owner:  # over etp together
+            tensors = one.tensors(weights.whole(weights.held[expert][0]))
+        if layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
+            if layout.ep_rank == 0:
+                tensors = {
+                    n: torch.empty(t.shape[1:], dtype=t.dtype, device=weights.device) for n, t in stand_in.items()
+                }
+            act, peer = (dist.irecv, owner) if layout.ep_rank == 0 else (dist.isend, 0)
+            wires = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            for work in dist.batch_isend_irecv([dist.P2POp(act, t, ep.ranks[peer], ep.group) for t in wires.values()]):
+                work.wait()
+            tensors = wires
+        yield expert, tensors
+
+
+class _Writer:
+    """Writes tensors into files of a bounded size, whose names are known when all are there."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []  # names of the tensors in each
+        self._bytes = 0
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensor = tensors.pop(name)
+            if self._pending and sum(map(_size, self._pending.values())) + _size(tensor) > self._shard_bytes:
+                self._flush()
+            self._pending[name] = tensor.detach().to("cpu").contiguous()
+        self._pending = {name: _own(tensor) for name, tensor in self._pending.items()}
+
+    def close(self, model: Any) -> None:
+        """Give the files their names, and write what describes them."""
+        self._flush()
+        for old in self._folder.iterdir():
+            if _OURS.fullmatch(old.name) or old.name == INDEX:
+                old.unlink()
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._files, 1):
+            file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            self._unfinished(number).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        config = deepcopy(model.config)
+        config.dtype, config.architectures = str(model.dtype).removeprefix("torch."), [type(model).__name__]
+        for part in (config, config.get_text_config()):
+            vars(part).pop("quantization_config", None)  # of the files that were read: these have numbers
+        config.save_pretrained(self._folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(self._folder)
+
+    def remove_unfinished(self) -> None:
+        for number in range(1, len(self._files) + 2):
+            with suppress(OSError):
+                self._unfinished(number).unlink()
+
+    def _unfinished(self, number: int) -> Path:
+        return self._folder / f".unfinished-{number:05}.safetensors"
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._files.append(list(self._pending))
+            self._bytes += sum(map(_size, self._pending.values()))
+            save_file(self._pending, self._unfinished(len(self._files)), {"format": "pt"})
+            self._pending = {}
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A view of a layer's experts would keep all of them."""
+    return tensor if tensor.untyped_storage().nbytes() == _size(tensor) else tensor.clone()

@@ -1,0 +1,150 @@
+"""Models of which the experts alone are replaced, against the untouched ones, in float32."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import EPContext, ParallelConfig
+from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
+from ep_moe.integrations.transformers import expert_parallel, idle_step, moe_layers
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.transformers_models import outcome, tiny_ids, tiny_transformers_model
+
+BOUND = 1e-5  # of the largest number: float32's rounding through the layers
+FAMILIES = {
+    1: ["olmoe", "minimax_m3_vl_text"],
+    2: [
+        "olmoe", "glm4_moe", "qwen2_moe", "qwen3_next", "minimax_m2", "deepseek_v2", "ernie4_5_moe", "hunyuan_v1_moe",
+        "granitemoe", "jamba", "nemotron_h", "phimoe", "gemma4_text", "deepseek_v4", "aria_text",
+    ],
+    4: ["glm4_moe", "nemotron_h", "openai_privacy_filter"],
+}  # fmt: skip
+LAYOUTS = {
+    1: [{}],
+    2: [{"dp": 2}, {"tp": 2}, {"tp": 2, "ep": 1, "etp": 2}],
+    4: [{"dp": 4}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}],
+}
+
+
+def model_of(kind):
+    return tiny_transformers_model(kind).to(rank_device())
+
+
+def assert_close(found, expected, where):
+    apart = {"rtol": 0, "atol": BOUND * float(expected.abs().max())}
+    torch.testing.assert_close(found, expected, **apart, msg=lambda m: f"{where}: {m}")
+
+
+@distributed(1, 2, 4, deadline_s=240)
+def test_logits_are_the_models_own(world_size):
+    """Each family on one layout, in turn."""
+    quiet()
+    for at, kind in enumerate(FAMILIES[world_size]):
+        sizes = LAYOUTS[world_size][at % len(LAYOUTS[world_size])]
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+            plain = model_of(kind)
+            ids = tiny_ids().roll(context.layout.dp_rank, 1).to(rank_device())
+            expected = outcome(plain, ids)
+            parallel = expert_parallel(plain, context)
+            assert any(isinstance(module, ExpertParallelExperts) for module in parallel.modules())
+            assert expected.std() > 0.5  # numbers that a wrong expert would change
+            assert_close(outcome(parallel, ids), expected, f"{kind} {sizes}")
+
+
+@distributed(2)
+def test_known_families_equal_the_generic_way(world_size):
+    quiet()
+    for kind in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"):
+        with EPContext.from_groups(device=rank_device()) as context, torch.no_grad():
+            by_block, by_experts = (tiny_model(kind).to(rank_device()) for _ in range(2))
+            expert_parallel(by_block, context)
+            replaced = replace_experts(by_experts, context)
+            assert len(replaced) == len(moe_layers(by_block))
+            ids = torch.randint(0, 64, (2, 9 + context.layout.dp_rank)).to(rank_device())
+            found, expected = (model(input_ids=ids).logits for model in (by_experts, by_block))
+            assert_close(found, expected, kind)
+
+
+def padded(rank):
+    """Token ids and their mask, with padding on the left of rank 0's."""
+    ids = torch.randint(3, 120, (3, 9), generator=torch.Generator().manual_seed(rank)).to(rank_device())
+    mask = torch.ones_like(ids)
+    if rank == 0:
+        mask[0, :5] = mask[2, :1] = 0
+    return ids, mask
+
+
+@distributed(2, deadline_s=120)
+def test_padding_and_generation(world_size):
+    """Padding is no load; ranks generate different numbers of tokens, which idle steps keep in step."""
+    quiet()
+    for kind in ("olmoe", "jamba"):  # jamba's layers have no attention beside them but one
+        with EPContext.from_groups(device=rank_device()) as context, torch.no_grad():
+            plain, model = model_of(kind), expert_parallel(model_of(kind), context)
+            ids, mask = padded(dist.get_rank())
+            expected, found = (m(input_ids=ids, attention_mask=mask).logits for m in (plain, model))
+            assert_close(found, expected, kind)
+            for layer in moe_layers(model):
+                assert sum(layer.stats().expert_load) == 2 * (21 + 27), "tokens times top-k"
+            how = {"max_new_tokens": 3 + 2 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
+            expected, found = (m.generate(ids, attention_mask=mask, **how) for m in (plain, model))
+            assert torch.equal(found, expected), kind
+            assert len(set(everywhere(context.flight_recorder.number))) == 1, "ranks out of step"
+
+
+@distributed(2, deadline_s=120)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_gradients_are_the_models_own(checkpointing, world_size):
+    """Rank 1 has no batch. One matrix is frozen, and stays so."""
+    quiet()
+    plain, model = model_of("olmoe"), model_of("olmoe")
+    for one in (plain, model):
+        one.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
+        one.train()
+    with EPContext.from_groups(device=rank_device()) as context:
+        expert_parallel(model, context)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        ids, mask = padded(0)
+        plain(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+        loss = model(**batch).loss if dist.get_rank() == 0 else idle_step(model)
+        loss.backward()
+        for at, (layer, other) in enumerate(zip(moe_layers(model), plain.model.layers, strict=True)):
+            theirs = other.mlp.experts
+            for expert in layer.expert_weights.held:
+                own = layer.expert_weights.get_submodule(str(expert))
+                gate, up = theirs.gate_up_proj.grad[expert].chunk(2)
+                assert_close(own.w1.grad, gate, f"{at}.{expert}.w1")
+                assert_close(own.w3.grad, up, f"{at}.{expert}.w3")
+                assert own.w2.requires_grad == (at == 1)
+                if at:
+                    assert_close(own.w2.grad, theirs.down_proj.grad[expert], f"{at}.{expert}.w2")
+        gates = [m.model.layers[1].mlp.gate.weight.grad for m in (model, plain)]
+        assert_close(gates[0], gates[1] if dist.get_rank() == 0 else torch.zeros_like(gates[1]), "router")
+
+
+@distributed(2)
+def test_a_model_on_the_meta_device_is_filled_by_expert(world_size):
+    quiet()
+    for kind in ("olmoe", "gpt_oss", "aria_text", "nemotron_h"):  # gpt_oss: transposed, interleaved, with biases
+        with EPContext.from_groups(device=rank_device()) as context:
+            plain = model_of(kind)
+            expected = outcome(plain, tiny_ids().to(rank_device()))
+            with torch.device("meta"):
+                model = type(plain)(plain.config).eval()
+            replaced = replace_experts(model, context)
+            assert all(parameter.is_meta for parameter in model.parameters())
+            model.to_empty(device=rank_device())
+            own = dict(plain.named_parameters()) | dict(plain.named_buffers())
+            with torch.no_grad():
+                for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                    if not any(name.startswith(f"{each}.") for each in replaced):
+                        tensor.copy_(own[name])
+            for name, made in replaced.items():
+                theirs = plain.get_submodule(name)
+                for expert in made.local_experts:
+                    made.write_expert(expert, {each: getattr(theirs, each)[expert] for each in made.tensor_names})
+            assert_close(outcome(model, tiny_ids().to(rank_device())), expected, kind)

@@ -1,0 +1,115 @@
+"""Models with expert-parallel layers saved as checkpoints that transformers loads, bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from ep_moe import EPContext, ExpertMap, ParallelConfig
+from ep_moe.checkpoint.reader import INDEX, SINGLE
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations.transformers import expert_parallel, load_pretrained, save_pretrained
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.checkpoint_files import FAMILIES, quiet, save, tiny_model
+from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.interface_models import FORMATS, MODELS, interface_model
+
+KINDS = {kind: interface_model for kind in MODELS if kind not in FAMILIES} | dict.fromkeys(FAMILIES, tiny_model)
+# sizes, map (None: linear)
+LAYOUTS = {
+    1: [({}, None)],
+    2: [({"tp": 2, "ep": 1, "etp": 2}, None), ({"dp": 2, "ep": 1}, None), ({"dp": 2}, ExpertMap.redundant(8, 2, 5))],
+    4: [({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, None), ({"dp": 4}, ExpertMap.round_robin(8, 4))],
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Of each kind what transformers saves, by format, and a folder for each world size."""
+    quiet()
+    root = tmp_path_factory.mktemp("saved")
+    for kind, make in KINDS.items():
+        for form, original in FORMATS.items():
+            save(make(kind), root / kind / form, save_original_format=original, max_shard_size="60KB")
+    return root
+
+
+def tensors_of(folder):
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    return found
+
+
+def check_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype
+        assert torch.equal(found[name], wanted[name]), name
+
+
+@distributed(1, 2, 4)
+def test_files_are_those_of_transformers(folders, world_size):
+    quiet()
+    for sizes, expert_map in LAYOUTS[world_size]:
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+            for kind in KINDS:
+                model = load_pretrained(folders / kind / "per_expert", context, expert_map=expert_map, progress=False)
+                for form, original in FORMATS.items():
+                    to = folders / f"by {world_size}" / kind / form
+                    save_pretrained(model, to, save_original_format=original, max_shard_bytes=60_000)
+                    if dist.get_rank() == 0:  # the folder is not shared by hosts
+                        check_equal(tensors_of(to), tensors_of(folders / kind / form))
+                        index = json.loads((to / INDEX).read_text())["weight_map"]
+                        assert len(set(index.values())) > 1
+                        assert {path.name for path in to.glob("*.safetensors")} == set(index.values())
+                        sources = (AutoModelForCausalLM.from_pretrained(one) for one in (to, folders / kind / form))
+                        check_equal(*(one.state_dict() for one in sources))
+
+
+def local():
+    return EPContext.local(torch.device("cpu"))
+
+
+def test_what_training_changed_is_saved(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local())
+    before = interface_model("olmoe").state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    (tmp_path / INDEX).write_text("an older checkpoint's")
+    save_pretrained(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {SINGLE, "config.json", "generation_config.json"}
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    check_equal(found.state_dict(), {name: tensor + 1.0 for name, tensor in before.items()})
+
+
+def test_quantised_layers_are_refused(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local(), quantization="fp8_dynamic", experts="reference")
+    with pytest.raises(ConfigError, match=r"quantization must be none for save_pretrained, got fp8_dynamic"):
+        save_pretrained(model, tmp_path)
+
+
+def test_models_without_layers_and_their_own_method_are_refused(tmp_path):
+    model = interface_model("olmoe")
+    with pytest.raises(ConfigError, match="must have expert-parallel layers, got none"):
+        save_pretrained(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"call ep_moe.integrations.transformers.save_pretrained\(model, folder\)"):
+        expert_parallel(model, local()).save_pretrained(tmp_path)
+
+
+@distributed(2)
+def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(folders):
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        model = load_pretrained(folders / "olmoe" / "per_expert", context, progress=False)
+        with pytest.raises(CheckpointError, match=r"cannot be saved: .*config\.json") as caught:
+            save_pretrained(model, folders / "olmoe" / "per_expert" / "config.json")
+        assert len(set(everywhere(str(caught.value)))) == 1
+        ids = torch.arange(5)[None].to(rank_device())
+        assert model(input_ids=ids, use_cache=False).logits.isfinite().all()  # all can go on

@@ -1,0 +1,242 @@
+"""Experts of transformers models read one by one by transformers' own names, and the rest of the models."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import conversion_mapping as mapping
+from transformers.core_model_loading import Concatenate, Interleave, Split, Transpose, WeightConverter
+
+from ep_moe.checkpoint import conversion
+from ep_moe.checkpoint.conversion import in_file
+from ep_moe.checkpoint.expert_files import ExpertFiles
+from ep_moe.checkpoint.reader import SINGLE, CheckpointSource
+from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton
+from ep_moe.errors import CheckpointError
+from ep_moe.integrations.gate_functions import is_experts
+from tests.fixtures.checkpoint_files import quiet
+from tests.fixtures.interface_models import FORMATS, MODELS, interface_checkpoints
+
+EXPERTS = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    quiet()
+    return interface_checkpoints(tmp_path_factory.mktemp("interface"))
+
+
+@pytest.fixture
+def olmoe(checkpoints, tmp_path):
+    """A folder of the test's own, and how to write other tensors into it."""
+
+    def write(change, form="per_expert"):
+        tensors = load_file(checkpoints / "olmoe" / form / SINGLE)
+        change(tensors)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / SINGLE, {"format": "pt"})
+        (tmp_path / "config.json").write_text((checkpoints / "olmoe" / form / "config.json").read_text())
+        return tmp_path
+
+    return write
+
+
+def on_meta(folder, dtype=torch.float32):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    keep_in_float32(model, dtype)
+    return model
+
+
+def files_of(folder, dtype=torch.float32):
+    model = on_meta(folder, dtype)
+    modules = [name for name, module in model.named_modules() if is_experts(module)]
+    return ExpertFiles(model, CheckpointSource(folder, called=in_file), modules)
+
+
+def loaded(folder, dtype=torch.float32):
+    files = files_of(folder, dtype)
+    load_skeleton(files.model, files, files.modules, device=torch.device("cpu"), dtype=dtype)
+    return files
+
+
+def all_tensors(model):
+    return model.state_dict() | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_all_tensors_are_those_of_from_pretrained(checkpoints, kind, form, dtype):
+    folder = checkpoints / kind / form
+    reference = all_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    files = loaded(folder, dtype)
+    seen = set()
+    for module, count in files.modules.items():
+        assert count == EXPERTS
+        for expert in range(count):
+            for name, tensor in files.read(module, expert).items():
+                torch.testing.assert_close(tensor, reference[f"{module}.{name}"][expert], rtol=0, atol=0)
+                seen.add(f"{module}.{name}")
+    rest = all_tensors(files.model)
+    assert rest.keys() == reference.keys()
+    for name in reference.keys() - seen:
+        torch.testing.assert_close(rest[name], reference[name], rtol=0, atol=0)
+    assert all(rest[name].is_meta for name in seen)  # no rank makes room for all experts
+    if (kind, dtype) == ("ernie4_5_moe", torch.bfloat16):
+        assert any(tensor.dtype == torch.float32 for name, tensor in rest.items() if name.endswith("gate.weight"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_experts_of_eight_are_a_quarter_of_the_bytes(checkpoints, kind, form):
+    files = files_of(checkpoints / kind / form)
+    assert files.source.bytes_read == 0
+    sizes = {name: tensor.nbytes for name, tensor in files.model.state_dict().items()}
+    for module in files.modules:
+        before = files.source.bytes_read
+        for expert in (1, 6):
+            files.read(module, expert)
+        whole = sum(size for name, size in sizes.items() if name.startswith(f"{module}."))
+        assert files.source.bytes_read - before == whole * 2 // EXPERTS
+
+
+def test_saving_reverts_all_names(checkpoints):
+    """The mapping that is kept on the model is the one of a model that from_pretrained loaded."""
+    folder = checkpoints / "olmoe" / "per_expert"
+    kept = loaded(folder).model._weight_conversions
+    reference = AutoModelForCausalLM.from_pretrained(folder)._weight_conversions
+    assert list(map(repr, kept)) == list(map(repr, reference))
+    assert any(isinstance(one, WeightConverter) for one in kept)
+
+
+# --- files that are not as they should be ------------------------------------------------------------------------
+
+NAME = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+
+
+def drop(*names):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def put(name, make):
+    return lambda tensors: tensors.update({name: make(tensors)})
+
+
+BROKEN = [
+    (drop(NAME.format(3, "up")), "experts.3.up_proj.weight is missing in .*: 1 of 8 experts"),
+    (drop(NAME.format(7, "down")), "experts.7.down_proj.weight is missing"),
+    (drop(*(NAME.format(e, "gate") for e in range(8))), "has no .*gate_proj.* for model.layers.1.mlp.experts.gate_up"),
+    (drop(*(NAME.format(e, "down") for e in range(8))), "layers.1.mlp.experts.down_proj is missing"),
+    (put(NAME.format(8, "down"), lambda t: t[NAME.format(0, "down")] + 1), "has .*experts.8.down_proj.weight, and"),
+    (put(NAME.format(5, "gate"), lambda t: torch.zeros(47, 32)), r"experts.5.gate_proj.weight must have shape"),
+    (put(NAME.format(5, "gate"), lambda t: torch.zeros(48, 32).int()), "experts.5.gate_proj.weight must be .* int32"),
+    (put("model.layers.0.mlp.shared.weight", lambda t: torch.zeros(2)), "shared.weight, which OlmoeForCausalLM"),
+    (put(NAME.format(0, "odd"), lambda t: torch.zeros(2)), "experts.0.odd_proj.weight, which .* no place for"),
+    (put("model.layers.1.mlp.experts.down_proj", lambda t: torch.zeros(8, 32, 48)), "become .*remove|both .*remove"),
+    (drop("model.layers.0.self_attn.q_proj.weight"), "layers.0.self_attn.q_proj.weight is missing in"),
+    (drop("model.embed_tokens.weight"), "is missing in"),
+    (put("model.norm.weight", lambda t: torch.zeros(31)), r"model.norm.weight must have shape \[32\], got \[31\]"),
+    (put("model.norm.weight", lambda t: torch.zeros(32).int()), "model.norm.weight is torch.int32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN, ids=[message[:40] for _, message in BROKEN])
+def test_broken_files_are_refused_by_name(olmoe, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        loaded(olmoe(change))
+
+
+def test_fused_experts_of_another_number_are_refused(olmoe):
+    name = "model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(CheckpointError, match=r"down_proj has shape \[7, 32, 48\], and .* must have \[8, 32, 48\]"):
+        files_of(olmoe(lambda tensors: tensors.update({name: tensors[name][:7]}), "fused"))
+
+
+def test_experts_of_another_size_are_refused(olmoe, tmp_path):
+    folder = olmoe(lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \[48, 32\], which makes \[8, 96, 32\]"):
+        files_of(folder)
+
+
+def test_what_a_dtype_cannot_hold_is_refused(olmoe):
+    def change(tensors):
+        tensors[NAME.format(2, "up")][0, 0] = 70000.0
+
+    files = files_of(olmoe(change), torch.float16)
+    with pytest.raises(CheckpointError, match=r"numbers up to 7e\+04, and torch.float16 ends at"):
+        files.read("model.layers.1.mlp.experts", 2)
+
+
+# --- operations of the mapping -----------------------------------------------------------------------------------
+
+
+def with_operations(monkeypatch, operations, sources="mlp.experts.stored", targets="mlp.experts.gate_up_proj"):
+    converter = WeightConverter(sources, targets, operations)
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [converter])
+
+
+@pytest.mark.parametrize(
+    ("operations", "store"),
+    [
+        ([Transpose(1, 2)], lambda t: t.transpose(1, 2)),
+        ([Transpose(1, 2, check_dims=True)], lambda t: t.transpose(1, 2)),
+        ([Transpose(1, 2, check_dims=True)], lambda t: t),
+        ([Interleave(dim=1)], lambda t: Interleave(1, inverse=True).convert({"x": t}, ["x"], ["x"])["x"]),
+    ],
+)  # fmt: skip
+def test_operations_run_on_one_expert_as_on_all(olmoe, checkpoints, monkeypatch, operations, store):
+    names = [f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(2)]
+
+    def change(tensors):
+        for name in names:
+            tensors[name.replace("gate_up_proj", "stored")] = store(tensors.pop(name))
+
+    reference = load_file(checkpoints / "olmoe" / "fused" / SINGLE)
+    with_operations(monkeypatch, operations)
+    files = files_of(olmoe(change, "fused"))
+    for name in names:
+        for expert in (0, 5):
+            found = files.read(name.removesuffix(".gate_up_proj"), expert)["gate_up_proj"]
+            torch.testing.assert_close(found, reference[name][expert], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "operations", [[Transpose(0, 1)], [Interleave(dim=0)], [Concatenate(dim=0)], [mapping.PermuteForRope()]]
+)
+def test_operations_across_experts_are_refused_by_name(olmoe, monkeypatch, operations):
+    def change(tensors):
+        for layer in range(2):
+            name = f"model.layers.{layer}.mlp.experts."
+            tensors[f"{name}stored"] = tensors.pop(f"{name}gate_up_proj")
+
+    with_operations(monkeypatch, operations)
+    with pytest.raises(CheckpointError, match=f"by {type(operations[0]).__name__}.*cannot read one expert"):
+        files_of(olmoe(change, "fused"))
+
+
+def test_a_tensor_may_hold_several_parameters(olmoe, checkpoints, monkeypatch):
+    """One file tensor with gate, up and down becomes two parameters."""
+    reference = load_file(checkpoints / "olmoe" / "fused" / SINGLE)
+    whole = {
+        n: t[:, :64] if n.endswith("gate_up_proj") else t[:, :, :32] for n, t in reference.items() if "expert" in n
+    }
+
+    def change(tensors):
+        for layer in range(2):
+            name = f"model.layers.{layer}.mlp.experts."
+            del tensors[f"{name}gate_up_proj"], tensors[f"{name}down_proj"]
+            tensors[f"{name}stored"] = torch.cat([whole[f"{name}gate_up_proj"], whole[f"{name}down_proj"]], dim=1)
+
+    with_operations(monkeypatch, [Split(dim=1)], targets=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    folder = olmoe(change, "fused")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
+    files = files_of(folder)
+    for module in files.modules:
+        for name, tensor in files.read(module, 3).items():
+            torch.testing.assert_close(tensor, whole[f"{module}.{name}"][3], rtol=0, atol=0)
+    assert files.source.bytes_read == 2 * 96 * 32 * 4
