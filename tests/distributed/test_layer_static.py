@@ -132,7 +132,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
     """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
     kind = WAYS[way][0]
     on_the_cpu(*WAYS[way])
-    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=4) as context:
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         config = dataclasses.replace(CONFIG, shared_intermediate_size=shared)
         layer = fill(MoELayer(config, context, all2all=kind.name, pipeline=pipeline))
         rank = dist.get_rank()
@@ -163,7 +163,7 @@ def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_
     """Its peer's rows have set out in it: buffers of another size would lie where the peer writes."""
     kind = WAYS[way][0]
     on_the_cpu(*WAYS[way])
-    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=4) as context:
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         layer = fill(MoELayer(CONFIG, context, all2all=kind.name))
         check_call(layer, context, tokens=9)
         rank = dist.get_rank()
