@@ -352,7 +352,7 @@ class MoELayer(LayerParts):
     @property
     def _call_dtype(self) -> torch.dtype:
         """Of the rows that the peers expect. Fixed buffers keep that of the first call: no exchange says another."""
-        return self._checks.dtype or self.dtype
+        return self._checks.dtype or self.expert_weights.dtype
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
