@@ -123,9 +123,8 @@ class MoELayer(LayerParts):
 
     def _left_alone(self, error: BaseException, *, users: bool = False) -> None:
         context = self.context
-        if (
-            context._idle and not context.flight_recorder.failed
-        ):  # else told already, or another thread's call is under way
+        # else all ranks know of it already, or another thread's call is under way
+        if context._idle and not context.flight_recorder.failed:
             context._broken_by(error, self.name, users=users)
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
