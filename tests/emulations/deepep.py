@@ -12,7 +12,7 @@ from ep_moe.parallel.collectives import as_bytes
 
 
 class Event:
-    """Rows are there for who waits, and for nobody else: unfinished tensors hold NaN until then."""
+    """Rows are there for who waits alone: unfinished tensors hold NaN until then."""
 
     def __init__(self, finish) -> None:
         self._finish = finish
