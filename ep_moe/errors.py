@@ -1,4 +1,4 @@
-"""What a caller can be told. Every message names the field, its value and the remedy.
+"""The errors that a caller can meet. Every message names the field, its value and the remedy.
 
 `assert` is for our own bugs; everything a user can cause is one of these, raised on all ranks alike.
 """

@@ -128,9 +128,8 @@ class MoELayer(LayerParts):
 
     def _left_alone(self, error: BaseException, *, users: bool = False) -> None:
         context = self.context
-        if (
-            context._idle and not context.flight_recorder.failed
-        ):  # else told already, or another thread's call is under way
+        # else all ranks know of it already, or another thread's call is under way
+        if context._idle and not context.flight_recorder.failed:
             context._broken_by(error, self.name, users=users)
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
@@ -357,7 +356,7 @@ class MoELayer(LayerParts):
     @property
     def _call_dtype(self) -> torch.dtype:
         """Of the rows that the peers expect. Fixed buffers keep that of the first call: no exchange says another."""
-        return self._checks.dtype or self.dtype
+        return self._checks.dtype or self.expert_weights.dtype
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""

@@ -2,9 +2,9 @@
 
     python tools/run_snippets.py [--nproc-per-node 2] [PAGE ...]
 
-starts torchrun. The blocks of a page are one program in their order; nobody calls `torch.cuda.set_device`. What a page
-leaves open is given here: a small Qwen3-MoE where it names a checkpoint, a map, batches. One line per block: ok, the
-error of the first rank that has one, or why it was not run. The exit status is 1 where a block fails.
+starts torchrun. The blocks of a page are one program in their order; no block calls `torch.cuda.set_device`. What a
+page leaves open is given here: a small Qwen3-MoE where it names a checkpoint, a map, batches. One line per block: ok,
+the error of the first rank that has one, or why it was not run. The exit status is 1 where a block fails.
 
 Without GPUs, and with `--cpu`, the blocks that need none are run over gloo.
 """
@@ -111,28 +111,28 @@ def on_rank(asked: list[str]) -> int:
 
     gpus = torch.cuda.is_available()
     EPContext.from_torchrun().destroy()  # the default group, as the page's first line makes it
-    told = dist.new_group(backend="gloo")
-    make_files(told)
+    gloo_group = dist.new_group(backend="gloo")
+    make_files(gloo_group)
     status = 0
     for page in asked:
         space: dict[str, Any] = {"__name__": "__main__"}
-        failed = run("before the first block", BEFORE.get(page, ""), 1, space, told, quiet=True)
+        failed = run("before the first block", BEFORE.get(page, ""), 1, space, gloo_group, quiet=True)
         space["batches"] = [torch.ones(1, 8, dtype=torch.int64, device=own_device()) for _ in range(BATCHES)]
         for block in blocks(page):
             unsupported_reason = block.unsupported_reason(gpus) or (
                 "an earlier block of this program failed" if failed else None
             )
             if unsupported_reason is not None:
-                say(told, f"{block.name}: not run, {unsupported_reason}")
+                say(gloo_group, f"{block.name}: not run, {unsupported_reason}")
                 continue
-            failed |= run(block.name, block.source, block.line, space, told)
+            failed |= run(block.name, block.source, block.line, space, gloo_group)
         status |= failed
-    dist.barrier(group=told)
+    dist.barrier(group=gloo_group)
     sys.stdout.flush()
     os._exit(status)  # contexts that a page leaves to its reader are not waited for
 
 
-def run(name: str, source: str, line: int, space: dict[str, Any], told: Any, *, quiet: bool = False) -> bool:
+def run(name: str, source: str, line: int, space: dict[str, Any], gloo_group: Any, *, quiet: bool = False) -> bool:
     """Whether it failed on a rank."""
     import textwrap
 
@@ -145,14 +145,14 @@ def run(name: str, source: str, line: int, space: dict[str, Any], told: Any, *, 
     except Exception as found:
         error = f"{type(found).__name__}: {found}"
     errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=told)
+    dist.all_gather_object(errors, error, group=gloo_group)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
     if failed or not quiet:
-        say(told, f"{name}: {failed[0] if failed else 'ok'}")
+        say(gloo_group, f"{name}: {failed[0] if failed else 'ok'}")
     return bool(failed)
 
 
-def say(told: Any, text: str) -> None:
+def say(gloo_group: Any, text: str) -> None:
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
@@ -165,7 +165,7 @@ def own_device() -> Any:
     return local_device()
 
 
-def make_files(told: Any) -> None:
+def make_files(gloo_group: Any) -> None:
     """What pages name, in the folder where they run."""
     import torch
     import torch.distributed as dist
@@ -184,7 +184,7 @@ def make_files(told: Any) -> None:
         for path in CHECKPOINTS:
             model.save_pretrained(path)
         ExpertMap.redundant(128, dist.get_world_size(), 2 * dist.get_world_size()).save("map.json")
-    dist.barrier(group=told)
+    dist.barrier(group=gloo_group)
 
 
 if __name__ == "__main__":

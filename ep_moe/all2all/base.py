@@ -307,7 +307,7 @@ class Dispatcher(ABC):
             bound = most  # this one is what is wrong; that of the peers is not known here
         with self.rank_group.flight_recorder.step("dispatch", self.name):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
-        return self._guarded("dispatch", pending, self._told)
+        return self._guarded("dispatch", pending, self._with_format)
 
     def _begin_combine(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None) -> Pending[Tensor]:
         to = out if out is not None and out.is_contiguous() else None
@@ -336,18 +336,18 @@ class Dispatcher(ABC):
         raise AssertionError(f"{self.name} offers no peer_out")
 
     def _guarded(
-        self, phase: str, pending: Pending[Any], told: Callable[[Any], Any] = lambda found: found
+        self, phase: str, pending: Pending[Any], then: Callable[[Any], Any] = lambda found: found
     ) -> Pending[Any]:
         if pending.ready:
-            return Pending.of(told(pending.wait()))
+            return Pending.of(then(pending.wait()))
 
         def finish() -> Any:
             with self.rank_group.flight_recorder.step(f"{phase} wait", self.name):
-                return told(pending.wait())
+                return then(pending.wait())
 
         return Pending(finish)
 
-    def _told(self, received: Received) -> Received:
+    def _with_format(self, received: Received) -> Received:
         """With how its rows are written, which transports need not know."""
         wire = self.dispatch_shape.wire
         if wire.dispatch == received.format:

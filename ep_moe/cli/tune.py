@@ -82,7 +82,7 @@ class TuneOptions:
 def run(options: TuneOptions, say: Say) -> Tuned | None:
     """Measure on torchrun's ranks where there are any, else on ranks forked here. None on ranks other than 0.
 
-    say: told each result on rank 0; on ranks forked here, at the end"""
+    say: called with each result on rank 0; on ranks forked here, at the end"""
     if TorchrunEnv.present():
         device = local_device()
         init_from_torchrun(device, deadline_s=DEADLINE_S)

@@ -381,7 +381,7 @@ class ExpertBalancer:
 
     def _commit(self) -> None:
         """All ranks have all bytes of a layer. What was done to it in the steps since then is the same on all ranks, if
-        they were told alike; the store says what is done if not."""
+        their callers did alike; the store says what is done if not."""
         migration = self._migration
         assert migration is not None
         outdated, name = migration.outdated(), migration.layer.name

@@ -136,7 +136,7 @@ class AutomaticGraphs:
 
     def note(self, layer: Layer, routing: Routing | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
-        bound, device = self._context._current_limit, layer.device
+        bound, device = self._context._current_limit, self._context.device
         if torch.compiler.is_compiling() or not self._able or bound is None:
             return
         if routing is None and type(layer.router) is not Router:

@@ -34,10 +34,6 @@ class Layer(rank_checks.Layer, Protocol):
     _table: Any
 
     @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
     def _call_dtype(self) -> torch.dtype: ...
     @property
     def _entry(self) -> Any: ...
@@ -49,7 +45,8 @@ class Layer(rank_checks.Layer, Protocol):
 def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> str | None:
     """None, or what is wrong with the arguments of this rank."""
     problem = layer._checks.wrapper_problem(layer) or _dtype_problem(layer)
-    problem = problem or rows_problem(x, layer.config.hidden_size, layer.dtype, layer.device, layer.context.device)
+    held = layer.expert_weights
+    problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is not None:
         return problem
     if x.requires_grad and torch.is_grad_enabled() and (stuck := _not_differentiable(layer)):
@@ -84,7 +81,7 @@ def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
 
 def _dtype_problem(layer: Layer) -> str | None:
     """What `layer.to(dtype)` has made impossible."""
-    dtype, agreed = layer.dtype, layer._call_dtype
+    dtype, agreed = layer.expert_weights.dtype, layer._call_dtype
     if dtype != agreed:
         return (
             f"the layer became {dtype_name(dtype)} after its first call in {dtype_name(agreed)}, and all2all="

@@ -27,7 +27,7 @@ from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.device_mark import DeviceMark
-from ep_moe.parallel.failed import is_communication_error, is_out_of_memory, told, with_cause
+from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, with_cause
 from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.types import capturing
 
@@ -214,7 +214,7 @@ class FlightRecorder:
         if self._failure is not None:
             return self._failure
         memory = is_out_of_memory(error, self._device)
-        text = told(error, self._rank, self._step, self.where or where, self._device, memory=memory)
+        text = failure_text(error, self._rank, self._step, self.where or where, self._device, memory=memory)
         failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
         if self._store is not None and not self.alone:
             with suppress(RuntimeError):  # the store is gone, and with it the job
@@ -346,7 +346,7 @@ class FlightRecorder:
 
     def _end(self, why: str) -> None:
         """A kernel that waits for a lost peer cannot be called back, and a thread that waits for the kernel cannot be
-        told: what is left is to end the process, as NCCL's own watchdog does, so that the launcher ends the job."""
+        woken: what is left is to end the process, as NCCL's own watchdog does, so that the launcher ends the job."""
         sys.stderr.write(f"{type(self._failure).__name__}: {self._failure} {why}: ending.\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()

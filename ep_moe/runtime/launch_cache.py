@@ -36,7 +36,7 @@ def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
 
 
 class RecordedLaunches:
-    """A `Launch` that can be told to do all again: in the same order, with the same arguments, on the same memory, of
+    """A `Launch` that can do all again: in the same order, with the same arguments, on the same memory, of
     which it holds nothing but addresses."""
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ def agree(
     nothing = explain.BackendChoice("", "", "refused", "")
     table, problem, keywords = BackendTable([TableEntry(None, nothing, None, None)]), None, dict[str, Any]()
     if (wrong := _wrong_kind(config, asked, expert_map, name)) is not None:
-        # told of by itself: what is not of its kind has no fields to compare
+        # compared by itself: what is not of its kind has no fields
         context.consensus.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
         raise AssertionError("a problem is raised")
     try:

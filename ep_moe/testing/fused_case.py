@@ -172,13 +172,13 @@ def out_of_range(routing: PhysicalRouting, last: int) -> PhysicalRouting:
 
 def tell(name: str, case: Case) -> None:
     """Raise on all ranks alike what any found."""
-    told: list[list[str]] = [case.faults]
+    reports: list[list[str]] = [case.faults]
     if dist.is_initialized():
-        told = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, case.faults)
-    wrong = [rank for rank, faults in enumerate(told) if faults]
+        reports = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(reports, case.faults)
+    wrong = [rank for rank, faults in enumerate(reports) if faults]
     if wrong:
         raise AssertionError(
             f"{case.kernel.name}: {name} (top_k {case.config.top_k}, {case.scheme.name}, at most {case.max_tokens} "
-            f"tokens) on ranks {wrong}; rank {wrong[0]}: {told[wrong[0]][0]}"
+            f"tokens) on ranks {wrong}; rank {wrong[0]}: {reports[wrong[0]][0]}"
         )

@@ -320,19 +320,19 @@ def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int,
     case.check(case.call(3), "before")
     barrier(device)
     time.sleep(deadline_s / 8)  # from one mark to the next
-    start, told = time.monotonic(), ""
+    start, message = time.monotonic(), ""
     if case.rank_group.rank == lost:
         time.sleep(1.7 * deadline_s)
     call = case.call(3, 1)
     late = case.kernel(call.x, call.routed)
-    while case.rank_group.rank != lost and not told and time.monotonic() - start < 1.7 * deadline_s:
+    while case.rank_group.rank != lost and not message and time.monotonic() - start < 1.7 * deadline_s:
         time.sleep(0.1)
         try:
             context.flight_recorder.check()
         except PeerTimeout as error:
-            told = str(error)
+            message = str(error)
     if case.rank_group.rank != lost:
-        case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
+        case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
     case.check(call, "when it came after all", late)
     context.flight_recorder.close()
     tell("a peer that comes too late", case)

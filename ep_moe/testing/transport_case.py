@@ -105,22 +105,22 @@ def together(what: str, rank_group: RankGroup, call: Callable[[], Result]) -> Re
 
 def _tell(what: str, rank_group: RankGroup, faults: Sequence[str]) -> None:
     """Through the store: where a rank has raised its peers may wait for it in a collective, until their deadline."""
-    told = {0: list(faults)}
+    reports = {0: list(faults)}
     if rank_group.size > 1:
         store = default_store()
         turn = store.add(f"ep_moe/contract/turns/{rank_group.rank}", 1)
         keys = [f"ep_moe/contract/{turn}/{rank}" for rank in range(rank_group.size)]
-        store.set(keys[rank_group.rank], json.dumps(told[0]))
+        store.set(keys[rank_group.rank], json.dumps(reports[0]))
         try:
             store.wait(keys, timedelta(seconds=3 * rank_group.flight_recorder.deadline_s + 30))
         except RuntimeError:  # an end of its own: what was said is reported
             keys = [key if store.check([key]) else "" for key in keys]
-        told = {rank: json.loads(store.get(key)) if key else ["it never came"] for rank, key in enumerate(keys)}
-    wrong = [rank for rank in told if told[rank]]
+        reports = {rank: json.loads(store.get(key)) if key else ["it never came"] for rank, key in enumerate(keys)}
+    wrong = [rank for rank in reports if reports[rank]]
     if wrong:
         # who waited in vain for another is none the wiser than that one
-        cause = min(wrong, key=lambda rank: told[rank][0].startswith(PeerTimeout.__name__))
-        raise AssertionError(f"{what} on ranks {wrong}; rank {cause}: {told[cause][0]}")
+        cause = min(wrong, key=lambda rank: reports[rank][0].startswith(PeerTimeout.__name__))
+        raise AssertionError(f"{what} on ranks {wrong}; rank {cause}: {reports[cause][0]}")
 
 
 def _text(error: Exception) -> str:

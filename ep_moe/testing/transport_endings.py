@@ -47,13 +47,13 @@ def a_peer_that_never_comes(factory: DispatcherFactory, shape: DispatchShape, de
     case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")
-    start, told = time.monotonic(), ""
+    start, message = time.monotonic(), ""
     if case.rank != lost:
         try:
             case.once(x, routing)
         except PeerTimeout as error:
-            told = str(error)
-        case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
+            message = str(error)
+        case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
         case.that(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
     hold_back(case.dispatcher.rank_group, lost, 2 * deadline_s)
     context.flight_recorder.close()  # this context is at its end: its dispatcher cannot meet its peers to be destroyed
@@ -70,19 +70,19 @@ def a_peer_that_comes_too_late(factory: DispatcherFactory, shape: DispatchShape,
     case.same(case.once(x, routing), wanted, "before")
     barrier(device)
     time.sleep(deadline_s / 8)  # from one mark to the next
-    start, told = time.monotonic(), ""
+    start, message = time.monotonic(), ""
     if case.rank == lost:
         time.sleep(1.7 * deadline_s)
     received = case.dispatch(x, routing)
     late = case.dispatcher.combine(identity(received, x.dtype), received.handle)
-    while case.rank != lost and not told and time.monotonic() - start < 1.7 * deadline_s:
+    while case.rank != lost and not message and time.monotonic() - start < 1.7 * deadline_s:
         time.sleep(0.1)
         try:
             context.flight_recorder.check()
         except PeerTimeout as error:
-            told = str(error)
+            message = str(error)
     if case.rank != lost:
-        case.that(f"Rank {lost} is alive but behind" in told, f"rank {lost} was not named in {told!r}")
+        case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
     case.same(late, wanted, "when it came after all")
     context.flight_recorder.close()
     tell(a_peer_that_comes_too_late, case)

@@ -25,15 +25,15 @@ def what_is_wrong_on_one_rank_is_raised_on_all(case: Case) -> None:
         x, routing, wanted = case.call(4, seed=odd)
         here = case.rank == odd
         problem = "planted by the caller" if here else None
-        told = said(partial(_waited, case, x, routing, problem))
-        case.that("planted by the caller" in told, f"rank {odd}'s problem was not raised, got {told!r}")
+        message = said(partial(_waited, case, x, routing, problem))
+        case.that("planted by the caller" in message, f"rank {odd}'s problem was not raised, got {message!r}")
         for beyond in (case.shape.num_physical, -2):
             ids = routing.ids.clone()
             if here:
                 ids[-1, -1] = beyond
             wrong = PhysicalRouting(PhysicalIds(ids), routing.weights)
-            told = said(partial(_waited, case, x, wrong))
-            case.that(bool(told), f"rank {odd}'s id {beyond} was not refused")
+            message = said(partial(_waited, case, x, wrong))
+            case.that(bool(message), f"rank {odd}'s id {beyond} was not refused")
         case.same(case.once(x, routing), wanted, "after a refusal")
 
 

@@ -358,7 +358,7 @@ def test_the_suite_sees_it(wrong, sentence, world_size):
 
 
 class Alone(LocalDispatcher):
-    """Right by itself, and waits for nobody."""
+    """Right by itself, and waits for no rank."""
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
         ids = PhysicalIds(routing.ids.clamp(max=self.dispatch_shape.slots_per_rank - 1))

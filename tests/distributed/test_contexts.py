@@ -76,7 +76,7 @@ def test_lifetime(world_size):
         layer(torch.zeros(1, 16, device=context.device))
     check_call(layer, context, what="after a refused nested call")
     context.destroy()
-    if dist.get_rank() == 0:  # once more is nobody's business
+    if dist.get_rank() == 0:  # once more concerns no other rank
         start = time.monotonic()
         context.destroy()
         assert time.monotonic() - start < 5

@@ -43,7 +43,7 @@ def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[
 
 @contextmanager
 def poisoned():
-    """Memory that nobody has written holds NaN."""
+    """Memory that no rank has written holds NaN."""
     was = torch.utils.deterministic.fill_uninitialized_memory
     # what torch.use_deterministic_algorithms calls; that one imports inductor, a second a rank
     torch._C._set_deterministic_algorithms(True, warn_only=True)

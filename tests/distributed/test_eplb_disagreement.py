@@ -1,4 +1,4 @@
-"""Ranks that do not do alike while experts move: each is told, and all keep the same maps."""
+"""Ranks that do not do alike while experts move: each raises, and all keep the same maps."""
 
 import time
 from unittest import mock
@@ -43,7 +43,7 @@ def test_a_rank_that_skips_a_step_is_found_before_anything_is_put_in_force(world
 
 @distributed(2)
 def test_a_step_that_is_skipped_just_before_a_commit(world_size):
-    """Too late to be found in time: that rank is told that outputs may be wrong, and has the others' map."""
+    """Too late to be found in time: that rank hears that outputs may be wrong, and has the others' map."""
     with context_of(10.0) as context:
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
@@ -120,7 +120,7 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
                 assert balancer.state is State.IDLE
                 balancer._status_exchange.tell(RankStatus(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
                 with pytest.raises(PeerTimeout, match="lost its peers in eplb agree"):
-                    hear(balancer._status_exchange)  # nobody answers who has lost the others
+                    hear(balancer._status_exchange)  # no rank answers one that has lost the others
             else:
                 with pytest.raises((PeerTimeout, RebalanceError), match="the balancer is off"):
                     balancer.step()

@@ -318,9 +318,9 @@ def test_a_host_that_waits_for_ever_is_ended(inside, monkeypatch, capfd):
     finally:
         one.close()
         two.close()
-    told = capfd.readouterr().err
-    assert "PeerTimeout: rank 1 lost its peers" in told
-    assert "The host still waits: ending." in told
+    text = capfd.readouterr().err
+    assert "PeerTimeout: rank 1 lost its peers" in text
+    assert "The host still waits: ending." in text
 
 
 def test_a_host_that_left_its_call_is_not_ended(monkeypatch):

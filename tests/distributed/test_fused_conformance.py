@@ -109,7 +109,7 @@ class Restless(FlashInferMegaBf16):
 
 
 class Residue(FlashInferMegaBf16):
-    """Rows of nobody have what was there before."""
+    """Rows without an expert have what was there before."""
 
     def compute(self, x, routed):
         out = super().compute(x, routed)

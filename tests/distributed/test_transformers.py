@@ -245,7 +245,7 @@ def test_replaced_model_is_refused():
 
 
 def test_a_family_published_under_another_name(checkpoints, tmp_path):
-    """As Kimi-K2 is: the form of DeepSeek-V3, and code of its own that nobody has to run."""
+    """As Kimi-K2 is: the form of DeepSeek-V3, and code of its own that is not run."""
     published = tmp_path / "published"
     shutil.copytree(checkpoints["deepseek_v3 fp8"].folder, published)
     config = json.loads((published / "config.json").read_text())

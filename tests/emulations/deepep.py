@@ -13,7 +13,7 @@ from tests.emulations.exchange import exchanged
 
 
 class Event:
-    """Rows are there for who waits, and for nobody else: unfinished tensors hold NaN until then."""
+    """Rows are there for who waits alone: unfinished tensors hold NaN until then."""
 
     def __init__(self, finish) -> None:
         self._finish = finish

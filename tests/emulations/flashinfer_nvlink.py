@@ -44,7 +44,7 @@ class Communication:
         assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
         assert ids.shape == weights.shape == (len(hidden), self.params["top_k"])
         assert all(t.is_contiguous() for t in (hidden, ids, weights))
-        assert ((ids >= 0) & (ids < self.params["num_experts"])).all(), "writes to memory that is nobody's"
+        assert ((ids >= 0) & (ids < self.params["num_experts"])).all(), "writes to memory of no expert"
         scale = torch.empty(len(hidden), 0) if hidden_states_scale is None else hidden_states_scale
         assert (len(scale), scale.is_contiguous()) == (len(hidden), True)
         payloads = (hidden.view(torch.uint8), scale.view(torch.uint8), ids, weights, max_tokens_per_rank)

@@ -45,7 +45,7 @@ class AllToAll:
         if do_send:
             assert (self.sent, self.plan) == (None, None), "a call is under way"
             ids = indices.long()
-            assert (ids < self.g.num_physical).all(), "writes to memory that is nobody's"
+            assert (ids < self.g.num_physical).all(), "writes to memory of no expert"
             copies = torch.bincount(ids.flatten(), minlength=self.g.num_physical)
             assert (copies <= self.g.max_tokens).all(), "writes over the rows of the next expert"
             self.sent = self._exchange((as_bytes(dp_x).clone(), scales.clone(), ids))

@@ -1,4 +1,4 @@
-"""The bundled configurations against the published sizes, and what a wrong configuration is told."""
+"""The bundled configurations against the published sizes, and errors of wrong ones."""
 
 import dataclasses
 import enum
@@ -263,7 +263,7 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "named"),
     [
         (minimal(moe={"num_expert": 4}), ("'num_expert'", "MoEConfig", "did you mean 'num_experts'")),
         (minimal(routing={"renormalise": True}), ("'renormalise'", "did you mean 'renormalize'")),
@@ -286,8 +286,8 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_wrong_table_is_told_where_and_what(table, told):
-    with pytest.raises(ConfigError, match=names("some.toml", *told)):
+def test_a_wrong_table_is_refused_by_place(table, named):
+    with pytest.raises(ConfigError, match=names("some.toml", *named)):
         from_table(ModelConfig, table, where="some.toml")
 
 

@@ -38,7 +38,7 @@ def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
     row_packets, answer_packets [R, few, packets of a token]: written by peers, for calls of at most `few` tokens
-    flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer told of last
+    flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer set last
     """
     g = dispatch_shape
     assert g.max_tokens is not None
@@ -109,7 +109,7 @@ class Workspace:
 
     def _rows_received(self, bound: int, packets: bool, alone: bool) -> dict[str, Any]:
         g, rows = self.dispatch_shape, slice(0, self.dispatch_shape.num_ranks * bound)
-        ids_ready = self._told() if alone and not packets else ()  # beside other work nothing starts early
+        ids_ready = self._ids_signals() if alone and not packets else ()  # beside other work nothing starts early
         at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights", "answers")}
         return {
             "x": at["rows"],
@@ -124,7 +124,7 @@ class Workspace:
             "peer_out": self.peer_out(bound, packets=packets),
         }
 
-    def _told(self) -> tuple[Tensor, ...]:
+    def _ids_signals(self) -> tuple[Tensor, ...]:
         """`WireIds.ids_ready` and `sequence`, of what runs on GPUs."""
         return (self.places["flags"][CHOSEN], self.sequence[2:4]) if self.sequence.is_cuda else ()
 

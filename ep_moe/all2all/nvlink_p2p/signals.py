@@ -1,4 +1,4 @@
-"""Flags in the peers' memory: numbers of calls, told by one rank and awaited by another.
+"""Flags in the peers' memory: numbers of calls, set by one rank and awaited by another.
 
 Order in memory (PTX's model): a program's stores to peers, a barrier of the program, its release of a count; the last
 one to count has acquired all of them and releases its number to each peer; a peer that acquires the number sees the

@@ -124,7 +124,7 @@ class StatusExchange:
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group = rank_group
         self._sums: tuple[Tensor, dist.Work | None] | None = None
-        self._told: tuple[Tensor, dist.Work | None] | None = None
+        self._posted: tuple[Tensor, dist.Work | None] | None = None
 
     def tell(self, facts: RankStatus) -> None:
         own = torch.tensor(list(map(int, vars(facts).values())), dtype=torch.int64, device="cpu")
@@ -132,12 +132,12 @@ class StatusExchange:
         if self.rank_group.size > 1:
             every = own.new_empty(self.rank_group.size * len(own))
             work = all_gather_single(every, own, group=self.rank_group.group, async_op=True)
-        self._told = every, work
+        self._posted = every, work
 
     def hear(self) -> list[RankStatus]:
         """All ranks' facts as of the last `tell`."""
-        assert self._told is not None, "tell first"
-        (every, work), self._told = self._told, None
+        assert self._posted is not None, "tell first"
+        (every, work), self._posted = self._posted, None
         self._await("eplb agree", work)
         return [RankStatus.of(row) for row in every.view(-1, len(fields(RankStatus))).tolist()]
 

@@ -1,5 +1,5 @@
 """The Triton forms of `nvlink_p2p.reference` against the torch forms, which define them: all ranks in one process, one
-after the other, so that nobody waits (the flags say that all others have come)."""
+after the other, so that no rank waits (the flags say that all others have come)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.all2all.nvlink_p2p import bulk, low_latency
 from ep_moe.quant import fp8_rows_triton
-from tests.fixtures.p2p_kernels import FEW, others_told, workspaces
+from tests.fixtures.p2p_kernels import FEW, signal_all_others, workspaces
 
 
-def told(made: list[Workspace], rank: int, phase: int) -> bool:
+def signalled(made: list[Workspace], rank: int, phase: int) -> bool:
     return all(int(workspace.places["flags"][phase, rank]) == int(made[rank].sequence[0]) for workspace in made)
 
 
@@ -59,7 +59,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
     for rank in range(ranks):
         x, scale, routing = batch(shape, rank, (7, 0, 3, 5)[rank], ids_dtype)
         for made in (found, wanted):
-            others_told(made, rank, 0)
+            signal_all_others(made, rank, 0)
         if copy:
             reference.send_copies(wanted[rank], x, scale, routing, bound)
         else:
@@ -72,13 +72,13 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
             bulk.announce(found[rank], scale, there, bound)
         else:
             bulk.send(found[rank], x.to(DEVICE), scale, there, bound, blocks)
-        assert all(told(made, rank, phase) for made in (found, wanted) for phase in (0, 2))
+        assert all(signalled(made, rank, phase) for made in (found, wanted) for phase in (0, 2))
     for ours, theirs in zip(found, wanted, strict=True):
         ids = theirs.places["ids"]
         sent = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
         for name in ("rows", "ids", "weights", "scales"):
             mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
-            chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are nobody's
+            chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are no rank's
             assert torch.equal(mine[chosen], wished[chosen]), name
         assert ours.sequence.tolist() == [1, 0, 0, 0, 0], "one call, and the count is ready for the next"
         generator = torch.Generator().manual_seed(theirs.rank)
@@ -93,9 +93,9 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         if way == "copied":
             reference.tell_given(theirs)
             bulk.tell_given(ours)
-            assert told(found, ours.rank, 1)
+            assert signalled(found, ours.rank, 1)
     for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
-        if way == "given":  # rows that nobody wants are left alone
+        if way == "given":  # rows that no rank wants are left alone
             both = (each.places["arrived"].cpu().float() for each in (found[rank], wanted[rank]))
             mine, wished = (arrived.nan_to_num(99.0) for arrived in both)
             assert torch.equal(mine, wished)
@@ -103,12 +103,12 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         else:
             found[rank].places["arrived"].copy_(wanted[rank].places["arrived"])
         if way != "copied":
-            others_told(wanted, rank, 1)
-            others_told(found, rank, 1)
+            signal_all_others(wanted, rank, 1)
+            signal_all_others(found, rank, 1)
         expected = reference.receive(wanted[rank], tokens, bound, tell=way != "copied")
         out = found[rank].sums(tokens)
         bulk.receive(found[rank], out, bound, tell=way != "copied")
-        assert all(told(made, rank, 1) for made in (found, wanted))
+        assert all(signalled(made, rank, 1) for made in (found, wanted))
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
         assert out.dtype == dtype
     for ours in found:
@@ -144,7 +144,7 @@ def stale_cells(workspace: Workspace) -> None:
     (4, 8, 256, torch.float32, torch.int64), (4, 2, 2304, torch.bfloat16, torch.int32),
 ])  # fmt: skip
 def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
-    """Each half of all ranks before the next half of any, as on a GPU nobody waits for what has not set out. Rows of
+    """Each half of all ranks before the next half of any, as on a GPU no rank waits for what has not set out. Rows of
     fp8 wires come plain in the second call, and answers are written to the peers."""
     shape = DispatchShape(
         hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire
@@ -163,7 +163,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
                 plain = torch.randn(len(x), hidden, generator=torch.Generator().manual_seed(rank)).to(dtype).to(DEVICE)
                 sent[-1] = (plain, None, there)
                 x, scale = (None if part is None else part.cpu() for part in rounded(plain, wire))
-            others_told(wanted, rank, 0)
+            signal_all_others(wanted, rank, 0)
             reference.send(theirs, x, scale, routing, bound, 1)
         for rank, ours in enumerate(found):
             low_latency.send(ours, *sent[rank], bound, take=False)
@@ -199,7 +199,7 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
             results.append(out)
             assert bool((results[-1] == 9).all())
         for rank, ours in enumerate(found):
-            others_told(wanted, rank, 1)
+            signal_all_others(wanted, rank, 1)
             expected = reference.receive(wanted[rank], len(results[rank]), bound, tell=True)
             out = results[rank]
             low_latency.receive(ours, out, bound, put=False)
@@ -245,7 +245,7 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
         x[3:4], x[4:5, 100], x[1:2, 60], x[6:7] = 0, torch.nan, torch.inf, 6e4
         x, routing = x.to(DEVICE), routed(shape, rank, tokens)
         for made in (found, wanted):
-            others_told(made, rank, 0)
+            signal_all_others(made, rank, 0)
         bulk.send(found[rank], x, None, routing, 7, blocks)
         bulk.send(wanted[rank], *rounded(x, wire), routing, 7, blocks)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -269,7 +269,7 @@ def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
         x, there = rows(rank, tokens, dtype, wire), routed(shape, rank, tokens)
         routing = PhysicalRouting(PhysicalIds(there.ids.cpu()), there.weights.cpu())
         for each in made:
-            others_told(each, rank, 0)
+            signal_all_others(each, rank, 0)
         bulk.send(found[rank], x.to(DEVICE), None, there, 7, 4)
         for workspace, given in ((plain[rank], (x, None)), (before[rank], round_rows(x, wire))):
             if copies:
@@ -294,9 +294,9 @@ def test_numbers_may_overflow():
     x, _, routing = batch(shape, 0, 1, torch.int64)
     there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
     for _ in range(2):
-        others_told(made, 0, 0)
+        signal_all_others(made, 0, 0)
         bulk.send(made[0], x.to(DEVICE), None, there, 1, 1)
-        others_told(made, 0, 1)
+        signal_all_others(made, 0, 1)
         bulk.receive(made[0], made[0].sums(1), 1, tell=True)
     assert made[0].sequence.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0, 0]
 

@@ -1,5 +1,5 @@
 """Ids that `send` places on its way against those that were placed before it, on all ranks; on a CPU in Triton's
-interpreter, one rank after the other, so that nobody waits."""
+interpreter, one rank after the other, so that no rank waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from tests.fixtures.fp8_block_kernels import DEVICE
-from tests.fixtures.p2p_kernels import others_told, workspaces
+from tests.fixtures.p2p_kernels import signal_all_others, workspaces
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -41,7 +41,7 @@ class Placing:
     def __init__(self, expert_map: ExpertMap, rank: int, top_k: int, ids_dtype: torch.dtype) -> None:
         self.before, self.late = [Placement(expert_map, ep_rank=rank).to(device) for device in ("cpu", DEVICE)]
         self.rank, self.tokens, self.experts = rank, PRESENT[rank], expert_map.num_experts
-        self.ids = torch.full((9, top_k), 1, dtype=ids_dtype, device=DEVICE)  # of the other rows, which nobody reads
+        self.ids = torch.full((9, top_k), 1, dtype=ids_dtype, device=DEVICE)  # of the other rows, which no rank reads
         self.weights = torch.ones(9, top_k, device=DEVICE)
         self.x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(DEVICE)
         self.tables = self.late.tables
@@ -73,7 +73,7 @@ class Placing:
 
 def send_all(sender: str, made: list[Workspace], calls: list[tuple[torch.Tensor, PhysicalRouting]]) -> None:
     for workspace, (x, routing) in zip(made, calls, strict=True):
-        others_told(made, workspace.rank, 0)
+        signal_all_others(made, workspace.rank, 0)
         if sender == "by kernel":
             bulk.send(workspace, x, None, routing, MOST, 3)
         elif sender == "announced":

@@ -101,7 +101,7 @@ class Watched:
 
     def __getattr__(self, attribute):
         if attribute not in ("keys", "get_shape", "get_dtype"):
-            raise AssertionError(f"a read that nobody counts: {attribute}")
+            raise AssertionError(f"a read that is not counted: {attribute}")
         return getattr(self._inner, attribute)
 
     def get_slice(self, name):

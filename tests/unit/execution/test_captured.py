@@ -44,7 +44,7 @@ def test_calls_are_replayed_whatever_their_shape(layer):
 
 @pytest.mark.parametrize("routed", [True, False])
 def test_fewer_tokens_than_were_captured(routed, layer):
-    """Rows of an earlier call behind them are none: neither computed nor counted, and nobody's shape."""
+    """Rows of an earlier call behind them are none: neither computed nor counted, and they shape nothing."""
     (layer.capture_routed if routed else layer.capture)([6, 2])
     for seed, tokens in enumerate([6, 3, 5, 0, 2, 1, 4, 6]):
         x, routing = rows(tokens, seed=seed), integer_routing(tokens, CONFIG, seed) if routed else None
@@ -280,10 +280,10 @@ def test_streams_and_workspaces(layer, monkeypatch):
 
 
 class Cuda:
-    """torch.cuda's part in `Recorder`, by name: what it is told, in order."""
+    """torch.cuda's part in `Recorder`, by name: its calls, in order."""
 
     def __init__(self, monkeypatch) -> None:
-        self.told: list[tuple[str, ...]] = []
+        self.seen: list[tuple[str, ...]] = []
         self.current, self.capturing = "home", False
         streams = iter(["beside"])
         signature = inspect.signature(torch.cuda.graph.__init__)
@@ -297,12 +297,12 @@ class Cuda:
         @contextmanager
         def graph(*given):
             asked = signature.bind(None, *given).arguments
-            self.told.append(("begin", asked["cuda_graph"].name, asked["pool"], asked["stream"].name))
+            self.seen.append(("begin", asked["cuda_graph"].name, asked["pool"], asked["stream"].name))
             yield
-            self.told.append(("end", self.current))
+            self.seen.append(("end", self.current))
 
         def named(name: str) -> SimpleNamespace:
-            wait = lambda other: self.told.append((name, "waits for", other.name))  # noqa: E731
+            wait = lambda other: self.seen.append((name, "waits for", other.name))  # noqa: E731
             return SimpleNamespace(name=name, cuda_stream=name, wait_stream=wait)
 
         for name, given in {
@@ -324,11 +324,11 @@ def test_what_cuda_is_told(monkeypatch):
     spaces = Workspaces(torch.device("cuda", 3))
     recorder = GRAPHS(torch.device("cuda", 3), spaces)
     assert spaces._buffers["beside"] is spaces._buffers["home"], "one workspace for both"
-    recorder.warm(lambda: cuda.told.append(("warm", cuda.current)))
-    assert cuda.told == [("beside", "waits for", "home"), ("warm", "beside"), ("home", "waits for", "beside")]
-    cuda.told.clear()
+    recorder.warm(lambda: cuda.seen.append(("warm", cuda.current)))
+    assert cuda.seen == [("beside", "waits for", "home"), ("warm", "beside"), ("home", "waits for", "beside")]
+    cuda.seen.clear()
     assert recorder.record(lambda: cuda.current) == ("replay", "beside")
-    assert cuda.told == [("begin", "graph", "pool", "beside"), ("end", "beside")]
+    assert cuda.seen == [("begin", "graph", "pool", "beside"), ("end", "beside")]
     assert recorder.here
     cuda.capturing = True
     assert not recorder.here, "the stream is being captured"

@@ -82,7 +82,7 @@ def check_gradients(layer, compiled, sizes, dtype) -> None:
 
 
 def test_rows_behind_the_last_group_leave_no_trace(context):  # noqa: F811
-    """Routes to no expert stay in the graph, as rows that nobody reads."""
+    """Routes to no expert stay in the graph, as rows that no expert reads."""
     layer = layer_of(shape(), context, F32)
 
     class Routed(torch.nn.Module):

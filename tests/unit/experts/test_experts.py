@@ -33,7 +33,7 @@ from tests.fixtures.experts import (
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-IDS = ["some of them", "all rows to one expert", "experts without rows", "no rows", "rows for nobody"]
+IDS = ["some of them", "all rows to one expert", "experts without rows", "no rows", "rows without an expert"]
 
 
 def gradient(weights: ExpertWeights, name: str) -> Tensor:
@@ -75,17 +75,17 @@ def test_any_spread_of_rows_over_experts(kind, ids_dtype):
     assert ((y.double() - expected).abs() <= bound(config, p, call, torch.float32)).all()
 
 
-@pytest.mark.parametrize("kind", ["some of them", "rows for nobody"])
+@pytest.mark.parametrize("kind", ["some of them", "rows without an expert"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_without_local_expert_are_exactly_zero(kind, dtype):
     ids = local_ids(kind)
     ids[4] = -1
     call = received(ids, dtype)
-    nobody = (ids < 0).all(1)
-    call.x[nobody] = torch.nan  # nor is anything computed from them
+    without = (ids < 0).all(1)
+    call.x[without] = torch.nan  # nor is anything computed from them
     y = experts(shape(bias=True), dtype)(call)
-    assert (y[nobody] == 0).all()
-    assert y[~nobody].isfinite().all()
+    assert (y[without] == 0).all()
+    assert y[~without].isfinite().all()
 
 
 def test_rows_do_not_touch_each_other():
@@ -104,7 +104,7 @@ def test_rank_without_experts_returns_zeros():
     """L = 0: a rank whose slots are all empty still gets rows where a transport sends every row to every rank."""
     config = shape()
     weights = ExpertWeights(config, ExpertMap.uneven([0, EXPERTS]), ep_rank=0)
-    call = received(local_ids("rows for nobody"))
+    call = received(local_ids("rows without an expert"))
     call.x.requires_grad_()
     y = ReferenceExperts(config, weights)(call)
     assert y.shape == (ROWS, HIDDEN)
@@ -168,7 +168,7 @@ def test_no_gradient_where_nothing_was_computed():
         assert found[1].abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", ["no rows", "rows for nobody"])
+@pytest.mark.parametrize("kind", ["no rows", "rows without an expert"])
 def test_output_stays_in_the_graph_without_rows(kind):
     """Else this rank would skip the collectives of its peers' backward."""
     call = received(local_ids(kind))
@@ -184,7 +184,7 @@ def test_output_stays_in_the_graph_without_rows(kind):
 def test_output_without_rows_hangs_on_the_parameters_too(slots):
     """As where rows come, whose input may need no gradient."""
     weights = ExpertWeights(shape(), ExpertMap.uneven([slots, EXPERTS - slots]))
-    y = ReferenceExperts(shape(), weights)(received(local_ids("rows for nobody")))
+    y = ReferenceExperts(shape(), weights)(received(local_ids("rows without an expert")))
     assert y.requires_grad
     y.sum().backward()
     assert all(parameter.grad is None or (parameter.grad == 0).all() for parameter in weights.parameters())

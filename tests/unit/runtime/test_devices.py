@@ -1,4 +1,4 @@
-"""The device that is current: who enters another one, and that nobody in the package relies on it."""
+"""The device that is current: who enters another one, and that no function of the package relies on it."""
 
 import ast
 from pathlib import Path

@@ -216,7 +216,7 @@ def test_the_bound_is_of_the_dequantised_weights_and_is_stored(name):
 
 
 def etp_link(size: int, rank: int) -> RankGroup:
-    """A rank's place in an etp group that nobody will talk in."""
+    """A rank's place in an etp group without peers."""
     return RankGroup(None, tuple(range(size)), rank, FlightRecorder())
 
 
