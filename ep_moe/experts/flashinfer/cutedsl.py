@@ -12,14 +12,13 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import Tensor
 
-from ep_moe import registry
 from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
+from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
 from ep_moe.experts.flashinfer import cutedsl_op
+from ep_moe.experts.flashinfer.base import FlashInferExperts, Given
 from ep_moe.quant.schemes import PLAIN, Scheme
-from ep_moe.types import Activation, Received, RowLayout, Weighting
+from ep_moe.types import Activation, RowLayout, Weighting
 from ep_moe.weights.layouts.cutedsl import CuteDsl
 
 # flashinfer.tllm_enums.ActivationType; its gelu is the tanh one
@@ -28,7 +27,7 @@ MAX_TOP_K, MAX_EXPERTS = 32, 2048  # what `moe_sort` is compiled for: PolicyTrai
 _NO_LIMIT = torch.finfo(torch.float32).max
 
 
-class FlashInferCuteDslExperts(Experts):
+class FlashInferCuteDslExperts(FlashInferExperts):
     name = "flashinfer_cutedsl"
     run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(
@@ -55,7 +54,7 @@ class FlashInferCuteDslExperts(Experts):
 
     @classmethod
     def available(cls) -> str | None:
-        if (missing := registry.without_flashinfer()) is not None:
+        if (missing := super().available()) is not None:
             return missing
         if importlib.util.find_spec("cutlass") is None:
             return "FlashInfer's CuteDSL kernels need nvidia-cutlass-dsl; pip install nvidia-cutlass-dsl"
@@ -95,26 +94,11 @@ class FlashInferCuteDslExperts(Experts):
             return 0
         return cutedsl_op.own_bytes(self.chunk_rows, self.config.hidden_size, self.weights.num_slots, self.config.top_k)
 
-    def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        x, weights, config = received.x, self.weights, self.config
-        wire = received.wire_ids
-        ids, base = (received.local_ids, 0) if wire is None else (wire.ids, wire.base)
-        if out is None:
-            out = torch.empty(len(x), config.hidden_size, dtype=weights.dtype, device=x.device)
-        clamped = config.activation is Activation.SWIGLU_CLAMPED
-        assert ids is not None
+    def _call(self, given: Given) -> None:
+        config, clamped = self.config, self.config.activation is Activation.SWIGLU_CLAMPED
         cutedsl_op.cutedsl_moe(
-            out,
-            self.workspace(),
-            x,
-            received.x_scale,
-            received.input_scale,
-            ids,
-            base,
-            received.weights if received.weighting is Weighting.EXPERTS else None,
-            weights.get_parameter("w13"),
-            weights.get_parameter("w2"),
-            [weights.get_parameter(name) for name in cutedsl_op.SCALES],
+            *given,
+            [self.weights.get_parameter(name) for name in cutedsl_op.SCALES],
             ACTIVATIONS[config.activation],
             config.activation_alpha if clamped else 1.0,
             1.0 if clamped else 0.0,
@@ -122,4 +106,3 @@ class FlashInferCuteDslExperts(Experts):
             not self.options.deterministic,
             self.chunk_rows,
         )
-        return out

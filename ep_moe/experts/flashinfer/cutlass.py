@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from ep_moe import registry
 from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
+from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
+from ep_moe.experts.flashinfer.base import FlashInferExperts, Given
 from ep_moe.experts.flashinfer.tactics import Tactics
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import Activation, Received, RowLayout, Weighting
+from ep_moe.types import Activation, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
 from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES, CutlassSm100
@@ -47,7 +46,7 @@ _HOPPER, _BLACKWELL = (9, 0), ((10, 0), (10, 7))  # architectures: flashinfer/fu
 _MAX_INDEX = 2**31 - 1
 
 
-class FlashInferCutlassExperts(Experts):
+class FlashInferCutlassExperts(FlashInferExperts):
     name = "flashinfer_cutlass"
     run_on = "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN"
     capabilities = ExpertsCapabilities(
@@ -70,6 +69,7 @@ class FlashInferCutlassExperts(Experts):
         wire_ids=True,
     )
     weight_layout = CutlassSm100
+    own_rows = _ROWS
 
     def __init__(
         self,
@@ -85,14 +85,9 @@ class FlashInferCutlassExperts(Experts):
             scheme,
             fused_finalize=not (options or ExpertsOptions()).deterministic,
         )
-        self._clamp: list[Tensor] | None = None
         self.tactics: list[int] = []
         self._tuned = False  # or advised to be
         super().__init__(config, weights, workspaces, options)
-
-    @classmethod
-    def available(cls) -> str | None:
-        return registry.without_flashinfer()
 
     @classmethod
     def compute_capability(cls, scheme: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -124,12 +119,6 @@ class FlashInferCutlassExperts(Experts):
         return None
 
     @property
-    def row_formats(self) -> frozenset[str]:
-        """Also the format that the scheme rounds rows to, where that needs nothing but the rows and one scale."""
-        name = self.weights.scheme.name
-        return self.capabilities.row_formats | ({_ROWS[name]} if name in _ROWS else set())
-
-    @property
     def chunk_rows(self) -> int:
         """Rows of one kernel call; the kernel counts elements of all pairs in 32 bits."""
         widest = max(self.config.hidden_size, self.config.w13_rows // self.weights.etp.size)
@@ -145,29 +134,14 @@ class FlashInferCutlassExperts(Experts):
         )
         return cutlass_op.own_bytes(self.runner, *shape) + scratch
 
-    def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        x, weights = received.x, self.weights
-        wire = received.wire_ids
-        ids, base = (received.local_ids, 0) if wire is None else (wire.ids, wire.base)
-        if out is None:
-            out = torch.empty(len(x), self.config.hidden_size, dtype=weights.dtype, device=x.device)
+    def _call(self, given: Given) -> None:
         self._advise()
-        names = cutlass_op.scale_names(weights.scheme.name)
-        assert ids is not None
+        weights = self.weights
         cutlass_op.cutlass_moe(
-            out,
-            self.workspace(),
-            x,
-            received.x_scale,
-            received.input_scale,
-            ids,
-            base,
-            received.weights if received.weighting is Weighting.EXPERTS else None,
-            weights.get_parameter("w13"),
-            weights.get_parameter("w2"),
+            *given,
             weights.stored("w13_bias"),
             weights.stored("w2_bias"),
-            [weights.get_parameter(name) for name in names],
+            [weights.get_parameter(name) for name in cutlass_op.scale_names(weights.scheme.name)],
             self._clamp_constants(),
             weights.scheme.name,
             ACTIVATIONS[self.config.activation],
@@ -177,7 +151,6 @@ class FlashInferCutlassExperts(Experts):
             self.chunk_rows,
             self.tactics,
         )
-        return out
 
     def tune(self, rows: Sequence[int], cache: Path | None) -> list[int]:
         return Tactics(self, cache).find(rows)
@@ -194,18 +167,8 @@ class FlashInferCutlassExperts(Experts):
             warnings.warn(
                 "flashinfer_cutlass runs with FlashInfer's default tiles, which can be several times slower than the "
                 "best ones; call EPContext.tune() once after the weights are loaded (cache=folder keeps what it finds)",
-                stacklevel=3,
+                stacklevel=4,
             )
-
-    def _clamp_constants(self) -> list[Tensor]:
-        """alpha, beta and limit, float32 [L] each, of the clamped SwiGLU."""
-        if self.config.activation is not Activation.SWIGLU_CLAMPED:
-            return []
-        if self._clamp is None:
-            values = (self.config.activation_alpha, 1.0, self.config.activation_limit)
-            device = self.weights.get_parameter("w13").device
-            self._clamp = [torch.full((self.weights.num_slots,), value, device=device) for value in values]
-        return self._clamp
 
     def _activation_cap(self) -> float:
         """What the clamped SwiGLU cannot exceed; 0 for activations without a limit.

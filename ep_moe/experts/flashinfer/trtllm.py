@@ -15,16 +15,13 @@ Not run on a GPU yet: there is an emulation of the kernels, and FlashInfer's own
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ep_moe import registry
 from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
+from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
 from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.experts.flashinfer.base import FlashInferExperts, Given
 from ep_moe.quant.schemes import PLAIN, Scheme
-from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import Activation, Received, RowLayout, Weighting
-from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.types import Activation, RowLayout, Weighting
 from ep_moe.weights.layouts.trtllm import LAYOUTS, Trtllm
 
 # flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit given is the clamped one
@@ -41,7 +38,7 @@ _MAX_INDEX = 2**31 - 1
 _MAX_TILE = 256  # rows that an expert's rows are filled up to, at most
 
 
-class FlashInferTrtllmExperts(Experts):
+class FlashInferTrtllmExperts(FlashInferExperts):
     name = "flashinfer_trtllm"
     run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(
@@ -64,20 +61,7 @@ class FlashInferTrtllmExperts(Experts):
         wire_ids=True,
     )
     weight_layout = Trtllm
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        weights: ExpertWeights,
-        workspaces: Workspaces | None = None,
-        options: ExpertsOptions | None = None,
-    ) -> None:
-        self._clamp: list[Tensor] | None = None
-        super().__init__(config, weights, workspaces, options)
-
-    @classmethod
-    def available(cls) -> str | None:
-        return registry.without_flashinfer()
+    own_rows = trtllm_op.ROWS
 
     @classmethod
     def unsupported_reason(
@@ -92,12 +76,6 @@ class FlashInferTrtllmExperts(Experts):
         return reason or shape_problem(config, etp, scheme)
 
     @property
-    def row_formats(self) -> frozenset[str]:
-        """Also the format that the scheme's entry takes."""
-        name = self.weights.scheme.name
-        return self.capabilities.row_formats | ({trtllm_op.ROWS[name]} if name in trtllm_op.ROWS else set())
-
-    @property
     def chunk_rows(self) -> int:
         """Rows of one kernel call."""
         experts = trtllm_op.expert_count(self.weights.num_slots, self.config.top_k)
@@ -109,36 +87,19 @@ class FlashInferTrtllmExperts(Experts):
         config = self.config
         return trtllm_op.own_bytes(self.weights.scheme.name, self.chunk_rows, config.hidden_size, config.top_k)
 
-    def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        x, weights = received.x, self.weights
-        wire = received.wire_ids
-        ids, base = (received.local_ids, 0) if wire is None else (wire.ids, wire.base)
-        if out is None:
-            out = torch.empty(len(x), self.config.hidden_size, dtype=weights.dtype, device=x.device)
-        if self._clamp is None:
-            self._clamp = clamp_constants(self.config, weights.num_slots, weights.device)
-        assert ids is not None
+    def _call(self, given: Given) -> None:
+        weights = self.weights
         trtllm_op.trtllm_moe(
-            out,
-            self.workspace(),
-            x,
-            received.x_scale,
-            received.input_scale,
-            ids,
-            base,
-            received.weights if received.weighting is Weighting.EXPERTS else None,
-            weights.get_parameter("w13"),
-            weights.get_parameter("w2"),
+            *given,
             weights.stored("w13_bias"),
             weights.stored("w2_bias") if weights.adds_output_bias else None,
             [weights.get_parameter(name) for name in trtllm_op.scale_names(weights.scheme.name)],
-            self._clamp,
+            self._clamp_constants(),
             weights.scheme.name,
             ACTIVATIONS[self.config.activation],
             self.config.intermediate_size // weights.etp.size,
             self.chunk_rows,
         )
-        return out
 
 
 def shape_problem(config: MoEConfig, etp: int, scheme: Scheme) -> str | None:
@@ -159,14 +120,6 @@ def shape_problem(config: MoEConfig, etp: int, scheme: Scheme) -> str | None:
         if size % wanted:
             return f"{field} must be a multiple of {wanted} with quantization {name}, got {size}"
     return None
-
-
-def clamp_constants(config: MoEConfig, slots: int, device: torch.device) -> list[Tensor]:
-    """alpha, beta and limit, float32 [L] each, of the clamped SwiGLU; none for other activations."""
-    if config.activation is not Activation.SWIGLU_CLAMPED:
-        return []
-    values = (config.activation_alpha, 1.0, config.activation_limit)
-    return [torch.full((slots,), value, device=device) for value in values]
 
 
 def largest_call(config: MoEConfig, experts: int, etp: int) -> int:

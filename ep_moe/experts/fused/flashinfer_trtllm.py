@@ -18,10 +18,10 @@ from torch import Tensor
 from ep_moe.config import MoEConfig, RoutingMethod
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import trtllm_op
+from ep_moe.experts.flashinfer.base import clamp_constants
 from ep_moe.experts.flashinfer.trtllm import (
     ACTIVATIONS,
     FlashInferTrtllmExperts,
-    clamp_constants,
     largest_call,
     shape_problem,
 )

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.flashinfer import trtllm_op
-from ep_moe.experts.flashinfer.trtllm import ACTIVATIONS, MAX_TOP_K, clamp_constants, shape_problem
+from ep_moe.experts.flashinfer.base import clamp_constants
+from ep_moe.experts.flashinfer.trtllm import ACTIVATIONS, MAX_TOP_K, shape_problem
 from ep_moe.experts.fused import flashinfer_trtllm as monolithic
 from ep_moe.quant.microscale import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES
