@@ -136,6 +136,17 @@ def test_experts_under_two_names_are_replaced_under_both(context):
         torch.testing.assert_close(model(tiny_ids()).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_modules_of_the_same_parameters_share_a_layer(context):
+    model = tiny_transformers_model("olmoe")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    with torch.no_grad():
+        expected = model(tiny_ids()).logits
+        expert_parallel(model, context)
+        assert model.model.layers[0].mlp.experts is model.model.layers[1].mlp.experts
+        torch.testing.assert_close(model(tiny_ids()).logits, expected, rtol=1e-5, atol=1e-5)
+
+
 def tied(model):
     model.model.layers[1].mlp.experts.down_proj = model.model.layers[0].mlp.experts.down_proj
 
