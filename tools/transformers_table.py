@@ -109,11 +109,11 @@ def _ours(kind: str) -> str:
 def _theirs(kind: str) -> str:
     from transformers.distributed import DistributedConfig
 
-    model, ids = tiny_transformers_model(kind), tiny_ids()
-    expected, ranks = outcome(model, ids), dist.get_world_size()
+    model, ids, ranks = tiny_transformers_model(kind), tiny_ids(), dist.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
         with mock.patch.object(type(model), "should_save_on_this_rank", return_value=True):  # each has its own folder
             model.save_pretrained(folder)
+        expected = outcome(type(model).from_pretrained(folder).eval(), ids)  # what is not saved is drawn anew
         try:
             config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
             parallel = type(model).from_pretrained(folder, distributed_config=config).eval()

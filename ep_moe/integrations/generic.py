@@ -188,8 +188,8 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"{type(model).__name__} ({_type_of(model)}) has no experts of transformers' experts interface "
             f"(use_experts_implementation); {_KEEP}, or put a MoELayer into its blocks"
         )
-    first = _shared(model, found)
     configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
+    first = _shared(model, found)
     masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()
     for name, experts in found.items():
         if first[name] != name:
@@ -328,8 +328,7 @@ def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
         for own, parameter in experts.named_parameters():
             full = f"{name}.{own}"
             for other in (holders[id(parameter)], tied.get(full, full)):
-                place = other.rpartition(".")[0]
-                if model.get_submodule(place) is not experts and first.get(place) != first[name]:
+                if first.get(other.rpartition(".")[0]) != first[name]:
                     raise ConfigError(
                         f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
                     )
