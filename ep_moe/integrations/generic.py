@@ -23,6 +23,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.integrations.gate_functions import find_activation, is_experts
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
+from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.types import LogicalIds, Routing, dtype_name
 
 _TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -187,6 +188,12 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
         raise ConfigError(
             f"{type(model).__name__} ({_type_of(model)}) has no experts of transformers' experts interface "
             f"(use_experts_implementation); {_KEEP}, or put a MoELayer into its blocks"
+        )
+    scheme = scheme_of(layer_options.get("quantization", PLAIN.name))
+    if scheme.activations.calibrated:
+        raise ConfigError(
+            f"quantization={scheme.name} needs input scales, which a calibrated checkpoint of a known family holds and "
+            f"{type(model).__name__} does not; choose fp8_dynamic, fp8_block or another that derives them"
         )
     configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
     first = _shared(model, found)

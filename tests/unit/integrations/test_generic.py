@@ -187,6 +187,18 @@ def test_what_is_refused(change, sentence, context):
     assert {id(module) for module in model.modules()} == before, "the model was changed"
 
 
+@torch.no_grad()
+def test_a_model_is_quantised_where_no_calibration_is_needed(context):
+    model, ids = tiny_transformers_model("olmoe"), tiny_ids()
+    for scheme in ("fp8_static", "nvfp4"):
+        with pytest.raises(ConfigError, match=f"quantization={scheme} needs input scales"):
+            expert_parallel(model, context, quantization=scheme)
+    plain = model(ids).logits
+    expert_parallel(model, context, quantization="fp8_dynamic")
+    scale = plain.std()  # E4M3 rounds to 2**-4 of a number: far from equal, and far from other experts
+    assert 1e-4 < (model(ids).logits - plain).std() / scale < 2**-4
+
+
 def test_models_without_such_experts(context, tmp_path):
     with pytest.raises(ConfigError, match=r"JetMoeForCausalLM .*'jetmoe'. has no experts of transformers' experts int"):
         expert_parallel(tiny_transformers_model("jetmoe"), context)
