@@ -497,13 +497,12 @@ def _checked_config(folder: Path) -> tuple[Any, MoEConfig]:
 
 
 def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
-    """The text model's configuration and its family, of which a checkpoint is read."""
+    """The text model's configuration and its family."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {config.model_type!r} is not among the families whose checkpoints are read by expert "
-            f"({', '.join(FAMILIES)}); load the whole model on each rank and call "
-            f"expert_parallel(AutoModelForCausalLM.from_pretrained(path), context)"
+            f"model_type {config.model_type!r} is not among the families whose routing ep_moe computes itself "
+            f"({', '.join(FAMILIES)}); load_pretrained loads the model, with its own router"
         )
     return config, FAMILIES[config.model_type]
 
