@@ -23,6 +23,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.integrations.gate_functions import find_activation, is_experts
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
+from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.types import LogicalIds, Routing, dtype_name
 
 _TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -188,8 +189,14 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"{type(model).__name__} ({_type_of(model)}) has no experts of transformers' experts interface "
             f"(use_experts_implementation); {_KEEP}, or put a MoELayer into its blocks"
         )
-    first = _shared(model, found)
+    scheme = scheme_of(layer_options.get("quantization", PLAIN.name))
+    if scheme.activations.calibrated:
+        raise ConfigError(
+            f"quantization={scheme.name} needs input scales, which a calibrated checkpoint of a known family holds and "
+            f"{type(model).__name__} does not; choose fp8_dynamic, fp8_block or another that derives them"
+        )
     configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
+    first = _shared(model, found)
     masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()
     for name, experts in found.items():
         if first[name] != name:
@@ -328,8 +335,7 @@ def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
         for own, parameter in experts.named_parameters():
             full = f"{name}.{own}"
             for other in (holders[id(parameter)], tied.get(full, full)):
-                place = other.rpartition(".")[0]
-                if model.get_submodule(place) is not experts and first.get(place) != first[name]:
+                if first.get(other.rpartition(".")[0]) != first[name]:
                     raise ConfigError(
                         f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
                     )

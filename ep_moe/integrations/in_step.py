@@ -26,9 +26,9 @@ from ep_moe.integrations.token_mask import TokenMasks
 def idle_step(model: nn.Module) -> Tensor:
     """Take part in one forward of the other ranks without tokens, on a rank that has no batch.
 
-    The model runs on one row of padding, which goes to no expert and is not counted as load. In training call
-    `backward` on the result: it takes part in the others' backward, and leaves zeros as the gradients of this rank's
-    tokens.
+    The model runs on one row of padding, which is not counted as load and goes to no expert. With gradients the row is
+    computed as a token. In training call `backward` on the result: it takes part in the others' backward, and leaves
+    zeros as the gradients of this rank's tokens.
 
         loss = model(**batch).loss if batch is not None else idle_step(model)
         loss.backward()

@@ -80,15 +80,17 @@ def padded(rank):
 def test_padding_and_generation(world_size):
     """Padding is no load; ranks generate different numbers of tokens, which idle steps keep in step."""
     quiet()
-    for kind in ("olmoe", "jamba"):  # jamba's layers have no attention beside them but one
-        with EPContext.from_groups(device=rank_device()) as context, torch.no_grad():
+    cases = [("olmoe", sizes) for sizes in LAYOUTS[2]] + [("jamba", {"dp": 2})]  # jamba has layers without attention
+    for kind, sizes in cases:
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context, torch.no_grad():
             plain, model = model_of(kind), expert_parallel(model_of(kind), context)
-            ids, mask = padded(dist.get_rank())
+            batch = context.layout.dp_rank
+            ids, mask = padded(batch)
             expected, found = (m(input_ids=ids, attention_mask=mask).logits for m in (plain, model))
-            assert_close(found, expected, kind)
+            assert_close(found, expected, f"{kind} {sizes}")
             for layer in moe_layers(model):
-                assert sum(layer.stats().expert_load) == 2 * (21 + 27), "tokens times top-k"
-            how = {"max_new_tokens": 3 + 2 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
+                assert sum(layer.stats().expert_load) == 2 * (21 + 27 * (context.layout.dp - 1)), "tokens times top-k"
+            how = {"max_new_tokens": 3 + 2 * batch, "do_sample": False, "pad_token_id": 0}
             expected, found = (m.generate(ids, attention_mask=mask, **how) for m in (plain, model))
             assert torch.equal(found, expected), kind
             assert len(set(everywhere(context.flight_recorder.number))) == 1, "ranks out of step"

@@ -241,6 +241,13 @@ def test_limited_activation_is_deepseek_v4():
     torch.testing.assert_close(activate(h, shape(Activation.SWIGLU_LIMITED)), module._apply_gate(h), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, Activation.SWIGLU_LIMITED])
+def test_a_limit_beyond_half_precision_is_none(activation):
+    h = torch.full((1, 2 * INNER), 100.0, dtype=torch.float16)
+    far, near = (dataclasses.replace(shape(activation), activation_limit=limit) for limit in (1e6, 60000.0))
+    torch.testing.assert_close(activate(h, far), activate(h, near), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("activation", "name"),
     [

@@ -136,6 +136,17 @@ def test_experts_under_two_names_are_replaced_under_both(context):
         torch.testing.assert_close(model(tiny_ids()).logits, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_modules_of_the_same_parameters_share_a_layer(context):
+    model = tiny_transformers_model("olmoe")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    with torch.no_grad():
+        expected = model(tiny_ids()).logits
+        expert_parallel(model, context)
+        assert model.model.layers[0].mlp.experts is model.model.layers[1].mlp.experts
+        torch.testing.assert_close(model(tiny_ids()).logits, expected, rtol=1e-5, atol=1e-5)
+
+
 def tied(model):
     model.model.layers[1].mlp.experts.down_proj = model.model.layers[0].mlp.experts.down_proj
 
@@ -174,6 +185,18 @@ def test_what_is_refused(change, sentence, context):
     with pytest.raises(ConfigError, match=sentence):
         expert_parallel(model, context)
     assert {id(module) for module in model.modules()} == before, "the model was changed"
+
+
+@torch.no_grad()
+def test_a_model_is_quantised_where_no_calibration_is_needed(context):
+    model, ids = tiny_transformers_model("olmoe"), tiny_ids()
+    for scheme in ("fp8_static", "nvfp4"):
+        with pytest.raises(ConfigError, match=f"quantization={scheme} needs input scales"):
+            expert_parallel(model, context, quantization=scheme)
+    plain = model(ids).logits
+    expert_parallel(model, context, quantization="fp8_dynamic")
+    scale = plain.std()  # E4M3 rounds to 2**-4 of a number: far from equal, and far from other experts
+    assert 1e-4 < (model(ids).logits - plain).std() / scale < 2**-4
 
 
 def test_models_without_such_experts(context, tmp_path):
