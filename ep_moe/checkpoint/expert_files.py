@@ -80,10 +80,12 @@ class ExpertFiles:
     def _missing(self, missing: list[str], module: str) -> str:
         unknown = [name for name, target in self.destinations.unknown.items() if target.startswith(_block(module))]
         self._refuse_foreign(module, unknown)
+        unknown = unknown or list(self.destinations.unknown)
         said = f"; {listed(unknown)} is there instead" if unknown else ""
         return (
             f"{listed(missing)} is missing in {self.source.folder}, under that name and each that transformers has for "
-            f"it{said}{self.source.declared.said}; fetch the checkpoint again, or dequantise it to bf16 if it has codes"
+            f"it{said}{self.source.declared.said}; fetch the checkpoint that belongs to config.json, or dequantise it "
+            f"to bf16 if it has codes"
         )
 
     def _refuse_foreign(self, what: str, unknown: list[str]) -> None:

@@ -53,30 +53,23 @@ def load_skeleton(
         pretrained_model_name_or_path=str(source.folder),
         device_map={"": device},
         dtype=dtype,
-        dtype_plan=model._get_dtype_plan(dtype),
         weight_mapping=get_model_conversion_mapping(model),
     )
     with swapped(model, {name: nn.Module() for name in apart}):
         info, _ = model._load_pretrained_model(model, tensors, None, config)
-        _check(model, source, info)
+        _check(source, info)
         model._finalize_model_loading(model, config, info)
-        if info.missing_keys:  # tied ones that the file has none of
+        if info.missing_keys:  # transformers gave them random numbers
             raise CheckpointError(f"{listed(sorted(info.missing_keys))} is missing in {source.folder}; fetch it again")
     model._weight_conversions = files.destinations.used  # for saving: transformers saw the names of the rest alone
 
 
-def _check(model: PreTrainedModel, source: CheckpointSource, info: Any) -> None:
+def _check(source: CheckpointSource, info: Any) -> None:
     """Refuse what transformers says in a report, and goes on with random numbers."""
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be made of the tensors of {source.folder}: {error}")
     for name, found, wanted in sorted(info.mismatched_keys):
         raise CheckpointError(f"{name} must have shape {list(wanted)}, got {list(found)} in {source.folder}")
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    missing = info.missing_keys - tied.keys() - set(tied.values())
-    missing = {name for name in missing if not any(pattern.search(name) for pattern in optional)}
-    if missing:
-        raise CheckpointError(f"{listed(sorted(missing))} is missing in {source.folder}; fetch it again")
 
 
 def _check_dtype(source: CheckpointSource, name: str, tensor: Tensor, sources: list[str]) -> None:

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from ep_moe.checkpoint.families import ALIASES
 from ep_moe.checkpoint.folder import read_object
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.hub import HubOptions, model_folder
-from ep_moe.errors import CheckpointError
+from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.types import dtype_name
 
 _UNREADABLE = "is nothing that transformers can read"
@@ -35,7 +40,15 @@ def read_config(path: str | Path, **hub: Unpack[HubOptions]) -> Any:
     Raises:
         CheckpointError: there is none, transformers cannot read it, or a field cannot be.
     """
-    folder = model_folder(path, weights=False, **hub)
+    return read_whole_config(model_folder(path, weights=False, **hub))[1]
+
+
+def read_whole_config(folder: Path) -> tuple[Any, Any]:
+    """Read the configuration of a model and that of its text model, which is the same for a model of text alone.
+
+    Raises:
+        CheckpointError: as `read_config`.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
@@ -51,7 +64,26 @@ def read_config(path: str | Path, **hub: Unpack[HubOptions]) -> Any:
     except Exception as error:
         raise CheckpointError(f"{file} {_UNREADABLE}: {type(error).__name__}: {error}") from error
     _check_sizes(text, file)
-    return text
+    return whole, text
+
+
+def class_of(whole: Any, folder: Path) -> type[PreTrainedModel]:
+    """The class of a model that is more than its text model, as config.json names it.
+
+    Raises:
+        ConfigError: `architectures` names no class of this configuration.
+    """
+    known: dict[str, type[PreTrainedModel]] = {}
+    for mapping in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        found = mapping.get(type(whole), ())
+        known |= {one.__name__: one for one in (found if isinstance(found, tuple) else (found,))}
+    named = [name for name in whole.architectures or () if name in known]
+    if not named:
+        raise ConfigError(
+            f"{folder / 'config.json'}: architectures must name the class of a model_type {whole.model_type!r}, one of "
+            f"{', '.join(known) or 'none that transformers has'}, got {whole.architectures!r}"
+        )
+    return known[named[0]]
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

@@ -39,7 +39,7 @@ from ep_moe.config import ONE_SCALE, MoEConfig, RoutingConfig, RoutingMethod, Wi
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.integrations.config_file import read_config, read_generation_config
+from ep_moe.integrations.config_file import class_of, read_config, read_generation_config, read_whole_config
 from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
@@ -382,9 +382,17 @@ def load_pretrained(
     """
     folder = model_folder(path, context.consensus, **hub)
     with loading(folder, context.consensus):
-        config = read_config(folder)
+        whole, config = read_whole_config(folder)
         known = config.model_type in FAMILIES
-        config = _checked_config(folder)[0] if known else config
+        if not known:
+            config = whole
+        else:
+            config = _checked_config(folder)[0]
+            if whole.model_type != config.model_type and whole.get_text_config() is not whole:
+                warnings.warn(
+                    f"{folder}: of the model {whole.model_type!r} its text model {config.model_type!r} alone is loaded",
+                    stacklevel=2,
+                )
         dtype = dtype or config.dtype or torch.float32
         model = _on_meta(folder, config, dtype)
         keep_in_float32(model, dtype)
@@ -425,7 +433,11 @@ def _on_meta(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
         raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
     try:
         with torch.device("meta"):
+            if config.get_text_config() is not config:
+                return class_of(config, folder)._from_config(config, dtype=dtype)
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except ConfigError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers cannot build the model that it describes: "
@@ -485,13 +497,12 @@ def _checked_config(folder: Path) -> tuple[Any, MoEConfig]:
 
 
 def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
-    """The text model's configuration and its family, of which a checkpoint is read."""
+    """The text model's configuration and its family."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {config.model_type!r} is not among the families whose checkpoints are read by expert "
-            f"({', '.join(FAMILIES)}); load the whole model on each rank and call "
-            f"expert_parallel(AutoModelForCausalLM.from_pretrained(path), context)"
+            f"model_type {config.model_type!r} is not among the families whose routing ep_moe computes itself "
+            f"({', '.join(FAMILIES)}); load_pretrained loads the model, with its own router"
         )
     return config, FAMILIES[config.model_type]
 

@@ -90,6 +90,14 @@ def test_what_training_changed_is_saved(tmp_path):
     check_equal(found.state_dict(), {name: tensor + 1.0 for name, tensor in before.items()})
 
 
+def test_what_the_class_does_not_save_is_left_out(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local())
+    model._keys_to_ignore_on_save = ["model.norm.weight"]
+    save_pretrained(model, tmp_path)
+    assert interface_model("olmoe").state_dict().keys() > {"model.norm.weight"}
+    assert "model.norm.weight" not in tensors_of(tmp_path)
+
+
 def test_quantised_layers_are_refused(tmp_path):
     model = expert_parallel(interface_model("olmoe"), local(), quantization="fp8_dynamic", experts="reference")
     with pytest.raises(ConfigError, match=r"quantization must be none for save_pretrained, got fp8_dynamic"):

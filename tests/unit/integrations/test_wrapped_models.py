@@ -1,0 +1,75 @@
+"""Models around a text model with experts: loaded and saved whole, or said to be loaded in part."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from ep_moe import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.integrations.transformers import load_pretrained, save_pretrained
+from tests.fixtures.checkpoint_files import save, tiny_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Qwen3-VL-MoE: its published files hold the matrices of all experts the other way round."""
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "moe_intermediate_size": 48, "head_dim": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32, "patch_size": 4,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).float().eval()
+    for tensor in model.state_dict().values():
+        tensor.add_(torch.randn(tensor.shape) / 5)
+    root = tmp_path_factory.mktemp("wrapped")
+    save(model, root)
+    return root
+
+
+def local():
+    return EPContext.local(torch.device("cpu"))
+
+
+def test_all_of_the_model_is_loaded_and_saved(folder, tmp_path):
+    plain = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(folder)
+    model = load_pretrained(folder, local(), progress=False)
+    assert type(model) is type(plain)
+    ours = model.state_dict()
+    for name, tensor in plain.state_dict().items():
+        if ".experts." not in name:
+            assert torch.equal(ours[name], tensor), name
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        expected, found = (one(input_ids=ids, use_cache=False).logits for one in (plain, model))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    save_pretrained(model, tmp_path)
+    again = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path).state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(again[name], tensor), name
+
+
+def test_a_class_that_is_not_named_is_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3VLMoeTextModel"]}))
+    with pytest.raises(
+        ConfigError, match=r"architectures must name .* one of Qwen3VLMoeForConditionalGeneration.*, got"
+    ):
+        load_pretrained(tmp_path, local())
+
+
+def test_a_text_model_that_is_loaded_alone_is_named(tmp_path):
+    """Of a known family, whose blocks are ours."""
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama4_text"), dtype=torch.float32)
+    save(model, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+    with pytest.warns(UserWarning, match="of the model 'llama4' its text model 'llama4_text' alone is loaded"):
+        load_pretrained(tmp_path, local(), progress=False)
