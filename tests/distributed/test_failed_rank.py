@@ -84,6 +84,7 @@ def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
     layer = fill(MoELayer(config, context, name="block"))
     x = torch.ones(4, 16, device=context.device)
     layer(x)
+    everywhere("")  # a rank that is slow to end this call would hear of the next one's failure in it
     odd = dist.get_rank() == ODD
     if odd:
         plant(layer, where, ValueError("no such thing"))
