@@ -24,7 +24,8 @@ import transformers
 
 from ep_moe import EPContext
 from ep_moe.errors import EPMoEError
-from ep_moe.integrations.transformers import FAMILIES, expert_parallel
+from ep_moe.integrations.families import FAMILIES
+from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.parallel.local_launch import run_local_ranks
 from tests.fixtures.transformers_models import moe_model_types, outcome, tiny_ids, tiny_transformers_model
 

@@ -3,22 +3,20 @@
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
 
-`expert_parallel` serves every model on transformers' experts interface (`ep_moe.integrations.generic`). A family whose
-blocks are known here is served faster, and from disk. It is one `Family` entry here and its names in
-`ep_moe.checkpoint.families`.
+Both serve every model on transformers' experts interface (`ep_moe.integrations.generic`). Families whose blocks are
+known (`ep_moe.integrations.families`) are served faster.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
@@ -35,11 +33,12 @@ from ep_moe.checkpoint.reader import (
 )
 from ep_moe.checkpoint.skeleton import keep_in_float32
 from ep_moe.checkpoint.unread import refusal, unexpected, unread
-from ep_moe.config import ONE_SCALE, MoEConfig, RoutingConfig, RoutingMethod, Wire
+from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.integrations.config_file import class_of, read_config, read_generation_config, read_whole_config
+from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
+from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
 from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
@@ -53,101 +52,6 @@ from ep_moe.quant.schemes import PLAIN
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
-from ep_moe.types import Activation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model family.
-
-    block: class name of its MoE block; config: its configuration -> ours
-    shared: the block's attribute with the shared expert, None without one
-    returns: what the model expects the block to return, from (output, input)
-    """
-
-    block: str
-    config: Callable[[PretrainedConfig], MoEConfig]
-    shared: str | None = None
-    returns: Callable[[Tensor, Tensor], Any] = lambda out, x: out
-
-
-def _moe_config(c: Any, *, experts: int, intermediate: int, routing: RoutingConfig, **rest: Any) -> MoEConfig:
-    """What all families call alike, and the rest."""
-    rest.setdefault("activation", _activation(c.hidden_act))
-    return MoEConfig(
-        hidden_size=c.hidden_size,
-        intermediate_size=intermediate,
-        num_experts=experts,
-        top_k=c.num_experts_per_tok,
-        routing=routing,
-        **rest,
-    )
-
-
-def _qwen3(c: Any) -> MoEConfig:
-    routing = RoutingConfig(renormalize=c.norm_topk_prob)
-    return _moe_config(c, experts=c.num_experts, intermediate=c.moe_intermediate_size, routing=routing)
-
-
-def _mixtral(c: Any) -> MoEConfig:
-    routing = RoutingConfig(renormalize=True)
-    return _moe_config(c, experts=c.num_local_experts, intermediate=c.intermediate_size, routing=routing)
-
-
-def _deepseek_v3(c: Any) -> MoEConfig:
-    routing = RoutingConfig(
-        method=RoutingMethod.SIGMOID_TOPK,
-        renormalize=c.norm_topk_prob,
-        scaling_factor=c.routed_scaling_factor,
-        num_groups=c.n_group,
-        top_groups=c.topk_group,
-        correction_bias=True,
-        float32_logits=True,
-    )
-    inner = c.moe_intermediate_size
-    shared = inner * c.n_shared_experts
-    return _moe_config(
-        c, experts=c.n_routed_experts, intermediate=inner, routing=routing, shared_intermediate_size=shared
-    )
-
-
-def _gpt_oss(c: Any) -> MoEConfig:
-    return _moe_config(
-        c,
-        experts=c.num_local_experts,
-        intermediate=c.intermediate_size,
-        routing=RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True),
-        activation=Activation.SWIGLU_CLAMPED,
-        activation_alpha=getattr(c, "swiglu_alpha", 1.702),
-        activation_limit=getattr(c, "swiglu_limit", 7.0),
-        expert_bias=True,
-    )
-
-
-def _llama4(c: Any) -> MoEConfig:
-    inner = c.intermediate_size
-    routing = RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True)
-    return _moe_config(
-        c, experts=c.num_local_experts, intermediate=inner, routing=routing, shared_intermediate_size=inner
-    )
-
-
-def _activation(name: str) -> Activation:
-    known = {"silu": Activation.SWIGLU, "swish": Activation.SWIGLU, "gelu": Activation.GEGLU}
-    if name not in known:
-        raise ConfigError(f"hidden_act must be one of {', '.join(known)} for expert-parallel blocks, got {name!r}")
-    return known[name]
-
-
-FAMILIES: dict[str, Family] = {
-    "qwen3_moe": Family(block="Qwen3MoeSparseMoeBlock", config=_qwen3),
-    "mixtral": Family(block="MixtralSparseMoeBlock", config=_mixtral),
-    "deepseek_v3": Family(block="DeepseekV3MoE", config=_deepseek_v3, shared="shared_experts"),
-    "gpt_oss": Family(block="GptOssMLP", config=_gpt_oss, returns=lambda out, x: (out, None)),
-    "llama4_text": Family(
-        block="Llama4TextMoe", config=_llama4, shared="shared_expert", returns=lambda out, x: (out.flatten(0, -2), None)
-    ),
-}
 
 
 class ExpertParallelBlock(nn.Module):
@@ -235,7 +139,7 @@ def _replace_blocks(
     config = model.config.get_text_config()
     moe_config, names = family.config(config), names_of(config.model_type)
     masks, made = TokenMasks(), {}
-    for name, block in _blocks(model, family):
+    for name, block in blocks_of(model, family):
         parameters = list(block.parameters())
         # a block may keep its router in float32, and not its experts
         by_experts = [*block.get_submodule("experts").parameters(), *parameters]
@@ -387,7 +291,7 @@ def load_pretrained(
         if not known:
             config = whole
         else:
-            config = _checked_config(folder)[0]
+            config = checked_config(folder)[0]
             if whole.model_type != config.model_type and whole.get_text_config() is not whole:
                 warnings.warn(
                     f"{folder}: of the model {whole.model_type!r} its text model {config.model_type!r} alone is loaded",
@@ -452,7 +356,7 @@ def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptio
     """
     folder = model_folder(path, context.consensus, weights=False, **hub)
     with loading(folder, context.consensus):
-        return _checked_config(folder)[1]
+        return checked_config(folder)[1]
 
 
 def calibrated_wire(
@@ -475,9 +379,9 @@ def calibrated_wire(
 
 def _largest_input_scale(folder: Path, top: float | None) -> float:
     """Of the MoE layers that a model of this configuration has."""
-    config, moe_config = _checked_config(folder)
+    config, moe_config = checked_config(folder)
     model = _on_meta(folder, config, config.dtype or torch.float32)
-    layers = {_number(name) for name, _ in _blocks(model, FAMILIES[config.model_type])}
+    layers = {_number(name) for name, _ in blocks_of(model, FAMILIES[config.model_type])}
     experts = moe_config.num_experts
     return largest_input_scale(folder, config.model_type, layers=layers, num_experts=experts, top=top)
 
@@ -485,33 +389,6 @@ def _largest_input_scale(folder: Path, top: float | None) -> float:
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """The expert-parallel layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
-
-
-def _checked_config(folder: Path) -> tuple[Any, MoEConfig]:
-    """`read_config`, and ours of its blocks."""
-    config, family = _family_of(read_config(folder))
-    try:
-        return config, family.config(config)
-    except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
-
-
-def _family_of(config: PretrainedConfig) -> tuple[Any, Family]:
-    """The text model's configuration and its family."""
-    config = config.get_text_config()
-    if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type {config.model_type!r} is not among the families whose routing ep_moe computes itself "
-            f"({', '.join(FAMILIES)}); load_pretrained loads the model, with its own router"
-        )
-    return config, FAMILIES[config.model_type]
-
-
-def _blocks(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ == family.block]
-    if not found:
-        raise ConfigError(f"the model has no block of class {family.block}; was it replaced already?")
-    return found
 
 
 def _number(block: str) -> int:

@@ -12,7 +12,7 @@ import transformers
 from ep_moe import EPContext, ExpertMap, ParallelConfig
 from ep_moe.checkpoint.reader import INDEX
 from ep_moe.errors import CheckpointError, ConfigError, InputError
-from ep_moe.integrations import transformers as integration
+from ep_moe.integrations.families import FAMILIES as BLOCKS
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
@@ -169,8 +169,8 @@ def test_what_is_not_experts_is_the_untouched_models(checkpoints):
 
 
 def test_configurations_are_read():
-    assert {family: integration.FAMILIES[family].config(tiny_config(family)) for family in FAMILIES} == CONFIGS
-    assert integration.FAMILIES.keys() == CONFIGS.keys()
+    assert {family: BLOCKS[family].config(tiny_config(family)) for family in FAMILIES} == CONFIGS
+    assert BLOCKS.keys() == CONFIGS.keys()
 
 
 def test_dtype_is_the_checkpoints(tmp_path):

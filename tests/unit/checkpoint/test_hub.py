@@ -17,7 +17,8 @@ from ep_moe.checkpoint.hub import model_folder
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.cli.app import app
 from ep_moe.cli.run import DEMO
-from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_config, read_moe_config
+from ep_moe.integrations.config_file import read_config
+from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_moe_config
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import make_layers, written

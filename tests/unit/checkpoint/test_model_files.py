@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
 from ep_moe.checkpoint.reader import INDEX, SINGLE, CheckpointSource
 from ep_moe.checkpoint.unread import unexpected
-from ep_moe.integrations.transformers import load_pretrained, read_config, read_moe_config
+from ep_moe.integrations.config_file import read_config
+from ep_moe.integrations.transformers import load_pretrained, read_moe_config
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet, save, tiny_model, written
 
@@ -312,7 +313,7 @@ def test_any_exception_of_one_rank_is_raised_on_all(checkpoints):
     good = checkpoints["mixtral single"].folder
     with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
         for owner, name in (
-            (integration, "_checked_config"),
+            (integration, "checked_config"),
             (integration, "_on_meta"),
             (integration, "expert_parallel"),
             (integration, "read_generation_config"),

@@ -1,0 +1,140 @@
+"""Model families whose whole MoE block is replaced: their configuration to ours, and what the model expects back.
+
+A family is one `Family` entry here and its names in `ep_moe.checkpoint.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.errors import ConfigError
+from ep_moe.integrations.config_file import read_config
+from ep_moe.types import Activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family.
+
+    block: class name of its MoE block; config: its configuration -> ours
+    shared: the block's attribute with the shared expert, None without one
+    returns: what the model expects the block to return, from (output, input)
+    """
+
+    block: str
+    config: Callable[[PretrainedConfig], MoEConfig]
+    shared: str | None = None
+    returns: Callable[[Tensor, Tensor], Any] = lambda out, x: out
+
+
+def _moe_config(c: Any, *, experts: int, intermediate: int, routing: RoutingConfig, **rest: Any) -> MoEConfig:
+    """What all families call alike, and the rest."""
+    rest.setdefault("activation", _activation(c.hidden_act))
+    return MoEConfig(
+        hidden_size=c.hidden_size,
+        intermediate_size=intermediate,
+        num_experts=experts,
+        top_k=c.num_experts_per_tok,
+        routing=routing,
+        **rest,
+    )
+
+
+def _qwen3(c: Any) -> MoEConfig:
+    routing = RoutingConfig(renormalize=c.norm_topk_prob)
+    return _moe_config(c, experts=c.num_experts, intermediate=c.moe_intermediate_size, routing=routing)
+
+
+def _mixtral(c: Any) -> MoEConfig:
+    routing = RoutingConfig(renormalize=True)
+    return _moe_config(c, experts=c.num_local_experts, intermediate=c.intermediate_size, routing=routing)
+
+
+def _deepseek_v3(c: Any) -> MoEConfig:
+    routing = RoutingConfig(
+        method=RoutingMethod.SIGMOID_TOPK,
+        renormalize=c.norm_topk_prob,
+        scaling_factor=c.routed_scaling_factor,
+        num_groups=c.n_group,
+        top_groups=c.topk_group,
+        correction_bias=True,
+        float32_logits=True,
+    )
+    inner = c.moe_intermediate_size
+    shared = inner * c.n_shared_experts
+    return _moe_config(
+        c, experts=c.n_routed_experts, intermediate=inner, routing=routing, shared_intermediate_size=shared
+    )
+
+
+def _gpt_oss(c: Any) -> MoEConfig:
+    return _moe_config(
+        c,
+        experts=c.num_local_experts,
+        intermediate=c.intermediate_size,
+        routing=RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True),
+        activation=Activation.SWIGLU_CLAMPED,
+        activation_alpha=getattr(c, "swiglu_alpha", 1.702),
+        activation_limit=getattr(c, "swiglu_limit", 7.0),
+        expert_bias=True,
+    )
+
+
+def _llama4(c: Any) -> MoEConfig:
+    inner = c.intermediate_size
+    routing = RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True)
+    return _moe_config(
+        c, experts=c.num_local_experts, intermediate=inner, routing=routing, shared_intermediate_size=inner
+    )
+
+
+def _activation(name: str) -> Activation:
+    known = {"silu": Activation.SWIGLU, "swish": Activation.SWIGLU, "gelu": Activation.GEGLU}
+    if name not in known:
+        raise ConfigError(f"hidden_act must be one of {', '.join(known)} for expert-parallel blocks, got {name!r}")
+    return known[name]
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_moe": Family(block="Qwen3MoeSparseMoeBlock", config=_qwen3),
+    "mixtral": Family(block="MixtralSparseMoeBlock", config=_mixtral),
+    "deepseek_v3": Family(block="DeepseekV3MoE", config=_deepseek_v3, shared="shared_experts"),
+    "gpt_oss": Family(block="GptOssMLP", config=_gpt_oss, returns=lambda out, x: (out, None)),
+    "llama4_text": Family(
+        block="Llama4TextMoe", config=_llama4, shared="shared_expert", returns=lambda out, x: (out.flatten(0, -2), None)
+    ),
+}
+
+
+def checked_config(folder: Path) -> tuple[Any, MoEConfig]:
+    """`read_config`, and ours of its blocks."""
+    config, family = family_of(read_config(folder))
+    try:
+        return config, family.config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+
+
+def family_of(config: PretrainedConfig) -> tuple[Any, Family]:
+    """The text model's configuration and its family."""
+    config = config.get_text_config()
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type {config.model_type!r} is not among the families whose routing ep_moe computes itself "
+            f"({', '.join(FAMILIES)}); load_pretrained loads the model, with its own router"
+        )
+    return config, FAMILIES[config.model_type]
+
+
+def blocks_of(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ == family.block]
+    if not found:
+        raise ConfigError(f"the model has no block of class {family.block}; was it replaced already?")
+    return found
