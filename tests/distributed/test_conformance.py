@@ -210,19 +210,19 @@ class LastRowLost(TorchAll2AllDispatcher):
 class Untyped(TorchAll2AllDispatcher):
     """Hands rows in E4M3 without scales on as the bytes that travelled."""
 
-    def _told(self, received):
+    def _with_format(self, received):
         bytes_alone = received.x.dtype == torch.float8_e4m3fn and received.x_scale is None
         x = received.x.view(torch.uint8) if bytes_alone else received.x
-        return super()._told(dataclasses.replace(received, x=x))
+        return super()._with_format(dataclasses.replace(received, x=x))
 
 
 class Unscaled(TorchAll2AllDispatcher):
     """Takes rows without scales beside them for plain ones."""
 
-    def _told(self, received):
+    def _with_format(self, received):
         if received.x_scale is None:
             return dataclasses.replace(received, x=received.x.to(self.dispatch_shape.dtype))
-        return super()._told(received)
+        return super()._with_format(received)
 
 
 class CoarseScales(TorchAll2AllDispatcher):

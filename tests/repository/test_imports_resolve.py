@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ep_moe", "tests", "tools", "examples")
@@ -75,3 +76,33 @@ def unresolved(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imported_names_exist(path):
     assert unresolved(ast.parse(path.read_text())) == []
+
+
+@functools.cache
+def methods_of(path: Path) -> frozenset[str]:
+    """Names of all functions in a file."""
+    return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def in_tests(path: Path) -> bool:
+    return path.is_relative_to(ROOT / "tests")
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if in_tests(path)], ids=lambda path: path.name)
+def test_private_methods_that_tests_override_exist(path):
+    """A planted fault that overrides a method which was renamed plants nothing."""
+    package = set().union(*(methods_of(other) for other in SOURCES if not in_tests(other)))
+    called = [
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
+    ]
+    private = {name for name in called if name.startswith("_") and not name.startswith("__")}
+    assert private <= package | dir_of_torch()
+
+
+def dir_of_torch() -> set[str]:
+    return {name for kind in (torch.nn.Module, torch.Tensor, torch.optim.Optimizer) for name in dir(kind)}
