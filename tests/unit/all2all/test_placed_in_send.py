@@ -61,7 +61,7 @@ class Placing:
     def placed_before(self) -> PhysicalRouting:
         ids, weights = self.ids[: self.tokens], self.weights[: self.tokens]
         there = self.before(Routing(ids.cpu(), weights.cpu()))
-        return PhysicalRouting(PhysicalIds(there.ids.to(DEVICE)), weights)
+        return PhysicalRouting(PhysicalIds(there.materialize().ids.to(DEVICE)), weights)
 
     def routing(self) -> DeferredRouting:
         return DeferredRouting(self.ids[: self.tokens], self.weights[: self.tokens], self.tables)

@@ -29,7 +29,7 @@ def test_same_ids_and_loads(expert_map, ep_rank, dtype):
     for tokens, top_k in ((0, 2), (1, 1), (3, 2), (301, 3), (1500, 3)):
         ids = torch.randint(-2, expert_map.num_experts + 2, (tokens, top_k), dtype=dtype)  # unknown ones among them
         there = Placement(expert_map, ep_rank=ep_rank)
-        expected = there(Routing(ids, torch.ones(ids.shape))).ids
+        expected = there(Routing(ids, torch.ones(ids.shape))).materialize().ids
         here = Placement(expert_map, ep_rank=ep_rank).to(DEVICE)
         out = torch.full(ids.shape, 77, dtype=torch.int64, device=DEVICE)
         tables = (here.logical_to_physical, here.replica_count, here.expert_load, here.slot_load, here.counting)
@@ -45,6 +45,6 @@ def test_same_ids_and_loads(expert_map, ep_rank, dtype):
 @pytest.mark.skipif(DEVICE == "cpu", reason="torch sees no GPU")
 def test_a_placement_on_a_gpu_uses_it():
     expert_map, ids = MAPS[1], torch.randint(-1, 10, (1000, 3))
-    expected = Placement(expert_map, ep_rank=3)(Routing(ids, torch.ones(ids.shape))).ids
-    found = Placement(expert_map, ep_rank=3).cuda()(Routing(ids.cuda(), torch.ones(ids.shape).cuda())).ids
+    expected = Placement(expert_map, ep_rank=3)(Routing(ids, torch.ones(ids.shape))).materialize().ids
+    found = Placement(expert_map, ep_rank=3).cuda()(Routing(ids.cuda(), torch.ones(ids.shape).cuda())).materialize().ids
     assert torch.equal(found.cpu(), expected)
