@@ -139,7 +139,7 @@ def _short(error: Exception) -> str:
     """The error's first clause, without a rank or a module's place."""
     text = " ".join(str(error).split()).replace("|", "/")
     text = text.split("; ")[0]
-    return text if len(text) <= 160 else f"{text[:157]}..."
+    return text if len(text) <= 140 else f"{text[:137]}..."
 
 
 def page(built: dict[str, str], ours: dict[int, dict[str, str]], theirs: dict[str, str]) -> str:

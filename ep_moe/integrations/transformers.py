@@ -89,7 +89,7 @@ def expert_parallel(
 ) -> PreTrainedModel:
     """Make the MoE layers of a model expert-parallel, in place. Made by all ranks alike.
 
-    A model of `FAMILIES` gets `MoELayer`s in the place of its MoE blocks. Of every other model that is on transformers'
+    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model that is on transformers'
     experts interface the experts alone are replaced; its router and the rest of its blocks stay.
 
     A model in memory gives its weights (all ranks must hold the same ones), layer by layer; one on the meta device

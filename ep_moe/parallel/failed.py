@@ -49,8 +49,11 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def with_cause(failure: EPMoEError, error: BaseException) -> EPMoEError:
-    """A failure that is raised again, without the traceback of the last time, from what it is met as now. A failure
-    that is met as itself keeps its cause: a circle of causes hangs whoever walks it."""
+    """Prepare a failure to be raised again, with the error that is handled now as its cause.
+
+    The traceback of the last time is dropped. The cause stays where the error is the failure itself, or was raised from
+    it: code that follows `__cause__` would not end in a circle.
+    """
     if not any(origin is failure for origin in causes(error)):
         failure.__cause__ = error
     return failure.with_traceback(None)

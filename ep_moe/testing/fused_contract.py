@@ -304,8 +304,8 @@ def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device:
         else:
             case.check(case.call(bound), "beside a rank that refuses")
         barrier(device)
-        told = said_within(2 * deadline_s / 8, context.flight_recorder.check)
-        case.that(sentence in told, "the refusal did not reach the other ranks")
+        refusal = said_within(2 * deadline_s / 8, context.flight_recorder.check)
+        case.that(sentence in refusal, "the refusal did not reach the other ranks")
         shared.destroy()
         tell("one token too many", case)
 

@@ -34,8 +34,8 @@ def one_token_too_many(factory: DispatcherFactory, shape: DispatchShape, device:
             case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
             case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
         barrier(device)
-        told = said_within(2 * deadline_s / 8, context.flight_recorder.check)
-        case.that(sentence in told, "the refusal did not reach the other ranks")
+        refusal = said_within(2 * deadline_s / 8, context.flight_recorder.check)
+        case.that(sentence in refusal, "the refusal did not reach the other ranks")
         case.dispatcher.destroy()
         tell(one_token_too_many, case)
 

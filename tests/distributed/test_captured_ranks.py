@@ -130,8 +130,8 @@ def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
                 assert y[(routing.ids >= 3).any(1)].isnan().all()
                 assert RecordableCall.replays == 1
             barrier(rank_device())
-            told = said_within(1.5, context.flight_recorder.check)
-            assert sentence in told, f"the peer's refusal did not arrive, got {told!r}"
+            refusal = said_within(1.5, context.flight_recorder.check)
+            assert sentence in refusal, f"the peer's refusal did not arrive, got {refusal!r}"
             barrier(rank_device())
             with pytest.raises(InputError, match=sentence):
                 layer.forward_routed(integer_rows(9, 16, rank), integer_routing(9, PLAIN, rank))

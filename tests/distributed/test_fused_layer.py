@@ -221,8 +221,8 @@ def test_a_rank_that_refuses_a_call(fault, world_size):
             else:
                 assert error_of(layer, context, 6) <= 1
         barrier(context.device)
-        told = said_within(2, context.flight_recorder.check)
-        assert re.search(sentence, told), f"the peer's refusal did not arrive, got {told!r}"
+        refusal = said_within(2, context.flight_recorder.check)
+        assert re.search(sentence, refusal), f"the peer's refusal did not arrive, got {refusal!r}"
         barrier(context.device)  # no rank leaves before its peers have heard
 
 

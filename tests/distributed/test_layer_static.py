@@ -151,8 +151,8 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
                 assert y[theirs].isnan().all()
                 assert not y[~theirs].isnan().any()
         barrier(context.device)
-        told = said_within(2, context.flight_recorder.check)
-        assert re.search(sentence, told), f"the peer's refusal did not arrive, got {told!r}"
+        refusal = said_within(2, context.flight_recorder.check)
+        assert re.search(sentence, refusal), f"the peer's refusal did not arrive, got {refusal!r}"
         barrier(context.device)  # no rank leaves before its peers have heard
 
 
@@ -180,8 +180,8 @@ def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_
                 assert y[theirs].isnan().all()
                 assert not y[~theirs].isnan().any()
         barrier(context.device)
-        told = said_within(2, context.flight_recorder.check)
-        assert re.search(sentence, told), f"the peer's refusal did not arrive, got {told!r}"
+        refusal = said_within(2, context.flight_recorder.check)
+        assert re.search(sentence, refusal), f"the peer's refusal did not arrive, got {refusal!r}"
         barrier(context.device)  # no rank leaves before its peers have heard
 
 

@@ -454,9 +454,9 @@ def test_a_device_that_waits_is_seen_after_the_host_went_on(monkeypatch, capfd):
         assert ended.wait(5)
     finally:
         flight_recorder.close()
-    told = capfd.readouterr().err
-    assert "PeerTimeout: rank 0 lost its peers finished combine" in told
-    assert "The device still waits: ending." in told
+    printed = capfd.readouterr().err
+    assert "PeerTimeout: rank 0 lost its peers finished combine" in printed
+    assert "The device still waits: ending." in printed
 
 
 def test_a_device_that_comes_to_its_mark_is_not_ended(monkeypatch):

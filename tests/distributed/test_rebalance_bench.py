@@ -30,5 +30,5 @@ def test_every_expert_moves(world_size):
         assert found.forwards >= 8
         assert 0 < found.usual <= found.usual_slowest
         assert found.ratio == found.moving_slowest / found.usual
-        told = everywhere(dataclasses.replace(found, seconds=0.0))
-        assert len(set(told)) == 1, "the slowest rank's, on all"
+        on_all_ranks = everywhere(dataclasses.replace(found, seconds=0.0))
+        assert len(set(on_all_ranks)) == 1, "the slowest rank's, on all"
