@@ -47,6 +47,7 @@ from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.execution.recorded_calls import CopiedInputs
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
@@ -257,7 +258,7 @@ def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELa
         line.combine_us, line.rest_us = split.combine, split.rest
     if attempt(context, f"{what}, by MoELayer.capture_routed", partial(recorded, layer, line.tokens)):
         line.captured_host_us = host_time(context, f"{what}, on the host when captured", call)
-        layer._captured.drop()
+        layer._graphs.drop(CopiedInputs)
 
 
 def recorded(layer: MoELayer, tokens: int) -> bool:

@@ -422,7 +422,7 @@ def test_what_fails_or_is_wrong_takes_no_other_with_it(world_size):
         assert all(line.captured_host_us is None for line in lines), "there are no CUDA graphs here"
         captured: list[list[int]] = []
         dropped: list[object] = []
-        MoELayer.capture_routed = lambda self, tokens: (captured.append(tokens), dropped.append(self._captured))
+        MoELayer.capture_routed = lambda self, tokens: (captured.append(tokens), dropped.append(self._graphs))
         own = [line for line in lines_of(context, peers=False) if line.owner == "ours"]
         assert all(line.captured_host_us > 0 for line in own)
         assert captured == [[1]] * len(own)
