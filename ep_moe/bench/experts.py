@@ -30,9 +30,8 @@ from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
-from ep_moe.experts.flashinfer.call_scales import round_rows
+from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, round_rows
 from ep_moe.experts.flashinfer.cutlass_op import tactic_for
-from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces, carve

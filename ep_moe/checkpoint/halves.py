@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ep_moe.quant.dequantize import FP8
+from ep_moe.quant.fp8 import FP8
 from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
 
 Parts = Mapping[str, Tensor]

@@ -1,14 +1,21 @@
 """Block-scaled numbers in plain torch, on any device: NVFP4, MXFP4, MXFP8, and INT4 with a scale per 32.
 
-E2M1 codes and INT4 lie two to a byte, the even column in the low nibble. Scales are linear, [..., c / block].
+E2M1 codes and INT4 lie two to a byte, the even column in the low nibble. Scales are linear, [..., c / block]. Rows of
+NVFP4 and MXFP8, as Blackwell's kernels take them, have a Triton form too: one launch, which allocates nothing and never
+waits. The torch forms are the definition.
 """
+
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ep_moe.runtime.devices import on_device_of
+from ep_moe.runtime.devices import on_device, on_device_of
+from ep_moe.runtime.grids import cdiv
+from ep_moe.runtime.triton_compat import tl, triton
 
 NVFP4_BLOCK = 16
 MX_BLOCK = 32
@@ -180,3 +187,92 @@ def _scaled(values: Tensor, scale: Tensor) -> Tensor:
         values = values.unflatten(-1, (scale.shape[-1], -1))
     scaled: Tensor = values * scale.unsqueeze(-1)
     return scaled.flatten(-2)
+
+
+def nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> None:
+    """`quantize_nvfp4` in place. x: [N, H]; global_scale: float32 scalar; data: uint8 [N, H / 2]; scale:
+    float8_e4m3fn [N, H / 16]; all contiguous"""
+    if x.is_cuda:
+        with on_device(x.device):
+            launch_nvfp4_rows(x, global_scale, data, scale)
+        return
+    for out, rounded in zip((data, scale), quantize_nvfp4(x, global_scale), strict=True):
+        out.copy_(rounded)
+
+
+def mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
+    """`quantize_mxfp8` in place. x: [N, H]; data: float8_e4m3fn [N, H]; scale: uint8 [N, H / 32]; all contiguous"""
+    if x.is_cuda:
+        with on_device(x.device):
+            launch_mxfp8_rows(x, data, scale)
+        return
+    for out, rounded in zip((data, scale), quantize_mxfp8(x), strict=True):
+        out.copy_(rounded)
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+_BLOCKS = 64  # of one program
+_OF_6, _OF_448 = tl.constexpr(1 / 6), tl.constexpr(1 / 448)
+_LARGEST, _NAN = tl.constexpr(448.0), tl.constexpr(127)
+_NORMAL = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
+
+
+def launch_nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> None:
+    rows, blocks = scale.shape
+    if rows:
+        _nvfp4_rows[(rows, cdiv(blocks, _BLOCKS))](x, global_scale, data, scale, blocks, BLOCKS=_BLOCKS)
+
+
+def launch_mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
+    rows, blocks = scale.shape
+    if rows:
+        _mxfp8_rows[(rows, cdiv(blocks, _BLOCKS))](x, data, scale, blocks, BLOCKS=_BLOCKS)
+
+
+@triton.jit
+def _nvfp4_rows(x, global_scale, data, scale, blocks, BLOCKS: tl.constexpr):
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    block += tl.program_id(0).to(tl.int64) * blocks
+    pair = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    even = tl.load(x + 2 * pair, mask=inside[:, None], other=0.0).to(tl.float32)
+    odd = tl.load(x + 2 * pair + 1, mask=inside[:, None], other=0.0).to(tl.float32)
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
+    encode = tl.div_rn(1.0, tl.load(global_scale))
+    # the maxima above leave NaN out; a NaN's block becomes NaN by its scale, as E2M1 has none
+    lost = tl.max(((even != even) | (odd != odd)).to(tl.int32), axis=1) > 0
+    rounded = tl.minimum(encode * (largest * _OF_6), _LARGEST).to(tl.float8e4nv)
+    bits = tl.where(lost, _NAN, rounded.to(tl.uint8, bitcast=True))
+    tl.store(scale.to(tl.pointer_type(tl.uint8), bitcast=True) + block, bits, mask=inside)
+    step = rounded.to(tl.float32)
+    factor = tl.where(step == 0.0, 0.0, tl.div_rn(1.0, step * tl.div_rn(1.0, encode)))
+    low, high = _e2m1(even * factor[:, None]), _e2m1(odd * factor[:, None])
+    tl.store(data + pair, (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
+
+
+@triton.jit
+def _e2m1(value):
+    """The code of the nearest of 0 .5 1 1.5 2 3 4 6, ties to the even code; the sign in bit 3."""
+    size = tl.abs(value)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0)
+    return code | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _mxfp8_rows(x, data, scale, blocks, BLOCKS: tl.constexpr):
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    block += tl.program_id(0).to(tl.int64) * blocks
+    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    wanted = tl.max(tl.abs(values), axis=1) * _OF_448
+    number = wanted.to(tl.int32, bitcast=True)
+    exponent = (number >> 23) + ((number & 0x7FFFFF) != 0)  # biased by 127 as E8M0, rounded up
+    exponent = tl.where(wanted < _NORMAL, 0, exponent)
+    tl.store(scale + block, exponent.to(tl.uint8), mask=inside)
+    scaled = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled = tl.where(exponent[:, None] == 0, 0.0, tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST))
+    bits = tl.where(values != values, _NAN, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+    tl.store(data.to(tl.pointer_type(tl.uint8), bitcast=True) + at, bits, mask=inside[:, None])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.quant.dequantize import FP8, FP8_BLOCK, INT4_GROUP
+from ep_moe.quant.fp8 import FP8, FP8_BLOCK, INT4_GROUP
 from ep_moe.quant.microscale import (
     MX_BLOCK,
     NVFP4_BLOCK,

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Wire
-from ep_moe.quant.fp8_rows import round_fp8, widen_blocks, widen_by
-from ep_moe.quant.micro_rows import mxfp8_rows, nvfp4_rows
-from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4
+from ep_moe.quant.fp8 import round_fp8, widen_blocks, widen_by
+from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4, mxfp8_rows, nvfp4_rows
 from ep_moe.quant.row_format import ROW_FORMATS
 
 

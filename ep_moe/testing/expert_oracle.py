@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.activations import activate
-from ep_moe.quant.dequantize import FP8_BLOCK
+from ep_moe.quant.fp8 import FP8_BLOCK
 from ep_moe.quant.microscale import (
     E2M1_MAX,
     MX_BLOCK,

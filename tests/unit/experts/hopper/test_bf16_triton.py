@@ -21,7 +21,7 @@ from ep_moe import Activation
 from ep_moe.experts.hopper import gemm_skinny
 from ep_moe.experts.hopper.experts import ACTIVATIONS, Bf16TritonExperts, Fp8BlockTritonExperts
 from ep_moe.experts.hopper.gemm_streaming import FEW, FEW_E4M3, FEW_LARGE, ring_for
-from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
