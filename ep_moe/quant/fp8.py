@@ -23,9 +23,35 @@ from ep_moe.runtime.grids import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
 FP8_BLOCK = 128
-INT4_GROUP = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # E4M3's largest number
+
+
+def to_fp8(x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Round x / scale to the nearest E4M3 number. What lies beyond 448 saturates, and a NaN stays one.
+
+    Args:
+        x: Any float [...].
+        scale: A number, or float32 that broadcasts to x. The division is in float32.
+
+    Returns:
+        float8_e4m3fn [...].
+    """
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)  # versions of torch differ in casts of more than 448
+
+
+def rescale_fp8(codes: Tensor, scale: Tensor, larger: Tensor) -> Tensor:
+    """Round E4M3 numbers a second time, under a larger scale.
+
+    Args:
+        codes: float8_e4m3fn [...], whose values are codes * scale.
+        scale: float32 that broadcasts to codes.
+        larger: As `scale`, and nowhere below it.
+
+    Returns:
+        float8_e4m3fn [...], whose values are about the same times `larger`.
+    """
+    return (codes.float() * (scale / larger)).to(FP8)
 
 
 def dequantize_fp8_blocks(
@@ -87,7 +113,7 @@ def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor
         with on_device(x.device):
             launch_round_by(x, input_scale, out)
         return out
-    return out.copy_((x.float() / x.new_tensor(input_scale, dtype=torch.float32)).clamp(-FP8_MAX, FP8_MAX))
+    return out.copy_(to_fp8(x, x.new_tensor(input_scale, dtype=torch.float32)))
 
 
 def widen_by(x: Tensor, input_scale: float, dtype: torch.dtype) -> Tensor:

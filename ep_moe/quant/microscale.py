@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ep_moe.quant.fp8 import FP8, FP8_MAX
 from ep_moe.runtime.devices import on_device, on_device_of
 from ep_moe.runtime.grids import cdiv
 from ep_moe.runtime.triton_compat import tl, triton
@@ -20,10 +21,9 @@ from ep_moe.runtime.triton_compat import tl, triton
 NVFP4_BLOCK = 16
 MX_BLOCK = 32
 E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-NVFP4_RANGE = E4M3_MAX * E2M1_MAX  # the largest NVFP4 number, in units of its global scale
+INT4_GROUP = 128  # columns of a scale in published checkpoints
+NVFP4_RANGE = FP8_MAX * E2M1_MAX  # the largest NVFP4 number, in units of its global scale
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
-_FP8 = torch.float8_e4m3fn
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -45,7 +45,7 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Ten
     encode = 1 / _single(global_scale)
     largest = blocks.abs().amax(-1)
     # versions of torch differ in what a cast of more than 448 gives
-    scale = (encode * (largest * (1 / E2M1_MAX))).clamp(max=E4M3_MAX).to(_FP8)
+    scale = (encode * (largest * (1 / E2M1_MAX))).clamp(max=FP8_MAX).to(FP8)
     factor = 1 / (scale.float() * (1 / encode))
     factor = torch.where(scale.float() == 0, 0.0, factor)
     return pack_nibbles(e2m1_codes(blocks * factor.unsqueeze(-1)).flatten(-2)), scale
@@ -72,13 +72,13 @@ def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     2**-126 as zero. A block whose amax / 448 is that small is zeros with scale 0.
     """
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
-    wanted = blocks.abs().amax(-1) * (1 / E4M3_MAX)
+    wanted = blocks.abs().amax(-1) * (1 / FP8_MAX)
     mantissa, exponent = torch.frexp(wanted)  # mantissa in [0.5, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     zero = wanted < _TINY
-    values = torch.ldexp(blocks, -exponent.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
+    values = torch.ldexp(blocks, -exponent.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     values = torch.where(zero.unsqueeze(-1), 0.0, values)
-    return values.to(_FP8).flatten(-2), torch.where(zero, 0, exponent + 127).to(torch.uint8)
+    return values.to(FP8).flatten(-2), torch.where(zero, 0, exponent + 127).to(torch.uint8)
 
 
 def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
@@ -136,6 +136,16 @@ def dequantize_int4(data: Tensor, scale: Tensor) -> Tensor:
     """
     codes = unpack_nibbles(data).to(torch.int8)
     return _scaled(torch.where(codes > 7, codes - 16, codes).float(), scale.float())
+
+
+def rescale_nvfp4(data: Tensor, scale: Tensor, global_scale: Tensor, larger: Tensor) -> tuple[Tensor, Tensor]:
+    """Round NVFP4 numbers a second time, under a larger global scale: data and scale as `quantize_nvfp4` returns."""
+    return quantize_nvfp4(dequantize_nvfp4(data, scale, global_scale), larger)
+
+
+def power_of_two_above(scale: Tensor) -> Tensor:
+    """The least power of two that is not below `scale` (float32, normal): round the mantissa's bits up."""
+    return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
 
 
 def scale_to(largest: Tensor, top: float) -> Tensor:

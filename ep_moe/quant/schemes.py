@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.quant.fp8 import FP8, FP8_BLOCK, INT4_GROUP
+from ep_moe.quant.fp8 import FP8, FP8_BLOCK, FP8_MAX, to_fp8
 from ep_moe.quant.microscale import (
+    INT4_GROUP,
     MX_BLOCK,
     NVFP4_BLOCK,
     NVFP4_RANGE,
@@ -31,8 +32,6 @@ from ep_moe.quant.microscale import (
     quantize_nvfp4,
     scale_to,
 )
-
-FP8_MAX = 448.0  # largest finite E4M3
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Fp8Tensor(WeightFormat):
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         scale = scale_to(weight.float().abs().amax((-2, -1)), FP8_MAX)
-        return {"": (weight.float() / scale[..., None, None]).to(FP8), "_scale": scale}
+        return {"": to_fp8(weight, scale[..., None, None]), "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts[""].float() * parts["_scale"][..., None, None]
@@ -104,7 +103,7 @@ class Fp8Blocks(WeightFormat):
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         tiles = _tiles(weight.float())
         scale = scale_to(tiles.abs().amax((-3, -1)), FP8_MAX)
-        return {"": (tiles / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2).to(FP8), "_scale": scale}
+        return {"": to_fp8(tiles, scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2), "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         return (_tiles(parts[""].float()) * parts["_scale"][..., :, None, :, None]).flatten(-4, -3).flatten(-2)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ep_moe.quant.fp8 import FP8_MAX
+from ep_moe.quant.fp8 import FP8_MAX, to_fp8
+from ep_moe.quant.microscale import power_of_two_above
 from ep_moe.runtime.grids import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
@@ -65,7 +66,7 @@ def round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: Tensor, 
         launch_round_rows(x, w13, w2, inputs, out, scales)
         return
     first, second = inputs.scales()
-    out.copy_((x.float() / first).clamp(-FP8_MAX, FP8_MAX).to(out.dtype))
+    out.copy_(to_fp8(x, first))
     scales.alpha1.copy_(w13 * first)
     scales.quant2.copy_(1 / second)
     scales.alpha2.copy_(w2 * second)
@@ -83,16 +84,11 @@ def column_scales(inputs: Inputs, act1: Tensor, act2: Tensor, alpha1: Tensor, al
         return
     first, second = inputs.scales()
     for scale, act, alpha in ((first, act1, alpha1), (second.amax(), act2, alpha2)):
-        rounded = _power_of_two(scale)
+        rounded = power_of_two_above(scale)
         if act.dtype == torch.float16:
             rounded = rounded.clamp(2.0**-15, 2.0**14)  # its reciprocal is a normal number of half precision
         act.fill_(1 / rounded)
         alpha.fill_(rounded)
-
-
-def _power_of_two(scale: Tensor) -> Tensor:
-    """The least power of two that is not below `scale` (float32, normal): round the mantissa's bits up."""
-    return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
 
 
 def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:

@@ -22,17 +22,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_fp8_block, gemm_skinny, gemm_streaming
-from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for
+from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring
 from ep_moe.experts.hopper.route_sort import Lists, copy_rows
+from ep_moe.quant.fp8 import FP8
 from ep_moe.quant.fp8_kernels import MatrixScales, RowScales, round_rows, round_rows_by_tensor
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes
 from ep_moe.types import Activation
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 BLOCK = 128  # columns, and rows of weights, of a scale of the `block` scaling
 
 
@@ -136,11 +136,12 @@ class Scaling(ABC):
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
         """Both products of many rows, sorted ones, into own["y"]. expected: rows of all experts"""
         p, spare = self.products, self.products.spare_sms
-        first, second = (tiles_for(each, w, spare) for w in (p.w13, p.w2))
+        first, second = (gemm_grouped.tiles_for(each, w, spare) for w in (p.w13, p.w2))
         how: dict[str, Any] = {"spare_sms": spare, "launch": p.launch}
-        grouped_gemm(rows.x, p.w13, lists.ends, own["act"], first, **p.activated, **self.of_first(rows), **how)
+        given = {**p.activated, **self.of_first(rows), **how}
+        gemm_grouped.grouped_gemm(rows.x, p.w13, lists.ends, own["act"], first, **given)
         act = self.between(own, lists.ends[-1:], False)
-        grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
+        gemm_grouped.grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
 
 
 class Unscaled(Scaling):

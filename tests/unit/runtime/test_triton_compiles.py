@@ -167,6 +167,6 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
     ):
         built(kind, scheme)(received, out)
-    assert names[-1] == "reduce"
+    assert names[-1] == "_reduce"
     rounds = kind is not Bf16TritonExperts and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
     assert len(names) + products.call_count >= 3 + rounds, "rounding, two products, sums"
