@@ -27,6 +27,9 @@ from tests.emulations.flashinfer_nvlink import communication
 from tests.emulations.peer_memory import make_memory
 from tests.emulations.pplx import make_all2all
 
+CAPABLE = {name: registry.load("dispatchers", name).capabilities for name in registry.built_in("dispatchers")}
+OF_TORCH = [name for name, can in CAPABLE.items() if "cpu" in can.devices and can.max_ranks != 1]
+
 
 def nvlink(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
     """The real one on GPUs."""
@@ -36,7 +39,7 @@ def nvlink(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
 
 
 @distributed(4)
-@pytest.mark.parametrize("name", ["allgather", "torch_a2a"])
+@pytest.mark.parametrize("name", OF_TORCH)
 def test_transports_of_torch(name, world_size):
     check_dispatcher(registry.load("dispatchers", name), top_ks=(3,))
 
