@@ -57,12 +57,17 @@ def rescale_fp8(codes: Tensor, scale: Tensor, larger: Tensor) -> Tensor:
 def dequantize_fp8_blocks(
     weight: Tensor, scale: Tensor, *, row: int = 0, column: int = 0, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 ) -> Tensor:
-    """One factor per block, 128 x 128 in DeepSeek-V3's `weight_scale_inv`.
+    """Dequantize E4M3 weights with a scale per block, 128 x 128 in DeepSeek-V3's `weight_scale_inv`.
 
-    weight: float8 [r, c], the part of the matrix that starts at (row, column)
-    scale: the factors from block (row // block[0], column // block[1]) on
-    block: its rows and columns
-    Returns float32 [r, c].
+    Args:
+        weight: float8 [r, c], the part of the matrix that starts at (row, column).
+        scale: The factors from block (row // block[0], column // block[1]) on.
+        row: The part's first row.
+        column: The part's first column.
+        block: Rows and columns of a block.
+
+    Returns:
+        float32 [r, c].
     """
     rows, columns = weight.shape
     row_block = (torch.arange(rows, device=weight.device) + row % block[0]) // block[0]
@@ -71,13 +76,28 @@ def dequantize_fp8_blocks(
 
 
 def dequantize_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
-    """One factor for each row, or for all. weight: float8 [r, c]; scale: [r] or [1], any float dtype. float32 [r, c]"""
+    """Dequantize E4M3 weights with a scale per row, or one for all.
+
+    Args:
+        weight: float8 [r, c].
+        scale: [r] or [1], any float dtype.
+
+    Returns:
+        float32 [r, c].
+    """
     return weight.float() * scale.float().unsqueeze(1)
 
 
 def round_fp8(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
-    """x [T, H] as `wire.dispatch` says, which is one of the three: numbers [T, H], and scales [T, H / 128], [T, 1] or
-    None."""
+    """Round rows as they travel in `fp8_block`, `fp8_row` or `fp8_tensor`.
+
+    Args:
+        x: [T, H].
+        wire: Its `dispatch` is one of the three.
+
+    Returns:
+        float8_e4m3fn [T, H], and scales float32 [T, H / 128], [T, 1] or None.
+    """
     if wire.dispatch in ("fp8_block", "fp8_row"):
         return round_blocks(x, BLOCK if wire.dispatch == "fp8_block" else x.shape[1])
     assert wire.dispatch == "fp8_tensor"
@@ -86,7 +106,18 @@ def round_fp8(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
 
 
 def round_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """x [..., H] to E4M3 [..., H] and scales [..., H / block]: value = number * scale, scale = largest value / 448."""
+    """Round to E4M3 with a scale per block: scale = amax / 448 and value = number * scale, as DeepSeek-V3 does.
+
+    Numbers and scales are those of `kernels.round_rows`, `gemm_fp8_block.quantize_rows` and
+    `call_scales.round_rows`, bit for bit.
+
+    Args:
+        x: [..., H].
+        block: Columns with a scale of their own, which divide H.
+
+    Returns:
+        float8_e4m3fn [..., H] and float32 [..., H / block].
+    """
     x = x.detach().contiguous()
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(*x.shape[:-1], x.shape[-1] // block, device=x.device)
@@ -100,13 +131,31 @@ def round_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def widen_blocks(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse, rounded to `dtype`."""
+    """Undo `round_blocks`, up to rounding.
+
+    Args:
+        x: float8_e4m3fn [..., H].
+        scale: float32 [..., H / block].
+        dtype: Of the result.
+
+    Returns:
+        [..., H].
+    """
     wide: Tensor = (x.float().unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)).flatten(-2)
     return wide.to(dtype)
 
 
 def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor:
-    """x / input_scale in E4M3 [..., H], saturating at 448; a NaN stays one. out: where to, contiguous"""
+    """Round x / input_scale to E4M3 as `to_fp8`.
+
+    Args:
+        x: [..., H].
+        input_scale: One scale for all, a number of the launch on GPUs.
+        out: Contiguous float8_e4m3fn [..., H] to write to. Default: a new tensor.
+
+    Returns:
+        float8_e4m3fn [..., H].
+    """
     x = x.detach().contiguous()
     out = torch.empty(x.shape, dtype=FP8, device=x.device) if out is None else out
     if x.is_cuda:
@@ -117,7 +166,16 @@ def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor
 
 
 def widen_by(x: Tensor, input_scale: float, dtype: torch.dtype) -> Tensor:
-    """The inverse, rounded to `dtype`."""
+    """Undo `round_by`, up to rounding.
+
+    Args:
+        x: float8_e4m3fn [..., H].
+        input_scale: As for `round_by`.
+        dtype: Of the result.
+
+    Returns:
+        [..., H].
+    """
     return (x.float() * input_scale).to(dtype)
 
 
@@ -128,6 +186,13 @@ _E4M3_MAX, _E4M3_NAN = tl.constexpr(448.0), tl.constexpr(127)
 
 
 def launch_round_blocks(x: Tensor, out: Tensor, scale: Tensor) -> None:
+    """Launch the Triton form of `round_blocks`.
+
+    Args:
+        x: Contiguous [..., H].
+        out: float8_e4m3fn [..., H].
+        scale: float32 [..., H / block].
+    """
     if blocks := scale.numel():
         size = x.numel() // blocks
         width = next_power_of_2(size)
@@ -139,6 +204,13 @@ def launch_round_blocks(x: Tensor, out: Tensor, scale: Tensor) -> None:
 
 
 def launch_round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
+    """Launch the Triton form of `round_by`.
+
+    Args:
+        x: Contiguous [..., H].
+        input_scale: One scale for all.
+        out: Contiguous float8_e4m3fn [..., H].
+    """
     if x.numel():
         wide = x.numel() >= 1 << 21
         tile = _WIDE_TILE if wide else _TILE

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ep_moe.experts.hopper.route_sort import Lists, local_experts
-from ep_moe.quant.fp8_kernels import MatrixScales, RowScales, saturated
+from ep_moe.quant.kernels import MatrixScales, RowScales, saturated
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime.grids import next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once

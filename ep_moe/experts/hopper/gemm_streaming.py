@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ep_moe.experts.hopper.gemm_fp8_block_gluon import activate, next_stage
 from ep_moe.experts.hopper.route_sort import Lists
-from ep_moe.quant.fp8_kernels import NO_SCALES, MatrixScales, RowScales
+from ep_moe.quant.kernels import NO_SCALES, MatrixScales, RowScales
 from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.grids import next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once

@@ -27,7 +27,7 @@ from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring
 from ep_moe.experts.hopper.route_sort import Lists, copy_rows
 from ep_moe.quant.fp8 import FP8
-from ep_moe.quant.fp8_kernels import MatrixScales, RowScales, round_rows, round_rows_by_tensor
+from ep_moe.quant.kernels import MatrixScales, RowScales, round_rows, round_rows_by_tensor
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes
 from ep_moe.types import Activation
@@ -99,7 +99,7 @@ class Scaling(ABC):
         """Rows as the products read them, in the order of `lists`."""
 
     def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
-        """The second product's rows. counts: int32 [1], how many there are; soon: as `quant.fp8_kernels`"""
+        """The second product's rows. counts: int32 [1], how many there are; soon: as `quant.kernels`"""
         return Rows(own["act"])
 
     def of_first(self, rows: Rows) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tests.fixtures.fp8_block_kernels import DEVICE, E4M3
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.experts.hopper.gemm_fp8_block import quantize_rows
-from ep_moe.quant.fp8_kernels import round_rows
+from ep_moe.quant.kernels import round_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

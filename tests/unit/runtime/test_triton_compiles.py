@@ -32,7 +32,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
 )
-from ep_moe.quant.fp8_kernels import NO_SCALES, MatrixScales, RowScales
+from ep_moe.quant.kernels import NO_SCALES, MatrixScales, RowScales
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows
 from ep_moe.runtime import devices

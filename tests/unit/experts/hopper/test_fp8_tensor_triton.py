@@ -19,7 +19,7 @@ if problem := interpreter_problem():
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.hopper import gemm_skinny
 from ep_moe.experts.hopper.experts import ACTIVATIONS
-from ep_moe.quant.fp8_kernels import round_rows_by_tensor
+from ep_moe.quant.kernels import round_rows_by_tensor
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from tests.fixtures.bf16_triton import (
