@@ -369,7 +369,7 @@ class Alone(LocalDispatcher):
 
 
 @distributed(2, set_device=True)
-def test_a_transport_that_waits_for_nobody_is_seen(world_size):
+def test_a_transport_that_does_not_wait_is_seen(world_size):
     with pytest.raises(AssertionError, match=r"a peer that never comes .* rank 0: rank 1 was not named in ''"):
         a_peer_that_never_comes(Alone, dispatch_shape(world_size, 2, torch.float32), rank_device())
 

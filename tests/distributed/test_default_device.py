@@ -1,4 +1,4 @@
-"""Layers where torch makes new tensors elsewhere than on the host unless told, as after
+"""Layers where torch makes new tensors elsewhere than on the host by default, as after
 `torch.set_default_device("cuda")` or under `torch.device("cuda")`: what is kept on the host says so itself."""
 
 from __future__ import annotations

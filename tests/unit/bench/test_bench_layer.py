@@ -1,5 +1,5 @@
 """`bench/layer` and what it stands on, as far as a CPU can tell: floors, stages, tables, and that a line which fails or
-is wrong is told."""
+is wrong is reported."""
 
 from __future__ import annotations
 

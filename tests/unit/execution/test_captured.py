@@ -324,7 +324,7 @@ class Cuda:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
 
 
-def test_what_cuda_is_told(monkeypatch):
+def test_what_cuda_is_asked(monkeypatch):
     cuda = Cuda(monkeypatch)
     spaces = Workspaces(torch.device("cuda", 3))
     recorder = GRAPHS(torch.device("cuda", 3), spaces)

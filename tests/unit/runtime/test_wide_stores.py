@@ -1,5 +1,5 @@
 """Kernels that write to peers' memory, compiled for Hopper: what they store there is 16 bytes an instruction. Triton
-sees that only where it is told of the pointer itself."""
+sees that only where the pointer itself is stated to be aligned."""
 
 from __future__ import annotations
 

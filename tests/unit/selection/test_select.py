@@ -479,7 +479,7 @@ def test_backend_that_does_not_import_has_a_reason(plugins, name):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_backend_that_does_not_import_stops_nobody_else(plugins, name):
+def test_backend_that_does_not_import_stops_no_other(plugins, name):
     target, word = BROKEN[name]
     plugins(dispatchers={"broken": target}, experts={"broken": target})
     assert choose(config(), layout(1), CPU, torch.float32).all2all == "local"

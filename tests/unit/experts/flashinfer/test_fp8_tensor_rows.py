@@ -128,8 +128,8 @@ def test_ids_as_they_travelled_and_rows_without_an_expert():
     absent = (received.local_ids < 0).all(1, keepdim=True)
     junk = arrived.x.float().masked_fill(absent, torch.nan).to(E4M3)
     assert torch.equal(experts(dataclasses.replace(arrived, x=junk)), y)
-    nobody = dataclasses.replace(arrived, local_ids=LocalIds(torch.full_like(received.local_ids, -1)))
-    assert not experts(nobody).any()
+    without = dataclasses.replace(arrived, local_ids=LocalIds(torch.full_like(received.local_ids, -1)))
+    assert not experts(without).any()
 
 
 def test_which_schemes_read_them():

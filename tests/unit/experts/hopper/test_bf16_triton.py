@@ -96,7 +96,7 @@ def test_ids_as_they_travelled(count):
     others = torch.where(torch.arange(local.shape[1], device=DEVICE) % 2 == 0, 3, base + SMALL[1])
     wire = torch.where(local < 0, others, local + base).int()
     weights = received.weights.clone()
-    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])  # ours by its id, nobody's by its weight
+    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])  # ours by its id, without an expert by its weight
     weights[:, 3] = torch.where(local[:, 3] < 0, 0.0, weights[:, 3])
     travelled = dataclasses.replace(
         received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), base), weights=weights
