@@ -18,6 +18,8 @@ NVFP4_RANGE = E4M3_MAX * E2M1_MAX  # the largest NVFP4 number, in units of its g
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 _FP8 = torch.float8_e4m3fn
 _TINY = torch.finfo(torch.float32).tiny
+# torch 2.11's frexp and ldexp read memory that is not there if their tensor lies on a GPU that is not current
+_where_it_lies = on_device_of(lambda x: x.device)
 
 
 def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -56,6 +58,7 @@ def _single(global_scale: Tensor | float) -> Tensor:
     return torch.tensor(global_scale, dtype=torch.float32, device="cpu")
 
 
+@_where_it_lies
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 with an E8M0 scale per 32 columns: value = data * 2 ** (scale - 127).
 
@@ -79,7 +82,7 @@ def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
     return _scaled(data.float(), e8m0_values(scale))
 
 
-@on_device_of(lambda x: x.device)  # else torch 2.11 reads memory that is not there, of a GPU that is not current
+@_where_it_lies
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """E2M1 with an E8M0 scale per 32 columns: value = code * 2 ** (scale - 127).
 
@@ -148,6 +151,7 @@ def e2m1_codes(values: Tensor) -> Tensor:
     return torch.bitwise_or(code, torch.signbit(values).to(torch.uint8) << 3)
 
 
+@_where_it_lies
 def e2m1_values(packed: Tensor) -> Tensor:
     """uint8 [..., c / 2] to float32 [..., c]: sign, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0,
     table 5). No table: a CUDA graph's capture could not bring it to the device."""
