@@ -105,7 +105,7 @@ class AutomaticGraphs:
         tokens = x.numel() // form.hidden
         if tokens > bound or not form.fits(x, routing, tokens) or not x.is_contiguous():
             return None
-        if layer.expert_weights.place != call.weights:
+        if layer.expert_weights.settle() != call.weights:
             self.drop()
             return None
         if (
@@ -142,6 +142,8 @@ class AutomaticGraphs:
         if routing is None and type(layer.router) is not Router:
             return
         if Recorder.unsupported_reason(device) is not None or capturing(device):
+            return
+        if not layer.expert_weights.place:  # sharded parameters are gathered anew for each call
             return
         key = (bound, _ids_dtype(routing), current_stream(device))
         call, placing = self._calls.get(key), layer.placement.tables.placing

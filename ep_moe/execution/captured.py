@@ -102,6 +102,7 @@ class _Places:
         self._children = [(module._modules, list(module._modules.values())) for module in others]
         self._owners: list[Any] = [tensors for module in others for tensors in (module._parameters, module._buffers)]
         self._owners += [module.stored_tensors() for module in weights]
+        self._weights = [module for module in weights if module.named]
         self._sizes = list(map(len, self._owners))
         self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
         self._places = self._now()
@@ -110,6 +111,8 @@ class _Places:
         for children, parts in self._children:
             if list(children.values()) != parts:
                 return False
+        for weights in self._weights:
+            weights.settle()
         return self._now() == self._places and list(map(len, self._owners)) == self._sizes
 
     def _now(self) -> list[int]:
