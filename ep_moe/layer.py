@@ -112,7 +112,7 @@ class MoELayer(LayerParts):
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
-        if _compiled().traced(self) and _compiled().connected(self.context._connector, self.name):
+        if _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
             return self._call(x, routing, mask)
         out: Tensor = _compiled().between_graphs(self, x, routing, mask)
         return out

@@ -53,7 +53,7 @@ def transport(name: str, kind: type[Dispatcher]) -> list[str]:
     formats += [f"{name} back" for name in sorted(can.combine_formats - {"plain"})]
     return [
         f"`{name}`", can.layout.value, can.weighting.value, names(can.dtypes), ", ".join(formats),
-        *map(yes, (can.dedup, can.cuda_graph, can.host_sync, can.deterministic, can.differentiable)),
+        *map(yes, (can.dedup, can.cuda_graph, can.host_sync, can.deterministic, can.differentiable or can.adjoint)),
         ", ".join(limits), kind.run_on,
     ]  # fmt: skip
 

@@ -42,7 +42,9 @@ class DispatcherCapabilities:
     layout, weighting: what it delivers, and who multiplies by the routing weights
     dedup: a token travels once to a rank, however many of its experts are there
     cuda_graph: dispatch and combine can be captured; host_sync: they wait for the device
-    deterministic: equal inputs give equal bits; differentiable: backward works
+    deterministic: equal inputs give equal bits; differentiable: autograd follows dispatch and combine
+    adjoint: it does not, and a layer's backward is a dispatch and a combine of its own (`execution.trained_exchange`):
+        one call of the transport with the routes of the forward, whose rows arrive in the same order
     max_ranks, max_top_k: of the EP group and of K, None for no limit
     alignment_bytes: that a row must be a multiple of
     dtypes: of the layer, None for any; devices: device types
@@ -63,6 +65,7 @@ class DispatcherCapabilities:
     host_sync: bool = True
     deterministic: bool = False
     differentiable: bool = False
+    adjoint: bool = False
     max_ranks: int | None = None
     max_top_k: int | None = None
     alignment_bytes: int = 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -21,7 +21,6 @@ from transformers.core_model_loading import (
     ConversionOps,
     Interleave,
     MergeModulelist,
-    Split,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -36,7 +35,8 @@ from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
 from ep_moe.types import dtype_name
 
-_ALONG_A_DIM = (Chunk, Concatenate, Interleave, Split)
+_SPLIT = getattr(core_model_loading, "Split", Chunk)  # transformers before 5.18 has no such operation
+_ALONG_A_DIM = (Chunk, Concatenate, Interleave, _SPLIT)
 
 
 def in_file(name: str, _: object) -> str:

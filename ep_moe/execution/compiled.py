@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from ep_moe.types import Routing, TokenMask
 
 UNTRACED = (
-    "an expert-parallel ep_moe.MoELayer waits for the numbers of rows that ranks send, which no graph can hold; "
+    "an ep_moe.MoELayer that is expert-parallel, or is trained with a kernel that has a backward of its own, waits for "
+    "numbers of rows, which no graph can hold; "
     "compile the model with torch.compile(model), without fullgraph=True: the layer then runs between two graphs"
 )
 
 
-def traced(layer: Any) -> bool:
-    """Whether a compiled graph holds the layer's call itself: one process, and rows as they are."""
+def traced(layer: Any, x: Tensor) -> bool:
+    """Whether a compiled graph holds the layer's call itself: one process, rows as they are, and no gradients by a
+    kernel's own backward, which waits for the number of rows."""
+    own = torch.is_grad_enabled() and getattr(layer._kernel, "own_backward", False)
+    if own and (x.requires_grad or any(parameter.requires_grad for parameter in layer.expert_weights.parameters())):
+        return False
     plain = layer.wire.dispatch == "plain" and layer.wire.combine == "plain"
     return bool(plain and layer.choice.all2all == "local" and layer.context._tokens.whole)
 

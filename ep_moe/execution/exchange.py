@@ -17,6 +17,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.checks import too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.execution import trained_exchange
 from ep_moe.experts.base import Experts
 from ep_moe.quant.wire import round_rows
 from ep_moe.runtime.profiling import stage
@@ -40,7 +41,9 @@ class Exchange:
         self.bound = context._current_limit
         most = dispatcher.dispatch_shape.max_tokens
         self.in_parts = most is not None and self.bound is not None and self.bound > most
-        on_the_way = dispatcher.capabilities.places and not self.in_parts
+        self.kernel = experts
+        self.trained = dispatcher.capabilities.adjoint and trained_exchange.wants_gradients(experts, x, routing.weights)
+        on_the_way = dispatcher.capabilities.places and not self.in_parts and not self.trained
         self.routing = routing if on_the_way else routing.materialize()
         wire = dispatcher.dispatch_shape.wire
         self.x, self.x_scale = (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_rows(x, wire)
@@ -51,6 +54,8 @@ class Exchange:
         Without work and in one part everything stays on the current stream."""
         if self.in_parts and (problem := too_many_tokens(self.x, self.bound)) is not None:
             self.refuse(problem)
+        if self.trained:
+            return self._trained(), None if work is None else work()
         if work is None and not self.in_parts:
             with self._stage("dispatch"):
                 received = self.dispatcher.dispatch(self.x, self.routing, self.x_scale, max_tokens=self.bound)
@@ -64,6 +69,19 @@ class Exchange:
         if self.in_parts:
             return self._pipeline(pending, parts), found
         return self._return(self._waited(pending)), found
+
+    def _trained(self) -> Tensor:
+        """For gradients; parts one after the other."""
+        shape = trained_exchange.narrow(self.dispatcher.dispatch_shape)
+        weights = self.context._dispatcher(self.dispatcher.name, shape)
+        if not self.in_parts:
+            transports = trained_exchange.Transports(self.dispatcher, weights, self.bound)
+            return trained_exchange.run(transports, self.kernel, self.x, self.routing)
+        outs = []
+        for part in self._parts():
+            transports = trained_exchange.Transports(self.dispatcher, weights, self._most(part))
+            outs.append(trained_exchange.run(transports, self.kernel, self.x[part], self._routing(part)))
+        return torch.cat(outs)
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise this rank's problem, on all ranks where they can still hear of it; peers that have set out get NaN."""

@@ -183,6 +183,8 @@ class CallGraphs:
             return
         if Recorder.unsupported_reason(device) is not None or capturing(device):
             return
+        if not layer.expert_weights.place:  # sharded parameters are gathered anew for each call
+            return
         key = (CallerInputs, bound, _ids_dtype(routing), current_stream(device))
         calls, placing = self._calls.get(key), layer.placement.tables.placing
         if calls is not None and calls.calls[0].placing == placing:  # type: ignore[attr-defined]  # by its key

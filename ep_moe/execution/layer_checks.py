@@ -52,7 +52,8 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     if x.requires_grad and torch.is_grad_enabled() and (stuck := _not_differentiable(layer)):
         return (
             f"x requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
-            f"layer with experts='reference' and all2all='allgather' or 'torch_a2a' to train"
+            f"layer with experts='reference' (or 'bf16_triton' on Hopper, in bfloat16) and all2all='allgather', "
+            f"'torch_a2a' or 'nvlink_p2p' to train"
         )
     inside = f"experts={layer.choice.experts} routes inside"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
@@ -107,7 +108,8 @@ def _not_differentiable(layer: Layer) -> str:
             return f"experts={kernel.name}"
     if layer.wire != PLAIN_WIRE:
         return f"{layer.wire}"
-    return "" if layer._dispatcher().capabilities.differentiable else f"all2all={layer._entry.choice.all2all}"
+    can = layer._dispatcher().capabilities
+    return "" if can.differentiable or can.adjoint else f"all2all={layer._entry.choice.all2all}"
 
 
 def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, home: torch.device) -> str | None:

@@ -110,6 +110,7 @@ class Places:
         self._children = [(module._modules, list(module._modules.values())) for module in others]
         self._owners: list[Any] = [tensors for module in others for tensors in (module._parameters, module._buffers)]
         self._owners += [module.stored_tensors() for module in weights]
+        self._weights = [module for module in weights if module.named]
         self._sizes = list(map(len, self._owners))
         self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
         self._places = self._now()
@@ -118,6 +119,9 @@ class Places:
         for children, parts in self._children:
             if list(children.values()) != parts:
                 return False
+        for weights in self._weights:
+            if not weights.settled:
+                weights.settle()
         return self._now() == self._places and list(map(len, self._owners)) == self._sizes
 
     def _now(self) -> list[int]:
@@ -233,7 +237,8 @@ class WeightPlaces:
         self._place = layer.expert_weights.place
 
     def kept(self, layer: Layer) -> bool:
-        return layer.expert_weights.place == self._place
+        weights = layer.expert_weights
+        return (weights.place if weights.settled else weights.settle()) == self._place
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

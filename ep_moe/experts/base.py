@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, overload
@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
+from ep_moe.experts import backward
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
@@ -137,6 +138,7 @@ class Experts(ABC):
     capabilities: ClassVar[ExpertsCapabilities]
     run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
+    own_backward: ClassVar[bool] = False  # it has `compute_saving` and `gradients`; else autograd follows `compute`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -256,6 +258,9 @@ class Experts(ABC):
         if isinstance(out, PeerRows):
             self.compute_to_peers(received, out)
             return out
+        if self.own_backward and not torch.compiler.is_compiling() and backward.wants_gradients(self, received):
+            flat_rows = as_rank_major(localized(received, self.weights.num_slots), self.weights.num_slots).dense()
+            return backward.step(self, flat_rows).view(*received.x.shape[:-1], self.config.hidden_size)
         if received.layout in self.capabilities.layouts:
             return self._attached(self.compute(received, out), received)
         flat = None if out is None else out.flatten(0, -2)
@@ -274,6 +279,43 @@ class Experts(ABC):
     @abstractmethod
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         """As `__call__`, for the layouts that the capabilities name; all tensors are contiguous."""
+
+    def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`compute`, and what `gradients` needs of it. received: RANK_MAJOR rows with local ids
+
+        By default nothing: `gradients` then computes anew."""
+        return self.compute(received, None), ()
+
+    def gradients(
+        self,
+        received: Received,
+        saved: tuple[Tensor, ...],
+        stored: Mapping[str, Tensor],
+        grad: Tensor,
+        wanted: Mapping[str, bool],
+    ) -> backward.StepGradients:
+        """The backward of `compute_saving`. By default that of `compute`, by autograd.
+
+        received: as it was there; stored: the weights' stored tensors then
+        grad: [N, H]; what it has in rows without a local expert means nothing
+        wanted: of which stored tensors gradients are wanted
+        """
+        leaves = {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in stored.items()}
+        x = received.x.detach().requires_grad_()
+        weights = None if received.weights is None else received.weights.detach().requires_grad_()
+        assert received.local_ids is not None
+        grad = grad.where((received.local_ids >= 0).any(1, keepdim=True), 0.0)
+        with torch.enable_grad():
+            y = self.weights.given(leaves, self.compute, replace(received, x=x, weights=weights), None)
+        given = [x, *([] if weights is None else [weights]), *(leaf for leaf in leaves.values() if leaf.requires_grad)]
+        found = dict(zip(map(id, given), torch.autograd.grad(y, given, grad, allow_unused=True), strict=True))
+
+        def of(tensor: Tensor) -> Tensor:
+            own = found[id(tensor)]
+            return torch.zeros_like(tensor) if own is None else own
+
+        by_name = {name: of(leaf) if leaf.requires_grad else None for name, leaf in leaves.items()}
+        return backward.StepGradients(of(x), None if weights is None else of(weights), by_name)
 
     def compute_to_peers(self, received: Received, out: PeerRows) -> None:
         """As `compute`, for kernels with `peer_out`."""

@@ -155,4 +155,4 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") and all(hasattr(module, flag) for flag in FLAGS)
 
 
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

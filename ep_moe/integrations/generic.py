@@ -255,7 +255,7 @@ def _config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
     matrices = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     known = {*matrices, *(f"{each}_bias" for each in matrices)} if experts.has_bias else set(matrices)
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # transformers before 5.18 has none
         raise ConfigError(f"{name}: {kind} normalises each expert's output, which MoELayer does not; {_KEEP}")
     if tensors.keys() != known:
         odd = ", ".join(sorted(tensors.keys() ^ known))

@@ -19,6 +19,8 @@ INT4_GROUP = 128  # columns of a scale in published checkpoints
 NVFP4_RANGE = FP8_MAX * E2M1_MAX  # the largest NVFP4 number, in units of its global scale
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 _TINY = torch.finfo(torch.float32).tiny
+# torch 2.11's frexp and ldexp read memory that is not there if their tensor lies on a GPU that is not current
+_where_it_lies = on_device_of(lambda x: x.device)
 
 
 def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -72,6 +74,7 @@ def _single(global_scale: Tensor | float) -> Tensor:
     return torch.tensor(global_scale, dtype=torch.float32, device="cpu")
 
 
+@_where_it_lies
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to E4M3 with an E8M0 scale per 32 columns: value = data * 2 ** (scale - 127).
 
@@ -108,7 +111,7 @@ def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
     return _scaled(data.float(), e8m0_values(scale))
 
 
-@on_device_of(lambda x: x.device)  # else torch 2.11 reads memory that is not there, of a GPU that is not current
+@_where_it_lies
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to E2M1 with an E8M0 scale per 32 columns: value = code * 2 ** (scale - 127).
 
@@ -256,6 +259,7 @@ def e2m1_codes(values: Tensor) -> Tensor:
     return torch.bitwise_or(code, torch.signbit(values).to(torch.uint8) << 3)
 
 
+@_where_it_lies
 def e2m1_values(packed: Tensor) -> Tensor:
     """Decode E2M1: sign, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0, table 5).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -21,6 +22,9 @@ from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
 
 Result = TypeVar("Result")
+
+
+_VERSION = attrgetter("_version")  # how often a tensor was written
 
 
 class ExpertSlots(nn.Module):
@@ -124,7 +128,11 @@ class ExpertSlots(nn.Module):
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
         """Run a kernel on the parameters: within, `stored_tensors` gives functions of them, gathered first where they
         are sharded. A module's call, so that wrappers' hooks come before and behind it."""
-        before, self._joined = self._joined, self._join()
+        return self.given(self._join(), compute, *arguments)
+
+    def given(self, stored: dict[str, Tensor], compute: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a kernel on stored tensors that are given."""
+        before, self._joined = self._joined, stored
         try:
             return compute(*arguments)
         finally:
@@ -134,11 +142,11 @@ class ExpertSlots(nn.Module):
         if not self._slots or torch.compiler.is_compiling():
             return self._summed(self._stacked())
         self._reattach()
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.parameters()):
+        if not torch.is_grad_enabled() or not self.trained:
             return self._slots
         self.gradient_sum.check()
-        stored = tuple(self._slots.values())
-        out = Joined.apply(stored, self._by_parameter, *[local(parameter) for parameter in self.parameters()])
+        own = self._on_views if self._mesh is None else [local(parameter) for parameter in self._on_views]
+        out = Joined.apply(tuple(self._slots.values()), self._by_parameter, *own)
         return dict(zip(self._slots, out, strict=True))
 
     def _summed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,12 +164,17 @@ class ExpertSlots(nn.Module):
     def _by_parameter(self, gradients: list[Tensor]) -> list[Tensor]:
         """Of stored tensors [L, ...], summed over all that hold the same expert, to each parameter's."""
         summed = self.gradient_sum(dict(zip(self._slots, gradients, strict=True)))
-        return [
-            part
-            for slots in self.held.values()
-            for name, gradient in summed.items()
-            for part in split_parts(name, gradient[slots[0]], self.config.activation.gated).values()
-        ]
+        split = []  # by one call of torch's for each tensor: there may be hundreds of parameters
+        for name, gradient in summed.items():
+            parts = len(parts_of(name, self.config.activation.gated))
+            split.append((parts, gradient.unflatten(1, (parts, -1)).flatten(0, 1).unbind() if len(gradient) else ()))
+        firsts = [slots[0] for slots in self.held.values()]
+        return [pieces[parts * first + i] for first in firsts for parts, pieces in split for i in range(parts)]
+
+    @property
+    def trained(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(parameter.requires_grad for parameter in self._on_views or self.parameters())
 
     def _stacked(self) -> dict[str, Tensor]:
         """Copies of the parameters, differentiable: where they lie elsewhere than in the slots."""
@@ -186,11 +199,12 @@ class ExpertSlots(nn.Module):
         other slot follows it."""
         if self._place != self.place:
             self._follow(lambda tensor: tensor)
-        for parameter, view in self._views:
-            own = local(parameter)
-            if own.data_ptr() != view.data_ptr():
-                view.copy_(own)
-                parameter.data = view
+        if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
+            for parameter, view in self._views:
+                own = local(parameter)
+                if own.data_ptr() != view.data_ptr():
+                    view.copy_(own)
+                    parameter.data = view
         versions = sum(tensor._version for tensor in self._slots.values())
         if versions != self._copied:
             for first, *others in self.held.values():
@@ -199,13 +213,19 @@ class ExpertSlots(nn.Module):
                         tensor[other].copy_(tensor[first])
             self._copied = sum(tensor._version for tensor in self._slots.values())
 
+    def _set_views(self, views: list[tuple[nn.Parameter, Tensor]]) -> None:
+        self._views = views
+        self._on_views = [parameter for parameter, _ in views]
+        self._view_places = [view.data_ptr() for _, view in views]
+
     def _name_experts(self, *, requires_grad: bool) -> None:
         """Make the parameters by logical expert, of the map in force."""
         self.held: dict[int, list[int]] = {}
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
                 self.held.setdefault(expert, []).append(slot)
-        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        views: list[tuple[nn.Parameter, Tensor]] = []
+        self._set_views(views)
         if not self.named:
             return
         self._place = self.place
@@ -222,8 +242,9 @@ class ExpertSlots(nn.Module):
                     module.register_parameter(part, parameter)
                     if self.gradient_sum.ep.size > 1:
                         optimizer_guard.mark(parameter)
-                    self._views.append((parameter, view))
+                    views.append((parameter, view))
             self.add_module(str(expert), module)
+        self._set_views(views)
 
     def set_expert_map(self, expert_map: ExpertMap) -> None:
         """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
@@ -255,7 +276,7 @@ class ExpertSlots(nn.Module):
                 kept.grad = fn(old.grad)
             expert, _, part = name.partition(".")
             cast("Expert", self._modules[expert])._parameters[part] = kept
-        self._views = [(p, view) for p, (_, view) in zip(self.parameters(), self._views, strict=True)]
+        self._set_views([(p, view) for p, (_, view) in zip(self.parameters(), self._views, strict=True)])
 
     def _move(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Self:
         wanted = fn(torch.empty(0, dtype=self._dtype, device=self.device)).dtype
@@ -280,7 +301,8 @@ class ExpertSlots(nn.Module):
             module.sharded = True
             for parameter in module.parameters():
                 parameter.data = parameter.data.clone()
-        self._device, self._slots, self._views = self.device, {}, []
+        self._device, self._slots = self.device, {}
+        self._set_views([])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -298,7 +320,26 @@ class ExpertSlots(nn.Module):
     @property
     def place(self) -> tuple[int, ...]:
         """Addresses of all that kernels read: other ones once tensors are replaced, the same while they are written."""
-        return tuple([tensor.data_ptr() for tensor in self._held.values() if tensor is not None])
+        found = self._held if self._joined is None else self._joined
+        return tuple([tensor.data_ptr() for tensor in found.values() if tensor is not None])
+
+    @property
+    def settled(self) -> bool:
+        """Whether `settle` has nothing to write. Each line of it is host time of a replayed call."""
+        if not self._slots:
+            return True
+        if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
+            return False
+        return bool(sum(map(_VERSION, self._slots.values())) == self._copied)
+
+    def settle(self) -> tuple[int, ...]:
+        """Write the numbers of parameters that were replaced, and of an expert's copies, to where kernels read them.
+
+        For calls that launch what was recorded. Returns `place`, which is empty where parameters are sharded.
+        """
+        if self._slots:
+            self._reattach()
+        return self.place
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         host_sync=False,
         deterministic=True,
         differentiable=False,
+        adjoint=True,
         max_ranks=8,
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ep_moe.experts.backward import StepGradients
 from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
@@ -202,16 +204,46 @@ _HOPPER = ExpertsCapabilities(
 
 
 class Bf16TritonExperts(HopperExperts):
-    """Unquantised experts in bf16."""
+    """Unquantised experts in bf16, which can be trained (`gradients`)."""
 
     name = "bf16_triton"
     run_on = "1, 2 and 4 H200"
     scaling = "none"
-    capabilities = _HOPPER
+    own_backward = True
+    capabilities = dataclasses.replace(_HOPPER, differentiable=True)
 
     @classmethod
     def available(cls) -> str | None:
         return super().available() or nvrtc.missing()
+
+    def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
+        from ep_moe.experts.hopper import gradients
+
+        assert received.local_ids is not None
+        w13, w2 = (self.weights.stored_tensors()[name].detach() for name in ("w13", "w2"))
+        spare, weights = self.options.spare_sms, self._routing_weights(received)
+        y, routes, h = gradients.forward(received.x, weights, received.local_ids, w13, w2, self.config, spare)
+        return y, (h, routes.slots, routes.ends)
+
+    def gradients(
+        self,
+        received: Received,
+        saved: tuple[Tensor, ...],
+        stored: Mapping[str, Tensor],
+        grad: Tensor,
+        wanted: Mapping[str, bool],
+    ) -> StepGradients:
+        from ep_moe.experts.hopper import gradients
+
+        h, slots, ends = saved
+        assert received.local_ids is not None
+        routes = gradients.Routes(received.local_ids, slots, ends, len(h))
+        found = gradients.backward(
+            grad, received.x, self._routing_weights(received), routes, h, stored["w13"], stored["w2"], self.config,
+            self.options.spare_sms, wanted=(wanted["w13"], wanted["w2"]),
+        )  # fmt: skip
+        weights = None if received.weights is None else found.weights
+        return StepGradients(found.x, weights, {"w13": found.w13, "w2": found.w2})
 
 
 class Fp8TensorTritonExperts(HopperExperts):

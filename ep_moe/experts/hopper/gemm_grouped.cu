@@ -1,8 +1,10 @@
-// The grouped product of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e.
+// The grouped products of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e; with TURNED
+// out[r] = a[r] @ b[e]; with OVER_ROWS out[e] = the sum over its rows r of a[r].T @ b[r], where b is called weights here.
 //
 // One thread copies operands into a ring of stages (TMA); two groups of four warps multiply 128 rows of weights each, of
 // the tile's 256, with the tile's rows (wgmma) and write what comes out, turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, and the name of the activation, if there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, TURNED, OVER_ROWS, and the name of the activation, if
+// there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -23,6 +25,11 @@ constexpr int PIECES = GATED && OUT_BYTES == 1 ? 2 : 1;  // copies of a stage's 
 constexpr int ACROSS = COLUMNS * OUT_BYTES < 128 ? COLUMNS * OUT_BYTES : 128;
 constexpr int BOXES = COLUMNS * OUT_BYTES / ACROSS;
 constexpr int BOX = STEP * ACROSS;
+// Operands whose lines go along K have 32 bytes from one instruction to the next; those whose lines go across K, 64
+// numbers each, have 16 lines, and 64 lines from one 64 numbers to the next. In 16 bytes:
+constexpr int ALONG = 2, ACROSS_K = 16 * LINE / 16;
+constexpr int WEIGHT_STEP = TURNED || OVER_ROWS ? ACROSS_K : ALONG, ROW_STEP = OVER_ROWS ? ACROSS_K : ALONG;
+constexpr int DEEP = 64;  // lines across K of a stage
 constexpr int CHUNK = 4096;
 constexpr int CHUNK_ROWS = CHUNK / (COLUMNS * OUT_BYTES);
 
@@ -40,9 +47,10 @@ __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Of an operand whose lines of 128 bytes are swizzled, 1024 bytes from eight of them to the next.
+// Of an operand whose lines of 128 bytes are swizzled, 1024 bytes from eight of them to the next; across K, DEEP lines
+// from 64 numbers to the next 64.
 __device__ __forceinline__ u64 operand(u32 at) {
-  return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  return (u64)((at & 0x3FFFF) >> 4) | ((u64)(DEEP * LINE >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
 
 template <int N>
@@ -55,11 +63,24 @@ struct Walk {
   const int* ends;
   int experts, columns, most, tile, expert;
   int row, count, width, column;  // of the tile: first row, rows, rows in steps
+  int across;                     // OVER_ROWS: columns of a, which are rows of out
+  int start, rows;                // of the expert
+
+  // Blocks of an expert's rows: one, of zeros, where it has none.
+  __device__ __forceinline__ int deep() const { return max(1, (rows + DEEP - 1) / DEEP); }
 
   __device__ __forceinline__ bool next() {
     if (tile >= first[experts]) return false;
     while (tile >= first[expert + 1]) expert++;
-    const int start = expert ? ends[expert - 1] : 0, rows = ends[expert] - start;
+    start = expert ? ends[expert - 1] : 0, rows = ends[expert] - start;
+    if (OVER_ROWS) {
+      const int cuts = (across + most - 1) / most, own = tile - first[expert];
+      column = own / cuts;
+      row = own % cuts * most;
+      count = width = min(most, across - row);
+      tile += gridDim.x;
+      return true;
+    }
     const int cuts = (rows + most - 1) / most;
     width = ((rows + cuts - 1) / cuts + STEP - 1) / STEP * STEP;
     const int own = tile - first[expert];
@@ -151,19 +172,34 @@ struct RowScales {
   }
 };
 
+// The lines of a stage behind an expert's last row are the next one's, or nothing: zeros in both operands.
+__device__ __forceinline__ void clear_tail(u32 stage, int group, int boxes, int tail) {
+  const int lines = DEEP - tail, me = threadIdx.x % 128;
+  for (int i = me; i < lines * 8; i += 128) {
+    const u32 at = stage + (tail + i / 8) * LINE + i % 8 * 16;
+    for (int box = group; box < boxes; box += GROUPS)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + (WEIGHTS / 64 + box) * DEEP * LINE), "r"(0) : "memory");
+    for (int box = 2 * group; box < 2 * group + 2; box++)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + box * DEEP * LINE), "r"(0) : "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("bar.sync %0, 256;" ::"r"(GROUPS + 1) : "memory");
+}
+
 // Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two.
 template <int N>
-__device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks) {
+__device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks, int tail) {
   int before = 0;
 #pragma unroll 1
   for (int k = 0; k < k_blocks; k++) {
     wait(ring.full + 8 * ring.stage, ring.phase);
     const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group * 128 * LINE);
+    if (OVER_ROWS && k == k_blocks - 1 && tail < DEEP) clear_tail(ring.at(), group, (N + 63) / 64, tail);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      Multiply<N>::run(sum[0], weights + 2 * i, rows + 2 * i, k + i);
-      Multiply<N>::run(sum[1], weights + 2 * i + (64 * LINE >> 4), rows + 2 * i, k + i);
+      Multiply<N>::run(sum[0], weights + WEIGHT_STEP * i, rows + ROW_STEP * i, k + i);
+      Multiply<N>::run(sum[1], weights + WEIGHT_STEP * i + (64 * LINE >> 4), rows + ROW_STEP * i, k + i);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the stage before has been read
@@ -246,15 +282,15 @@ __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Wal
     stage(start + CHUNK_ROWS);  // while these are on their way
     each([&](const uint4& v, int row, int box, int part) {
       const int column = (tiles.column * GROUPS + to.group) * COLUMNS + (box * ACROSS + part * 16) / OUT_BYTES;
-      if (start + row < tiles.count && column < to.n)
-        *(uint4*)(to.memory + ((u64)(tiles.row + start + row) * to.n + column) * OUT_BYTES) = v;
+      const u64 line = (u64)(OVER_ROWS ? tiles.expert * tiles.across : 0) + tiles.row + start + row;
+      if (start + row < tiles.count && column < to.n) *(uint4*)(to.memory + (line * to.n + column) * OUT_BYTES) = v;
     });
   }
 }
 
 // Where each expert ends, and the number of its first tile; barriers.
 __device__ __forceinline__ void prepare(const int* ends, int* first, int* limits, int experts, int rows, int columns,
-                                        const Ring& ring, int most) {
+                                        const Ring& ring, int most, int across) {
   const int lane = threadIdx.x;
   int before = 0;
   for (int base = 0; base < experts; base += 32) {
@@ -262,7 +298,8 @@ __device__ __forceinline__ void prepare(const int* ends, int* first, int* limits
     int tiles = 0;
     if (e < experts) {
       limits[e] = min(ends[e], rows);
-      tiles = (limits[e] - (e ? min(ends[e - 1], rows) : 0) + most - 1) / most * columns;
+      const int all = OVER_ROWS ? across : limits[e] - (e ? min(ends[e - 1], rows) : 0);
+      tiles = (all + most - 1) / most * columns;
     }
     int upto = tiles;
     for (int d = 1; d < 32; d *= 2) {
@@ -301,11 +338,21 @@ __device__ __forceinline__ void copy_rows(const Map& rows, u32 to, u32 bar, int 
       : "memory");
 }
 
+// A box of 64 numbers, DEEP lines across K, and as many further 64 numbers as the map's box has.
+__device__ __forceinline__ void copy_across(const Map& map, u32 to, u32 bar, int line, int unit) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          to),
+      "l"(&map), "r"(0), "r"(line), "r"(unit), "r"(bar)
+      : "memory");
+}
+
 __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const Map& step, Ring& ring, Walk& tiles,
                                      int units, int k_blocks) {
   ring.phase = 1;  // all stages are free
   while (tiles.next()) {
     const int unit = tiles.expert * units + tiles.column * (COLUMNS * GROUPS / UNIT);
+    if (OVER_ROWS) k_blocks = tiles.deep();
 #pragma unroll 1
     for (int k = 0; k < k_blocks; k++) {
       wait(ring.free + 8 * ring.stage, ring.phase);
@@ -313,7 +360,17 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
       const int depth = k * (LINE / IN_BYTES);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"((WEIGHTS + tiles.width) * LINE)
                    : "memory");
-      copy_weights(weights, ring.at(), bar, depth, unit);
+      if (OVER_ROWS) {
+        copy_across(weights, ring.at(), bar, tiles.start + k * DEEP, tiles.column * (WEIGHTS / 64));
+#pragma unroll 1
+        for (int i = 0; i < tiles.width; i += 64) copy_across(wide, to + i * LINE, bar, tiles.start + k * DEEP, (tiles.row + i) / 64);
+        ring.next();
+        continue;
+      }
+      if (TURNED)
+        copy_across(weights, ring.at(), bar, (tiles.expert * k_blocks + k) * DEEP, tiles.column * (WEIGHTS / 64));
+      else
+        copy_weights(weights, ring.at(), bar, depth, unit);
       int row = 0;
 #pragma unroll 1
       for (; row + WIDE <= tiles.width; row += WIDE) copy_rows(wide, to + row * LINE, bar, depth, tiles.row + row);
@@ -326,6 +383,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 
 // wide, step: a, in boxes of so many rows. ends: of each expert's rows. n: columns of out. units: of an expert's weights,
 // as their map counts them. most: rows of a tile.
+// OVER_ROWS: weights: b, wide: a, in boxes of 64 numbers and DEEP rows; units: columns of a.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
 // With SCALED_ROWS a_scale is of each row.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
@@ -339,9 +397,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   int* first = (int*)(bars + 2 * stages);
   int* limits = first + experts + 1;
   Ring ring{shared(memory), shared(bars), shared(bars + stages), stages, stage_bytes, 0, 0};
-  if (threadIdx.x < 32) prepare(ends, first, limits, experts, all_rows, columns, ring, most);
+  if (threadIdx.x < 32) prepare(ends, first, limits, experts, all_rows, columns, ring, most, units);
   __syncthreads();
   Walk tiles{first, limits, experts, columns, most, (int)blockIdx.x, 0};
+  tiles.across = units;
   const int group = threadIdx.x / 128;
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -354,13 +413,19 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
       if (a_scale && !SCALED_ROWS) scale *= a_scale[tiles.expert * a_step];
       if (b_scale) scale *= b_scale[tiles.expert * b_step];
       if (out_scale) factor = 1.0f / out_scale[tiles.expert];
+      if (OVER_ROWS) k_blocks = tiles.deep();
+      const int tail = OVER_ROWS ? tiles.rows - (k_blocks - 1) * DEEP : DEEP;
       float sum[2][MOST / 2];
 #define WIDTH(I) \
   case I: \
-    multiply<I * STEP>(sum, ring, group, k_blocks); \
+    multiply<I * STEP>(sum, ring, group, k_blocks, tail); \
     break;
       switch (tiles.width / STEP) {
+#if OVER_ROWS
+        WIDTH(4) WIDTH(8) WIDTH(12)
+#else
         WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6) WIDTH(7) WIDTH(8) WIDTH(9) WIDTH(10) WIDTH(11) WIDTH(12)
+#endif
       }
       store(sum, tiles, to, scale, factor);
     }

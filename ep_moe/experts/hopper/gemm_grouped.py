@@ -40,7 +40,9 @@ class Tiles:
     stages: int = 4
 
 
+BOXES = WEIGHTS // 64  # of weights whose lines go across K, in a tile
 CUTS = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
+GRADIENT_CUTS = (Tiles(192, stages=3), Tiles(128))
 
 
 def tiles_for(rows: float, w: Tensor, spare_sms: int = 0) -> Tiles:
@@ -64,22 +66,23 @@ def _programs(w: Tensor, spare_sms: int) -> int:
 def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | RowScales | None = None,
-    launch: Launch = at_once,
+    turned: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
 
     a: [M, K]; b: [L, N, K]; both bf16, K a multiple of 64, or with `scales` E4M3, K a multiple of 128
+    turned: b is [L, K, N], bf16, N a multiple of 64, and no activation follows: out[r] = a[r] @ b[e]
     ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
     out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
         `scales.out` is given
     spare_sms: multiprocessors that are left free; launch: how it is launched
     """
-    (experts, rows, k), itemsize = b.shape, b.element_size()
-    gated = activation is not None and activation.gated
+    experts, rows, k = (len(b), b.shape[2], b.shape[1]) if turned else b.shape
+    itemsize, gated = b.element_size(), activation is not None and activation.gated
     n, depth = rows // 2 if gated else rows, LINE // itemsize
     a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
     b_step = 1 if b_scale is None else b_scale.stride(0)
-    weights, unit = _weights(b, gated, out.element_size())
+    weights, unit = (_across(b.view(-1, n), BOXES), 1) if turned else _weights(b, gated, out.element_size())
     arguments = [
         (weights, None),
         *((nvrtc.tensor_map(a.data_ptr(), itemsize, (k, len(a)), (k,), (depth, box)), None) for box in (WIDE, STEP)),
@@ -89,10 +92,38 @@ def grouped_gemm(
         *((number, c_int) for number in (tiles.rows, tiles.stages)),
         *((number, c_float) for number in (alpha, limit)),
     ]
-    form = options(itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales))
-    function = nvrtc.kernel(source(itemsize), "gemm_grouped", form, a.device.index)
+    form = options(itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales), turned=turned)
+    function = nvrtc.kernel(source(itemsize, "turned" if turned else ""), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
     launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
+
+
+def weight_gradient(
+    a: Tensor, b: Tensor, ends: Tensor, out: Tensor, *, spare_sms: int = 0, launch: Launch = at_once
+) -> None:
+    """out[e] = the sum over expert e's rows r of a[r].T @ b[r], in float32; zeros for an expert without rows.
+
+    a: bf16 [M, A]; b: bf16 [M, B]; A and B multiples of 64; ends: int32 [L], one past each expert's last row, M at most
+    out: bf16 [L, A, B]
+    """
+    (rows, across), n, experts = a.shape, b.shape[1], len(out)
+    tiles = min(GRADIENT_CUTS, key=lambda cut: math.ceil(across / cut.rows) * (cut.rows + 40))
+    arguments = [
+        *((map_, None) for map_ in (_across(b, BOXES), _across(a, 1), _across(a, 1))),
+        *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, None, None, None)),
+        (1.0, c_float),
+        *((number, c_int) for number in (0, 1, experts, rows, n, across, 0, tiles.rows, tiles.stages)),
+        *((0.0, c_float) for _ in range(2)),
+    ]
+    function = nvrtc.kernel(source(2, "over_rows"), "gemm_grouped", options(2, 2, None, over_rows=True), a.device.index)
+    kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
+    launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
+
+
+def _across(x: Tensor, boxes: int) -> Any:
+    """Of [rows, columns], in boxes of 64 rows and so many times 64 columns, which lie one after the other."""
+    rows, columns = x.shape
+    return nvrtc.tensor_map(x.data_ptr(), 2, (64, rows, columns // 64), (columns, 64), (64, 64, boxes))
 
 
 def shared_bytes(tiles: Tiles, experts: int) -> int:
@@ -101,11 +132,13 @@ def shared_bytes(tiles: Tiles, experts: int) -> int:
 
 
 def options(
-    itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False
-) -> tuple[str, ...]:
+    itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, turned: bool = False,
+    over_rows: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
     """What `source` is compiled with."""
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
+    given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows)}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 
@@ -132,9 +165,13 @@ def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
 
 
 @cache
-def source(itemsize: int) -> str:
-    """With the instruction for each width, which has a name and a list of registers of its own."""
-    kind, depth, order = ("bf16.bf16", 16, ", 0, 0") if itemsize == 2 else ("e4m3.e4m3", 32, "")
+def source(itemsize: int, mode: str = "") -> str:
+    """With the instruction for each width, which has a name and a list of registers of its own.
+
+    mode: "turned" or "over_rows", for operands whose lines go across K
+    """
+    kind, depth = ("bf16.bf16", 16) if itemsize == 2 else ("e4m3.e4m3", 32)
+    order = {"": ", 0, 0", "turned": ", 1, 0", "over_rows": ", 1, 1"}[mode] if itemsize == 2 else ""
     most, structs = CUTS[-1].rows, []
     for n in range(STEP, most + 1, STEP):
         numbers = ", ".join(f"%{i}" for i in range(n // 2))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.quant.microscale import MX_BLOCK, e2m1_values, pack_nibbles, unpack_nibbles
+from ep_moe.runtime.devices import on_device_of
 
 HUMMING_RANGE = 11
 """How far block exponents of one matrix may spread for `fold_humming` to keep them all; E4M3 has no more."""
@@ -166,6 +167,7 @@ def fold_humming(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return interleave_mxfp4_fp8(rewritten), fold_mxfp4_scale(offset.to(torch.uint8)), residual
 
 
+@on_device_of(lambda weight, *_: weight.device)  # torch 2.11's frexp needs it
 def unfold_humming(weight: Tensor, offset: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP4 data and scale with the numbers that the kernel uses: those given to `fold_humming` if it was exact.
 

@@ -1,0 +1,143 @@
+"""The Hopper expert step in bf16 for training: a forward that keeps the first product's results, and its backward.
+
+Kept are the received rows, the first product's results (before the activation) and the sorted routes. Rows are put in
+the experts' order anew for each product that reads them so, in memory that the next one uses again. With h = w13 x,
+a = act(h) and y = weight * (w2 a), of a row's gradient dy:
+
+    da = w2^T dy        dweight = <a, da>        dh = act'(h) * (weight * da)        dx = w13^T dh
+    dw2 = sum of dy (weight * a)^T               dw13 = sum of dh x^T
+
+so that no result of the second product is needed (as SonicMoE has it, arXiv 2512.14080).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.experts.hopper import gradients_triton as kernels
+from ep_moe.experts.hopper import route_sort
+from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
+from ep_moe.runtime.grids import next_power_of_2
+from ep_moe.types import capturing
+
+_ROUTES = 1024  # that a program numbers
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Pairs of a row and a local expert, sorted by expert.
+
+    ids: int32 [N, K], local, -1 for none; slots: int32 [N, K], where each pair is; ends: int32 [L]
+    count: of the pairs, or in a CUDA graph's capture the most that there could be
+    """
+
+    ids: Tensor
+    slots: Tensor
+    ends: Tensor
+    count: int
+
+    @classmethod
+    def sort(cls, ids: Tensor, num_experts: int) -> Routes:
+        """Waits for the device once, for the number of pairs, where it does not capture."""
+        pairs = ids.numel()
+        if not pairs or not num_experts:
+            return cls(ids, torch.full_like(ids, -1), ids.new_zeros(num_experts, dtype=torch.int32), 0)
+        own = {
+            name: torch.empty(shape, dtype=dtype, device=ids.device)
+            for name, (shape, dtype) in route_sort.list_shapes(pairs, num_experts).items()
+        }
+        lists = route_sort.list_pairs(own, ids, None, 0, num_experts)
+        count = pairs if capturing(ids.device) else int(lists.ends[-1])
+        return cls(ids, lists.slots, lists.ends, count)
+
+    def numbers(self) -> Tensor:
+        """Of each pair, which of the N * K routes it is: int32 [count]."""
+        found = self.slots.new_empty(self.count)
+        routes = self.slots.numel()
+        kernels.number_routes[(-(-routes // _ROUTES),)](self.slots, found, routes, BLOCK=_ROUTES)
+        return found
+
+    def gather(self, x: Tensor, out: Tensor) -> Tensor:
+        route_sort.copy_rows(x, self.slots, out)
+        return out
+
+    def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor) -> Tensor:
+        route_sort.reduce(pairs, self.ids, weights, 0, len(self.ends), out, slots=self.slots)
+        return out
+
+
+def forward(
+    x: Tensor, weights: Tensor | None, ids: Tensor, w13: Tensor, w2: Tensor, config: MoEConfig, spare_sms: int
+) -> tuple[Tensor, Routes, Tensor]:
+    """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
+
+    x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]
+    """
+    slots, hidden, inner = w2.shape
+    routes, y = Routes.sort(ids, slots), torch.empty_like(x)
+    h = x.new_empty(routes.count, w13.shape[1])
+    if routes.count == 0:
+        return y.zero_(), routes, h
+    each = routes.count / slots
+    rows = routes.gather(x, x.new_empty(routes.count, hidden))
+    grouped_gemm(rows, w13, routes.ends, h, tiles_for(each, w13, spare_sms), spare_sms=spare_sms)
+    act = x.new_empty(routes.count, inner)
+    block = min(1024, next_power_of_2(inner))
+    kernels.activate[(routes.count, -(-inner // block))](
+        h, act, routes.ends, slots, inner, *_parameters(config), **_form(config), BLOCK=block
+    )
+    grouped_gemm(act, w2, routes.ends, rows, tiles_for(each, w2, spare_sms), spare_sms=spare_sms)
+    return routes.sum(rows, weights, y), routes, h
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """x: [N, H]; weights: float32 [N, K]; w13, w2: as the parameters, None where they were not wanted."""
+
+    x: Tensor
+    weights: Tensor
+    w13: Tensor | None
+    w2: Tensor | None
+
+
+def backward(
+    grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor, w13: Tensor, w2: Tensor,
+    config: MoEConfig, spare_sms: int, *, wanted: tuple[bool, bool] = (True, True),
+) -> Gradients:  # fmt: skip
+    """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; wanted: gradients of w13 and of w2"""
+    slots, hidden, inner = w2.shape
+    count, each = routes.count, routes.count / max(1, slots)
+    dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
+    if count == 0:
+        dw13, dw2 = (torch.zeros_like(w) if want else None for w, want in zip((w13, w2), wanted, strict=True))
+        return Gradients(dx.zero_(), dweights, dw13, dw2)
+    rows = routes.gather(grad, x.new_empty(count, hidden))
+    da = x.new_empty(count, inner)
+    grouped_gemm(rows, w2, routes.ends, da, tiles_for(each, w2.mT, spare_sms), spare_sms=spare_sms, turned=True)
+    dh = torch.empty_like(h)
+    kernels.differentiate[(count,)](
+        h, da, routes.numbers(), weights, dh, dweights, routes.ends, slots, inner, *_parameters(config),
+        **_form(config), BLOCK=min(1024, next_power_of_2(inner)),
+    )  # fmt: skip
+    dw2 = torch.empty_like(w2) if wanted[1] else None
+    if dw2 is not None:
+        weight_gradient(rows, da, routes.ends, dw2, spare_sms=spare_sms)
+    grouped_gemm(dh, w13, routes.ends, rows, tiles_for(each, w13.mT, spare_sms), spare_sms=spare_sms, turned=True)
+    routes.sum(rows, None, dx)
+    dw13 = torch.empty_like(w13) if wanted[0] else None
+    if dw13 is not None:
+        weight_gradient(dh, routes.gather(x, rows), routes.ends, dw13, spare_sms=spare_sms)
+    return Gradients(dx, dweights, dw13, dw2)
+
+
+def _parameters(config: MoEConfig) -> tuple[float, float]:
+    return config.activation_alpha, config.activation_limit
+
+
+def _form(config: MoEConfig) -> dict[str, object]:
+    return {"ACTIVATION": config.activation.value, "GATED": config.activation.gated}

@@ -1,0 +1,99 @@
+"""What stands between the products of a training step (`gradients`): the activation, and its derivatives."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from ep_moe.runtime.triton_compat import tl, triton
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _value_and_slopes(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """The activation and its derivatives by gate and by up; without a gate, up is what it is computed of."""
+    if ACTIVATION == "swiglu":
+        s = _sigmoid(gate)
+        value = gate * s
+        return value * up, s * (1.0 + gate * (1.0 - s)) * up, value
+    elif ACTIVATION == "geglu":  # noqa: RET505  (the compiler wants one chain)
+        s = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        return gate * s * up, (s + gate * density) * up, gate * s
+    elif ACTIVATION == "swiglu_clamped":
+        free_gate, free_up = gate <= limit, (up <= limit) & (up >= -limit)
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        s = _sigmoid(alpha * gate)
+        value = gate * s
+        slope = s * (1.0 + alpha * gate * (1.0 - s))
+        return (up + 1.0) * value, tl.where(free_gate, slope * (up + 1.0), 0.0), tl.where(free_up, value, 0.0)
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        positive = tl.where(up < 0.0, 0.0, up)
+        return positive * positive, up * 0.0, 2.0 * positive
+
+
+@triton.jit
+def number_routes(slots, routes, count, BLOCK: tl.constexpr):
+    """routes[m]: which of all routes the pair m is."""
+    route = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + route, mask=route < count, other=-1)
+    tl.store(routes + slot, route, mask=slot >= 0)
+
+
+@triton.jit
+def activate(
+    h, out, ends, experts, size, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[m] = the activation of h[m], for the rows up to the last expert's end."""
+    m = tl.program_id(0).to(tl.int64)
+    if m < tl.load(ends + experts - 1):
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        width = size * 2 if GATED else size
+        gate = tl.load(h + m * width + at, mask=inside, other=0.0).to(tl.float32)
+        up = gate
+        if GATED:
+            up = tl.load(h + m * width + size + at, mask=inside, other=0.0).to(tl.float32)
+        value, _, _ = _value_and_slopes(gate, up, alpha, limit, ACTIVATION)
+        tl.store(out + m * size + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def differentiate(
+    h, grad, routes, weights, grad_h, grad_weights, ends, experts, size, alpha, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each row m: grad, of the activation without its weight, becomes weight * activation; grad_h; and the gradient
+    of its route's weight, the sum of activation * grad. routes: of `number_routes`; weights: None for ones"""
+    m = tl.program_id(0).to(tl.int64)
+    if m < tl.load(ends + experts - 1):
+        route = tl.load(routes + m)
+        weight = 1.0
+        if weights is not None:
+            weight = tl.load(weights + route)
+        width = size * 2 if GATED else size
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < size
+            gate = tl.load(h + m * width + at, mask=inside, other=0.0).to(tl.float32)
+            up = gate
+            if GATED:
+                up = tl.load(h + m * width + size + at, mask=inside, other=0.0).to(tl.float32)
+            given = tl.load(grad + m * size + at, mask=inside, other=0.0).to(tl.float32)
+            value, by_gate, by_up = _value_and_slopes(gate, up, alpha, limit, ACTIVATION)
+            total += value * given
+            given *= weight
+            tl.store(grad + m * size + at, (value * weight).to(grad.dtype.element_ty), mask=inside)
+            kind: tl.constexpr = grad_h.dtype.element_ty
+            if GATED:
+                tl.store(grad_h + m * width + at, (by_gate * given).to(kind), mask=inside)
+                tl.store(grad_h + m * width + size + at, (by_up * given).to(kind), mask=inside)
+            else:
+                tl.store(grad_h + m * width + at, (by_up * given).to(kind), mask=inside)
+        tl.store(grad_weights + route, tl.sum(total))

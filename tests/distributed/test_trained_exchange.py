@@ -1,0 +1,158 @@
+"""Backward by a transport's own calls (`nvlink_p2p`) against backward that autograd follows (`torch_a2a`), on integers:
+gradients are equal to the last bit."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
+
+CONFIG = MoEConfig(
+    hidden_size=16, intermediate_size=16, num_experts=6, top_k=2, activation=Activation.RELU2, expert_bias=True
+)
+MOST = 8
+LAYOUTS = {2: [{"dp": 2}], 4: [{"dp": 4}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}]}
+COUNTS = (5, 3, 0, 7), (0, 6, 0, 0)
+
+
+@contextlib.contextmanager
+def pair(sizes, spare=0, **options):
+    """The layer over nvlink_p2p, and its twin over torch_a2a."""
+    parallel, device = ParallelConfig(**sizes), rank_device()
+    with (
+        p2p_on_cpu(),
+        EPContext.from_groups(parallel, device=device, max_tokens=MOST, deadline_s=30) as context,
+    ):
+        expert_map = ExpertMap.redundant(6, context.layout.ep, spare) if spare else None
+        layers = [
+            fill(MoELayer(CONFIG, context, all2all=name, experts="reference", expert_map=expert_map, **own))
+            for name, own in (("nvlink_p2p", options), ("torch_a2a", {}))
+        ]
+        yield layers
+
+
+def given(layer, tokens, seed):
+    device = layer.device
+    x = integer_rows(tokens, 16, seed).to(device).requires_grad_()
+    routing = integer_routing(tokens, CONFIG, seed)
+    weights = routing.weights.to(device)
+    if tokens:
+        weights[0, 0] = 0.0
+    return x, routing.ids.to(device), weights.requires_grad_(), integer_rows(tokens, 16, seed + 50).to(device)
+
+
+def run(layer, ids, x, weights):
+    return layer.forward_routed(x, Routing(ids, weights))
+
+
+def grads(layer, x, weights):
+    found = {"x": x.grad, "weights": weights.grad}
+    return found | {
+        name: getattr(p.grad, "_local_tensor", p.grad) for name, p in layer.expert_weights.named_parameters()
+    }
+
+
+def compare(layers, tokens, seed, what):
+    found = []
+    for layer in layers:
+        layer.zero_grad()
+        x, ids, weights, behind = given(layer, tokens, seed)
+        y = layer.forward_routed(x, Routing(ids, weights))
+        y.backward(behind)
+        found.append(grads(layer, x, weights) | {"y": y.detach()})
+    for name, wanted in found[1].items():
+        wanted = torch.zeros_like(found[0][name]) if wanted is None else wanted
+        assert_same(found[0][name], wanted, f"{what}: {name}")
+
+
+@distributed(2, 4)
+@pytest.mark.parametrize("spare", [0, 3])
+def test_gradients_are_those_that_autograd_finds(spare, world_size):
+    for sizes in LAYOUTS[world_size]:
+        if spare and sizes.get("etp"):
+            continue
+        with pair(sizes, spare) as layers:
+            for counts in COUNTS:
+                tokens = counts[dist.get_rank() // (world_size // sizes["dp"])]
+                compare(layers, tokens, layers[0].context.layout.dp_rank, f"{sizes}, {counts}")
+
+
+@distributed(2)
+def test_parts_are_trained_one_after_the_other(world_size):
+    with pair({"dp": 2}, pipeline=3) as layers:
+        compare(layers, (8, 2)[dist.get_rank()], dist.get_rank(), "in parts")
+
+
+@distributed(2)
+def test_calls_in_flight_have_their_own_rows(world_size):
+    """Two forwards, then their backwards in either order; the sum of what each alone gives."""
+    with pair({"dp": 2}) as (layer, _):
+        rank = dist.get_rank()
+        seeds = (rank, rank + 10)
+
+        def backward(order):
+            layer.zero_grad()
+            calls = [given(layer, 4, seed) for seed in seeds]
+            outs = [layer.forward_routed(x, Routing(ids, weights)) for x, ids, weights, _ in calls]
+            for i in order:
+                outs[i].backward(calls[i][3])
+            return [grads(layer, x, weights) for x, _, weights, _ in calls]
+
+        alone = []
+        for i in (0, 1):
+            layer.zero_grad()
+            x, ids, weights, behind = given(layer, 4, seeds[i])
+            layer.forward_routed(x, Routing(ids, weights)).backward(behind)
+            alone.append(grads(layer, x, weights))
+        for order in ((0, 1), (1, 0)):
+            both = backward(order)
+            for i in (0, 1):
+                for name in ("x", "weights"):
+                    assert_same(both[i][name], alone[i][name], f"{order}, call {i}: {name}")
+            for name in alone[0].keys() - {"x", "weights"}:
+                assert_same(both[0][name], alone[0][name] + alone[1][name], f"{order}: {name}")
+
+
+@distributed(2)
+def test_some_gradients_alone_leave_the_ranks_in_step(world_size):
+    """Only x's gradient, only the experts', none at all: the calls behind are right."""
+    with pair({"dp": 2}) as layers:
+        layer, rank = layers[0], dist.get_rank()
+        x, ids, weights, behind = given(layer, 4, rank)
+        y = layer.forward_routed(x, Routing(ids, weights))
+        (alone,) = torch.autograd.grad(y, [x], behind)
+        y = layer.forward_routed(x.detach(), Routing(ids, weights.detach()))
+        y.backward(behind)
+        assert any(p.grad is not None for p in layer.expert_weights.parameters()) == bool(layer.expert_weights.held)
+        layer.forward_routed(x, Routing(ids, weights))  # dropped without a backward
+        with torch.no_grad():
+            layer.forward_routed(x, Routing(ids, weights))
+        compare(layers, 4, rank, "behind them")
+        x.grad = None
+        layer.forward_routed(x, Routing(ids, weights)).backward(behind)
+        assert_same(x.grad, alone, "x alone")
+
+
+@distributed(2)
+def test_activation_checkpointing(world_size):
+    with pair({"dp": 2}) as layers:
+        rank = dist.get_rank()
+        for layer in layers[:1]:
+            x, ids, weights, behind = given(layer, 4, rank)
+            layer.forward_routed(x, Routing(ids, weights)).backward(behind)
+            plain = grads(layer, x, weights)
+            layer.zero_grad()
+            x, ids, weights, behind = given(layer, 4, rank)
+            call = functools.partial(run, layer, ids)
+            y = checkpoint(call, x, weights, use_reentrant=False)
+            y.backward(behind)
+            for name, wanted in grads(layer, x, weights).items():
+                assert_same(wanted, plain[name], name)
+        compare(layers, 4, rank, "behind it")
