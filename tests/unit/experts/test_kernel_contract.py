@@ -30,7 +30,8 @@ def test_reference_quantised(scheme):
 
 
 def test_reference_with_every_activation():
-    assert check_experts(ReferenceExperts, device=CPU, schemes=["none"]) == 42
+    """An activation is the same for every size."""
+    assert check_experts(ReferenceExperts, device=CPU, schemes=["none"], hidden=128, inner=128) == 42
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="emulated, on the CPU")
