@@ -105,7 +105,8 @@ class AutomaticGraphs:
         tokens = x.numel() // form.hidden
         if tokens > bound or not form.fits(x, routing, tokens) or not x.is_contiguous():
             return None
-        if layer.expert_weights.settle() != call.weights:
+        layer.expert_weights.settle()
+        if layer.expert_weights.place != call.weights:
             self.drop()
             return None
         if (

@@ -220,6 +220,7 @@ class ExpertSlots(nn.Module):
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
                 self.held.setdefault(expert, []).append(slot)
+        self._twice = any(len(slots) > 1 for slots in self.held.values())
         views: list[tuple[nn.Parameter, Tensor]] = []
         self._set_views(views)
         if not self.named:
@@ -319,14 +320,13 @@ class ExpertSlots(nn.Module):
         found = self._held if self._joined is None else self._joined
         return tuple([tensor.data_ptr() for tensor in found.values() if tensor is not None])
 
-    def settle(self) -> tuple[int, ...]:
+    def settle(self) -> None:
         """Write the numbers of parameters that were replaced, and of an expert's copies, to where kernels read them.
 
-        For calls that launch what was recorded. Returns `place`, which is empty where parameters are sharded.
-        """
-        if self._slots:
+        For calls that launch what was recorded; part of the host's time of each."""
+        here = list(map(Tensor.data_ptr, self._on_views)) == self._view_places
+        if self._slots and (self._twice or self._mesh is not None or not here):
             self._reattach()
-        return self.place
 
     @property
     def local_experts(self) -> tuple[int, ...]:

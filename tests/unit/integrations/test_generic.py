@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import gelu, silu
 
@@ -102,6 +103,8 @@ def replaced(kind, context):
 
 @torch.no_grad()
 def test_ids_of_no_expert_fewer_and_repeated_ones(context):
+    if transformers.__version__ < "5.18":
+        pytest.skip("its experts take no id of no expert")
     theirs, ours, x = replaced("olmoe", context)
     theirs.config._experts_implementation = "eager"  # others heed the id of no expert under expert parallelism alone
     weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
