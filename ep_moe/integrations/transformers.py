@@ -38,6 +38,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
+from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
 from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.in_step import Generation
