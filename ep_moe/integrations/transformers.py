@@ -10,7 +10,6 @@ known (`ep_moe.integrations.families`) are served faster.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,59 +19,38 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
-from ep_moe.checkpoint.families import CheckpointNames, names_of
-from ep_moe.checkpoint.formats import NUMBERS, Fused, find_format
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.formats import NUMBERS, Fused
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.reader import (
     CheckpointSource,
-    ModuleSource,
     largest_input_scale,
     load_layers,
     loading,
-    read_experts,
 )
 from ep_moe.checkpoint.skeleton import keep_in_float32
-from ep_moe.checkpoint.unread import refusal, unexpected, unread
+from ep_moe.checkpoint.unread import unexpected
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
+from ep_moe.integrations.blocks import block_tensors, replace_blocks
 from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
-from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
+from ep_moe.integrations.families import FAMILIES, blocks_of, checked_config
 from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load_generic import load_model, model_files
 from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.integrations.save import SavedExperts, save_model
-from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
-
-
-class ExpertParallelBlock(nn.Module):
-    """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
-
-    masks: of the model
-    """
-
-    def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks) -> None:
-        super().__init__()
-        self.moe = moe
-        self._returns = returns
-        self.masks = masks
-
-    def forward(self, hidden_states: Tensor) -> Any:
-        mask = self.masks.of_rows(hidden_states.shape[:-1].numel())
-        if mask is None or not self.moe._takes_mask:
-            return self._returns(self.moe(hidden_states), hidden_states)
-        tokens, sent = mask.tokens.view(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
-        return self._returns(self.moe(hidden_states, tokens, send_masked=sent), hidden_states)
 
 
 def expert_parallel(
@@ -119,7 +97,7 @@ def expert_parallel(
     if family is None:
         made = dict(replace_experts(model, context, **layer_options))
     else:
-        made = dict(_replace_blocks(model, context, family, layer_options))
+        made = dict(replace_blocks(model, context, family, layer_options))
     exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
     # the innermost model is the one whose `_can_record_outputs` transformers heeds
@@ -131,41 +109,6 @@ def expert_parallel(
     if model.can_generate():
         Generation.of(context).attach(model, inner)
     return model
-
-
-def _replace_blocks(
-    model: PreTrainedModel, context: EPContext, family: Family, layer_options: dict[str, Any]
-) -> dict[str, ExpertParallelBlock]:
-    """The blocks of a known family by layers with a router of ours."""
-    config = model.config.get_text_config()
-    moe_config, names = family.config(config), names_of(config.model_type)
-    masks, made = TokenMasks(), {}
-    for name, block in blocks_of(model, family):
-        parameters = list(block.parameters())
-        # a block may keep its router in float32, and not its experts
-        by_experts = [*block.get_submodule("experts").parameters(), *parameters]
-        first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
-        shared = None if family.shared is None else getattr(block, family.shared)
-        layer_options |= {"shared_experts": shared, "name": name, "device": first.device, "dtype": first.dtype}
-        moe = MoELayer(moe_config, context, **layer_options)
-        if first.device.type != "meta":
-            source = ModuleSource(block, name)
-            found = find_format(source, name, names.experts)
-            assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
-            wrong = found.wrong(source, name, moe_config)
-            if wrong is not None:
-                raise ConfigError(f"{wrong}; a model that is quantised is loaded with load_pretrained")
-            missed, _ = unread(source, name, names, found, moe)
-            if missed:
-                raise ConfigError(refusal(missed, config.model_type))
-            read_experts(moe, source, name, found)
-            _copy_router(moe, source, name, names.router)
-        if not any(one.requires_grad for one in parameters):
-            moe.requires_grad_(False)
-        parent, _, attribute = name.rpartition(".")
-        made[name] = ExpertParallelBlock(moe, family.returns, masks)
-        setattr(model.get_submodule(parent), attribute, made[name])
-    return made
 
 
 def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
@@ -236,19 +179,10 @@ def save_pretrained(
         inside = tuple(f"{name}." for name in places)
         found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
         for name, block in blocks.items():
-            found |= _block_tensors(block.moe, name, names)
+            found |= block_tensors(block.moe, name, names)
         return found
 
     save_model(model, Path(folder), experts, rest, places, original=save_original_format, shard_bytes=max_shard_bytes)
-
-
-def _block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[str, Tensor]:
-    """A known family's router and shared experts, by transformers' names."""
-    assert isinstance(layer.router, nn.Module)
-    found = {f"{block}.{names.router[key]}": tensor for key, tensor in layer.router.state_dict().items()}
-    if layer.shared_experts is not None:
-        found |= {f"{block}.{names.shared}.{key}": tensor for key, tensor in layer.shared_experts.state_dict().items()}
-    return found
 
 
 def load_pretrained(
@@ -395,13 +329,6 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 def _number(block: str) -> int:
     """A layer's, by the name of its block."""
     return int(next(part for part in block.split(".") if part.isdigit()))
-
-
-@torch.no_grad()
-def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) -> None:
-    assert isinstance(moe.router, nn.Module)
-    for key, tensor in moe.router.state_dict().items():
-        tensor.copy_(source.read(f"{block}.{names[key]}"))
 
 
 @torch.no_grad()
