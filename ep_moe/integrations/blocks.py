@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from ep_moe.checkpoint.validate import checked_block
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations.families import Family, blocks_of, moe_config_of
+from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
 from ep_moe.integrations.gate_functions import computes, find_activation, is_experts
+from ep_moe.integrations.generic import ExpertParallelExperts
+from ep_moe.integrations.save import SavedExperts
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 
@@ -127,6 +129,39 @@ def _check_activation(block: nn.Module, name: str, config: MoEConfig) -> None:
         f"limit={found.limit:g}), and Family.config says {config.activation.value} (alpha={config.activation_alpha:g}, "
         f"limit={config.activation_limit:g}); mend it"
     )
+
+
+def saved_experts(model: Any) -> list[SavedExperts]:
+    """The experts of a model's layers as transformers' modules hold them, in the model's order.
+
+    Raises:
+        ConfigError: the model has no expert-parallel layers.
+    """
+    prefix = "base_model.model." if hasattr(model, "peft_config") and hasattr(model, "base_model") else ""
+    found = []
+    for path, module in model.named_modules():
+        name = path.removeprefix(prefix)
+        if isinstance(module, ExpertParallelExperts):
+            stated = {"transposed": module.is_transposed, "interleaved": not module.is_concatenated}
+            found.append(SavedExperts(name=name, layer=module.moe, **stated))
+        elif isinstance(module, ExpertParallelBlock):
+            formats = names_of(model.config.get_text_config().model_type).experts
+            held = next(each for each in formats if isinstance(each, Fused))
+            stated = {"transposed": held.transposed, "interleaved": held.interleaved}
+            found.append(SavedExperts(name=f"{name}.experts", layer=module.moe, **stated))
+    if not found:
+        raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
+    return found
+
+
+def shared_names(model: Any) -> Iterator[tuple[str, str, str]]:
+    """Of each block of a known family with shared experts: its name, and theirs in our block and in transformers'."""
+    prefix = "base_model.model." if hasattr(model, "peft_config") and hasattr(model, "base_model") else ""
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertParallelBlock) and module.moe.shared_experts is not None:
+            shared = FAMILIES[model.config.get_text_config().model_type].shared
+            assert shared is not None, "the layer was given the block's own"
+            yield path.removeprefix(prefix), "moe.shared_experts", shared
 
 
 def block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[str, Tensor]:

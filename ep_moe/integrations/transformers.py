@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.families import names_of
-from ep_moe.checkpoint.formats import NUMBERS, Fused
+from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.reader import (
     CheckpointSource,
@@ -35,16 +35,16 @@ from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
-from ep_moe.integrations.blocks import block_tensors, replace_blocks
+from ep_moe.integrations.blocks import block_tensors, replace_blocks, saved_experts
 from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, blocks_of, checked_config
-from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
+from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load_generic import load_model, model_files
 from ep_moe.integrations.router_logits import RouterLogits
-from ep_moe.integrations.save import SavedExperts, save_model
+from ep_moe.integrations.save import save_model
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN
@@ -152,27 +152,19 @@ def save_pretrained(
         ConfigError: the model has no expert-parallel layers, they are quantised, or there are pipeline stages.
         CheckpointError: on all ranks, when the one that writes cannot.
     """
+    experts = saved_experts(model)
+    if any(one.layer.expert_weights.lora is not None for one in experts):
+        raise ConfigError(
+            "the experts have LoRA factors, which a checkpoint would leave out; call "
+            "ep_moe.integrations.lora.save_lora(model, folder), or merge_lora(model) first"
+        )
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-    replaced = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
-    if not blocks and not replaced:
-        raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
     if blocks:
         names = names_of(model.config.get_text_config().model_type)
-        stored = next(each for each in names.experts if isinstance(each, Fused))
-        experts = [
-            SavedExperts(
-                name=f"{name}.experts", layer=block.moe, transposed=stored.transposed, interleaved=stored.interleaved
-            )
-            for name, block in blocks.items()
-        ]
         places = {name: nn.Module() for name in blocks}
         for name, one in zip(blocks, experts, strict=True):
             places[name].experts = one.stand_in()
     else:
-        experts = [
-            SavedExperts(name=name, layer=m.moe, transposed=m.is_transposed, interleaved=not m.is_concatenated)
-            for name, m in replaced.items()
-        ]
         places = {one.name: one.stand_in() for one in experts}
 
     def rest() -> dict[str, Tensor]:
