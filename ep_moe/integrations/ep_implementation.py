@@ -249,7 +249,10 @@ def _trains(layer: MoELayer) -> bool:
 def _without_backward(choice: explain.BackendChoice) -> str | None:
     """The name of what has none."""
     kernel, transport = registry.load("experts", choice.experts), registry.load("dispatchers", choice.all2all)
-    return next((one.name for one in (kernel, transport) if not one.capabilities.differentiable), None)
+    can = transport.capabilities
+    if not kernel.capabilities.differentiable:
+        return str(kernel.name)
+    return None if can.differentiable or can.adjoint else str(transport.name)
 
 
 def _choose(

@@ -47,6 +47,7 @@ class BorrowedWeights(ExpertWeights):
             stored = tuple(tensor.detach() for tensor in lent.values())
             lent = dict(zip(lent, Joined.apply(stored, list, *lent.values()), strict=True))
         before, self._lent = self._lent, lent
+        self._dtype = lent["w13"].dtype  # FSDP2 may lend another than it holds; backward asks after the call
         try:
             yield
         finally:
@@ -56,9 +57,16 @@ class BorrowedWeights(ExpertWeights):
     def _held(self) -> dict[str, Any]:
         return self._lent
 
-    def stored_tensors(self) -> Mapping[str, Tensor]:
-        """What is lent to the call that is under way; empty between calls."""
+    def _join(self) -> dict[str, Tensor]:
         return self._lent
+
+    @property
+    def trained(self) -> bool:
+        return any(tensor.requires_grad for tensor in self._lent.values())
+
+    def stored_tensors(self) -> Mapping[str, Tensor]:
+        """What is lent to the call that is under way, or given by `given`; empty between calls."""
+        return self._lent if self._joined is None else self._joined
 
     def reset_parameters(self) -> None:
         """Nothing: the lender's numbers are meant."""

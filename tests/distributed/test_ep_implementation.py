@@ -15,6 +15,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.layouts.base import WeightLayout
 from tests.fixtures.checkpoint_files import quiet
 from tests.fixtures.interface_models import interface_checkpoints
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 # concatenated; interleaved, transposed and with biases; without a gate
 KINDS = ["olmoe", "gpt_oss", "nemotron_h"]
@@ -65,30 +66,42 @@ def test_training_equals_one_process(checkpoints, world_size):
     quiet()
     register_ep_implementation()
     for kind in KINDS:
-        folder = checkpoints / kind / "fused"
         for sizes in LAYOUTS[world_size]:
-            where = f"{kind} {sizes}"
-            plain = transformers.AutoModelForCausalLM.from_pretrained(folder).to(rank_device()).train()
-            batch, own = batches(sizes)
-            model = loaded(folder, **sizes).train()
-            assert borrowing_layers(model), where
-            whole_batch = [plain(input_ids=ids, labels=ids, use_cache=False) for ids in batch]
-            torch.stack([one.loss for one in whole_batch]).mean().backward()
-            out = model(input_ids=batch[own], labels=batch[own], use_cache=False)
-            assert close(out.logits, whole_batch[own].logits), where
-            out.loss.backward()
-            expected = dict(plain.named_parameters())
-            for name, parameter in model.named_parameters():
-                if expected[name].grad is None:
-                    continue
-                assert parameter.grad is not None, f"{where} {name}"
-                assert close(parameter.grad, expected[name].grad), f"{where} {name}"
-            assert sum("experts." in name and one.grad.abs().max() > 1e-6 for name, one in expected.items()) >= 4
-            for one in (plain, model):
-                torch.optim.SGD(one.parameters(), lr=1.0, foreach=False).step()
-            with torch.no_grad():
-                found, wanted = (one(input_ids=batch[own], use_cache=False).logits for one in (model, plain))
-            assert close(found, wanted), f"{where}, a step on"
+            compare_with_one_process(checkpoints / kind / "fused", sizes, f"{kind} {sizes}")
+
+
+@distributed(2, 4)
+def test_a_transport_with_a_backward_of_its_own(checkpoints, world_size):
+    quiet()
+    with p2p_on_cpu():
+        register_ep_implementation(all2all="nvlink_p2p", max_tokens=18)
+        for sizes in LAYOUTS[world_size][:2]:
+            compare_with_one_process(checkpoints / "olmoe" / "fused", sizes, f"{sizes}")
+
+
+def compare_with_one_process(folder, sizes, where):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).to(rank_device()).train()
+    batch, own = batches(sizes)
+    model = loaded(folder, **sizes).train()
+    assert borrowing_layers(model), where
+    whole_batch = [plain(input_ids=ids, labels=ids, use_cache=False) for ids in batch]
+    torch.stack([one.loss for one in whole_batch]).mean().backward()
+    out = model(input_ids=batch[own], labels=batch[own], use_cache=False)
+    assert close(out.logits, whole_batch[own].logits), where
+    out.loss.backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        if expected[name].grad is None:
+            continue
+        assert parameter.grad is not None, f"{where} {name}"
+        assert close(parameter.grad, expected[name].grad), f"{where} {name}"
+    assert sum("experts." in name and one.grad.abs().max() > 1e-6 for name, one in expected.items()) >= 4
+    for one in (plain, model):
+        torch.optim.SGD(one.parameters(), lr=1.0, foreach=False).step()
+    with torch.no_grad():
+        found, wanted = (one(input_ids=batch[own], use_cache=False).logits for one in (model, plain))
+    assert close(found, wanted), f"{where}, a step on"
+    borrowing_layers(model)[0].context.destroy()
 
 
 @distributed(2)

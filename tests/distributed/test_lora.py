@@ -12,6 +12,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
 from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.interface_models import interface_model
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 peft = pytest.importorskip("peft")
 # experts of a model's own router, a known family's block, transposed and interleaved ones, some without a gate
@@ -190,12 +191,16 @@ def write_old(tensors, changes, folder):
 
 @distributed(2)
 def test_fresh_factors_change_nothing_and_learn(models, world_size):
-    """Also on a rank without a batch, and where experts alone are adapted."""
+    """Also on a rank without a batch, where experts alone are adapted, and over a transport with its own backward."""
     quiet()
-    for changes in ({}, {"target_modules": None}):
-        with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+    for changes, way in (
+        ({}, {}),
+        ({"target_modules": None}, {}),
+        ({"target_modules": None}, {"all2all": "nvlink_p2p"}),
+    ):
+        with p2p_on_cpu(), EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=18) as context:
             torch.manual_seed(0)
-            model = load_pretrained(models / "olmoe", context, experts="reference", progress=False)
+            model = load_pretrained(models / "olmoe", context, experts="reference", progress=False, **way)
             ids = batches(1)[0].to(rank_device())
             with torch.no_grad():
                 expected = model(input_ids=ids, use_cache=False).logits
@@ -209,6 +214,7 @@ def test_fresh_factors_change_nothing_and_learn(models, world_size):
                 loss = idle_step(model) if context.layout.dp_rank else model(input_ids=ids, labels=ids).loss
                 loss.backward()
                 sync_gradients(model, context)
+                assert all(p.grad is not None for p in trained), way
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(loss))
