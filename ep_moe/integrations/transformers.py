@@ -10,6 +10,7 @@ known (`ep_moe.integrations.families`) are served faster.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -29,7 +30,7 @@ from ep_moe.checkpoint.reader import (
     loading,
 )
 from ep_moe.checkpoint.skeleton import keep_in_float32
-from ep_moe.checkpoint.unread import unexpected
+from ep_moe.checkpoint.unread import listed, unexpected
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
@@ -40,6 +41,7 @@ from ep_moe.integrations.config_file import class_of, read_generation_config, re
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, blocks_of, checked_config
 from ep_moe.integrations.generic import replace_experts
+from ep_moe.integrations.heads import classifies, draw_head, head_names, made_by
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load_generic import load_model, model_files
@@ -190,10 +192,12 @@ def load_pretrained(
     pipeline: int | None = None,
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
+    model_class: Any = None,
+    num_labels: int | None = None,
     progress: bool = True,
     **hub: Unpack[HubOptions],
 ) -> PreTrainedModel:
-    """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
+    """A model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
     Each rank reads its own experts and the whole of everything else. Code of the checkpoint's repository is not run.
 
@@ -203,6 +207,10 @@ def load_pretrained(
         context: of the ranks; all of them call this.
         dtype: default that of config.json, float32 where it has none.
         quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
+        model_class: an auto class of transformers, such as `AutoModelForSequenceClassification`, or a model's class. A
+            head that the checkpoint has not is drawn anew, equal on all ranks, with a warning. Default: a causal
+            language model.
+        num_labels: of a head that classifies. Default: what config.json says.
         progress: show a bar on rank 0.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
@@ -225,7 +233,10 @@ def load_pretrained(
                     stacklevel=2,
                 )
         dtype = dtype or config.dtype or torch.float32
-        model = _on_meta(folder, config, dtype)
+        if num_labels is not None:
+            config.num_labels = num_labels
+        model = _on_meta(folder, config, dtype, model_class)
+        fresh = set() if model_class is None else set(head_names(model))
         keep_in_float32(model, dtype)
         files = None if known else model_files(model, folder)
         expert_parallel(
@@ -241,29 +252,48 @@ def load_pretrained(
             tuned=tuned,
         )
         if files is None:
-            _load_family(model, config.model_type, folder, context, progress)
+            missing = _load_family(model, config.model_type, folder, context, progress, fresh)
         else:
-            load_model(model, files, device=context.device, dtype=dtype, progress=progress)
-        model.generation_config = read_generation_config(folder) or model.generation_config
+            missing = load_model(model, files, device=context.device, dtype=dtype, progress=progress, fresh=fresh)
+        if missing:
+            draw_head(model, missing)
+            warnings.warn(
+                f"{folder}: {listed(sorted(missing))} of {type(model).__name__} is not there and was drawn anew; "
+                f"train it",
+                stacklevel=2,
+            )
+        if model.can_generate():
+            model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
 
 
-def _load_family(model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool) -> None:
+def _load_family(
+    model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool, fresh: Set[str]
+) -> set[str]:
+    """Returns those of `fresh` that the file has not."""
     model.to_empty(device=context.device)
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
     layers = {_number(name): block.moe for name, block in blocks.items()}
     source = load_layers(layers, folder, family, progress=progress)
-    _load_rest(model, source, tuple(f"{name}." for name in blocks))
+    missing = _load_rest(model, source, tuple(f"{name}." for name in blocks), fresh)
     in_file = [names_of(family).block_in(source, number) for number in layers]
     if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
         warnings.warn(f"{folder}: {found}", stacklevel=2)
+    return missing
 
 
-def _on_meta(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None) -> PreTrainedModel:
     if dtype not in NUMBERS:
         raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
+    if model_class is None and (task := classifies(config)) is not None:
+        raise ConfigError(
+            f"{folder / 'config.json'}: architectures names a model with another head, {task[0]}; call load_pretrained "
+            f"with model_class=transformers.AutoModel{task[1]}"
+        )
     try:
         with torch.device("meta"):
+            if model_class is not None:
+                return made_by(model_class, config, dtype)
             if config.get_text_config() is not config:
                 return class_of(config, folder)._from_config(config, dtype=dtype)
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -324,8 +354,12 @@ def _number(block: str) -> int:
 
 
 @torch.no_grad()
-def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...]) -> None:
-    """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has."""
+def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...], fresh: Set[str]) -> set[str]:
+    """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has.
+
+    Returns those of `fresh` that the file has not.
+    """
+    drawn: set[str] = set()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     missing: set[str] = set()
     for name, tensor in model.state_dict().items():
@@ -335,6 +369,9 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
         if found != tuple(tensor.shape):
             if others := source.foreign(name.rpartition(".")[0]):
                 raise CheckpointError(foreign_refusal(name, *next(iter(others.items()))))
+            if found is None and name in fresh:
+                drawn.add(name)
+                continue
             if found is None and name in tied.keys() | tied.values():
                 missing.add(name)
                 continue
@@ -353,3 +390,4 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
     for name, module in model.named_modules():
         if module._non_persistent_buffers_set and not name.startswith(blocks):
             model._init_weights(module)  # rotary tables and the like are computed, not stored
+    return drawn
