@@ -67,6 +67,16 @@ def find_activation(experts: Any, name: str) -> FoundActivation:
     )
 
 
+def computes(experts: Any, config: MoEConfig) -> bool:
+    """Whether the activation of a configuration is what stands between the two matrices of a module."""
+    if config.activation.gated != experts.has_gate:
+        return False
+    h = _values(experts.has_gate)
+    with torch.device("cpu"), torch.no_grad():
+        got, want = _computed(experts, h), activate(h, config)
+    return got.shape == want.shape and torch.allclose(got, want, rtol=_RTOL, atol=_ATOL)
+
+
 _REMEDY = "add its activation to ep_moe.types.Activation and ep_moe.experts.activations, or keep this model as it is"
 
 

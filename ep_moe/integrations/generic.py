@@ -26,7 +26,7 @@ from ep_moe.layer import MoELayer
 from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.types import LogicalIds, Routing, dtype_name
 
-_TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _KEEP = "leave the model as it is, or use transformers' own DistributedConfig(ep_size=...)"
 
 
@@ -63,7 +63,7 @@ class ExpertParallelExperts(nn.Module):
         self.masks, self._table = masks, table
         first = getattr(replaced, self.tensor_names[0])
         placed = {"name": name, "dtype": first.dtype, "device": first.device}
-        self.moe = MoELayer(config, context, router=_routed_by_model, **placed, **layer_options)
+        self.moe = MoELayer(config, context, router=routed_by_model, **placed, **layer_options)
         self._keep_frozen(replaced)
 
     @property
@@ -127,15 +127,10 @@ class ExpertParallelExperts(nn.Module):
         if chosen > most:
             self._refuse(
                 f"the model chooses {chosen} experts a token, and the layer was built for {most}, the largest of "
-                f"{', '.join(_TOP_K)} beside it; set one of them on its router before expert_parallel"
+                f"{', '.join(TOP_K)} beside it; set one of them on its router before expert_parallel"
             )
-        ids, weights = top_k_index.masked_fill(top_k_index >= moe.config.num_experts, -1), top_k_weights.float()
-        if chosen < most:
-            ids, weights = pad(ids, (0, most - chosen), value=-1), pad(weights, (0, most - chosen))
-        if self._table:
-            ids, weights = _merged(ids, weights)
-        mask = self.masks.of_rows(len(ids))
-        routing = Routing(cast("LogicalIds", ids), weights)
+        routing = routing_of(top_k_index, top_k_weights, moe.config, distinct=not self._table)
+        mask = self.masks.of_rows(len(routing.ids))
         if mask is None:
             out = moe.forward_routed(hidden_states, routing)
         else:
@@ -195,7 +190,7 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"quantization={scheme.name} needs input scales, which a calibrated checkpoint of a known family holds and "
             f"{type(model).__name__} does not; choose fp8_dynamic, fp8_block or another that derives them"
         )
-    configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
+    configs = {name: config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
     first = _shared(model, found)
     masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()
     for name, experts in found.items():
@@ -231,7 +226,7 @@ def _put(model: nn.Module, experts: nn.Module, made: nn.Module) -> None:
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
 
 
-def _routed_by_model(x: Tensor) -> Routing:
+def routed_by_model(x: Tensor) -> Routing:
     raise ConfigError("the model routes its tokens itself; call forward_routed")
 
 
@@ -245,7 +240,7 @@ def _type_of(model: nn.Module) -> str:
     return f"model_type {getattr(getattr(model, 'config', None), 'model_type', None)!r}"
 
 
-def _config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
+def config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
     """What a module computes.
 
     Raises:
@@ -296,21 +291,21 @@ def _top_k_of(model: Any, experts: nn.Module, name: str) -> int:
     while name:
         name = name.rpartition(".")[0]
         beside = [module for module in model.get_submodule(name).modules() if id(module) not in inside]
-        if found := _numbers(beside):
+        if found := numbers_of(beside):
             return max(found)
     config = getattr(model, "config", None)
-    if config is not None and (found := _numbers([config.get_text_config(), config])):
+    if config is not None and (found := numbers_of([config.get_text_config(), config])):
         return max(found)
     raise ConfigError(
-        f"{type(model).__name__} does not say how many experts a token takes: none of {', '.join(_TOP_K)} is in its "
+        f"{type(model).__name__} does not say how many experts a token takes: none of {', '.join(TOP_K)} is in its "
         f"blocks or its configuration; set model.config.num_experts_per_tok"
     )
 
 
-def _numbers(holders: list[Any]) -> list[int]:
+def numbers_of(holders: list[Any]) -> list[int]:
     found: list[int] = []
     for holder in holders:
-        for name in _TOP_K:
+        for name in TOP_K:
             value = getattr(holder, name, None)
             values = value if isinstance(value, list | tuple) else [value]
             found += [each for each in values if type(each) is int and each > 0]
@@ -340,6 +335,27 @@ def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
                         f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
                     )
     return first
+
+
+def routing_of(ids: Tensor, weights: Tensor, config: MoEConfig, *, distinct: bool) -> Routing:
+    """What a model's router chose, as `MoELayer.forward_routed` takes it.
+
+    Args:
+        ids: [T, k] integers, k at most K; an id of at least E is no expert, as in transformers.
+        weights: [T, k].
+        config: of the layer.
+        distinct: whether valid ids of a row are distinct. A table may name one expert twice, a top-k cannot.
+
+    Returns:
+        Ids and float32 weights [T, K].
+    """
+    missing = config.top_k - ids.shape[-1]
+    ids, weights = ids.masked_fill(ids >= config.num_experts, -1), weights.float()
+    if missing:
+        ids, weights = pad(ids, (0, missing), value=-1), pad(weights, (0, missing))
+    if not distinct:
+        ids, weights = _merged(ids, weights)
+    return Routing(cast("LogicalIds", ids), weights)
 
 
 def _merged(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ def model_files(model: Any, folder: Path) -> ExpertFiles:
     return ExpertFiles(model, CheckpointSource(folder, called=in_file), modules)
 
 
-def load_model(model: Any, files: ExpertFiles, *, device: torch.device, dtype: torch.dtype, progress: bool) -> None:
+def load_model(
+    model: Any,
+    files: ExpertFiles,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool,
+    fresh: Set[str] = frozenset(),
+) -> set[str]:
     """Load a model whose experts were replaced, both on the meta device.
 
     Args:
@@ -35,6 +44,10 @@ def load_model(model: Any, files: ExpertFiles, *, device: torch.device, dtype: t
         device: where all of it goes.
         dtype: of the model.
         progress: show a bar on rank 0.
+        fresh: names that the files may not have.
+
+    Returns:
+        Those of `fresh` that the files have not.
 
     Raises:
         CheckpointError: on this rank; call it under `reader.loading`.
@@ -44,12 +57,13 @@ def load_model(model: Any, files: ExpertFiles, *, device: torch.device, dtype: t
     _check(replaced, files)
     for one in replaced.values():
         one.to_empty(device=device)
-    load_skeleton(model, files, replaced, device=device, dtype=dtype)
+    missing = load_skeleton(model, files, replaced, device=device, dtype=dtype, fresh=fresh)
     first = next(iter(replaced.values())).moe.context.layout.place == 0
     total = sum(len(one.local_experts) for one in replaced.values())
     with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar:
         for name, one in replaced.items():
             _fill(one, name, files, bar)
+    return missing
 
 
 def _check(replaced: dict[str, ExpertParallelExperts], files: ExpertFiles) -> None:
