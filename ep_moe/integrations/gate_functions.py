@@ -134,6 +134,7 @@ def _softcapped(at: Callable[[float, float], float]) -> tuple[float, float] | No
 _CONSTANTS = {
     Activation.SWIGLU_CLAMPED: _clamped,
     Activation.SWIGLU_LIMITED: _limited,
+    Activation.SWIGLU_LIMITED_AFTER: _limited,
     Activation.SWIGLU_SOFTCAPPED: _softcapped,
 }
 
