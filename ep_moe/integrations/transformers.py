@@ -3,8 +3,8 @@
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
 
-Both serve every model on transformers' experts interface (`ep_moe.integrations.generic`). Families whose blocks are
-known (`ep_moe.integrations.families`) are served faster.
+Both serve every model whose experts are a module of their own (`ep_moe.integrations.generic`). Families whose blocks
+are known (`ep_moe.integrations.families`) are served faster.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.families import CheckpointNames, names_of
 from ep_moe.checkpoint.formats import NUMBERS, Fused, find_format
 from ep_moe.checkpoint.hub import HubOptions, model_folder
+from ep_moe.checkpoint.module_layout import fused_layout
 from ep_moe.checkpoint.reader import (
     CheckpointSource,
     ModuleSource,
@@ -89,8 +90,8 @@ def expert_parallel(
 ) -> PreTrainedModel:
     """Make the MoE layers of a model expert-parallel, in place. Made by all ranks alike.
 
-    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model that is on transformers'
-    experts interface the experts alone are replaced; its router and the rest of its blocks stay.
+    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model the experts alone are replaced,
+    where they are a module of their own; its router and the rest of its blocks stay.
 
     A model in memory gives its weights (all ranks must hold the same ones), layer by layer; one on the meta device
     stays there, for `load_pretrained` or your own loading. What is frozen stays so. `save_pretrained` is refused from
@@ -216,24 +217,24 @@ def save_pretrained(
         names = names_of(model.config.get_text_config().model_type)
         stored = next(each for each in names.experts if isinstance(each, Fused))
         experts = [
-            SavedExperts(
-                name=f"{name}.experts", layer=block.moe, transposed=stored.transposed, interleaved=stored.interleaved
-            )
+            SavedExperts(f"{name}.experts", block.moe, fused_layout(stored, block.moe.config.num_experts))
             for name, block in blocks.items()
         ]
         places = {name: nn.Module() for name in blocks}
         for name, one in zip(blocks, experts, strict=True):
             places[name].experts = one.stand_in()
     else:
-        experts = [
-            SavedExperts(name=name, layer=m.moe, transposed=m.is_transposed, interleaved=not m.is_concatenated)
-            for name, m in replaced.items()
-        ]
+        experts = [SavedExperts(name, m.moe, m.layout, m.kept) for name, m in replaced.items()]
         places = {one.name: one.stand_in() for one in experts}
 
     def rest() -> dict[str, Tensor]:
-        inside = tuple(f"{name}." for name in places)
-        found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+        inside = tuple(f"{name}." for name in blocks)
+        of_experts = {f"{one.name}.{each}" for one in experts for each in one.layout.names}
+        found = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if not name.startswith(inside) and name not in of_experts
+        }
         for name, block in blocks.items():
             found |= _block_tensors(block.moe, name, names)
         return found
