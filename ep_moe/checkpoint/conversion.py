@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.matrices import CODES
+from ep_moe.checkpoint.matrices import matrix_name
 from ep_moe.checkpoint.reader import CheckpointSource
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
@@ -73,7 +73,7 @@ class Destinations:
     def __init__(self, model: PreTrainedModel, source: CheckpointSource) -> None:
         self.recipes: dict[str, Recipe] = {}
         self.unknown: dict[str, str] = {}
-        stems = {_stem(name, source) for name in source.names()}
+        stems = {matrix_name(name) for name in source.names()}
         self.companions = {part for stem in stems for part in source.companions(stem)}
         mapping = get_model_conversion_mapping(model)
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -97,11 +97,6 @@ class Destinations:
                 )
             recipe.sources.setdefault(pattern or name, []).append(name)
         self.used = [one for one in mapping if one.was_used()]
-
-
-def _stem(name: str, source: CheckpointSource) -> str:
-    """The name of a matrix by a tensor of its codes."""
-    return next((name.removesuffix(end) for end in CODES if name.endswith(end)), name)
 
 
 class ExpertRecipe:

@@ -20,7 +20,7 @@ from ep_moe.checkpoint.folder import file_inside, weight_map
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.kept import read_quantized, rounds_again, wrong_scheme
-from ep_moe.checkpoint.matrices import CODES, stored_matrix
+from ep_moe.checkpoint.matrices import code_names, stored_matrix
 from ep_moe.checkpoint.names import our_name
 from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, input_scales
 from ep_moe.checkpoint.unread import left_out, listed, other_family
@@ -108,7 +108,7 @@ class CheckpointSource:
         return self._open[file]
 
     def has(self, name: str) -> bool:
-        return self.holds(name) or any(self.holds(f"{name}{end}") for end in CODES)
+        return self.holds(name) or any(map(self.holds, code_names(name)))
 
     def holds(self, name: str) -> bool:
         return name in self._where
@@ -139,7 +139,7 @@ class CheckpointSource:
 
     def location(self, name: str) -> str:
         if name not in self._where:
-            return next((self.location(f"{name}{end}") for end in CODES if self.holds(f"{name}{end}")), name)
+            return next((self.location(each) for each in code_names(name) if self.holds(each)), name)
         file, name_in_file = self._where[name]
         return f"{file}: {name_in_file}"
 

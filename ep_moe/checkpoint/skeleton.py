@@ -114,7 +114,7 @@ class _Lazy:
         return list(self._source.shape(self._name))
 
     def get_dtype(self) -> str:
-        return self._source.header(self._name)[0]
+        return self._source.header(self._name)[0] if self._source.holds(self._name) else "F32"
 
 
 class _Cast:
