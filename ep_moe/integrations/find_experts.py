@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.module_layout import HeldTensor, ModuleLayout
@@ -62,24 +63,50 @@ class FoundExperts(NamedTuple):
 def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
     """The modules of experts of a model, in its order, by their names. The model may be on the meta device.
 
+    Experts of a part that is not the text model (`experts_apart`) are not among them.
+
     Raises:
         ConfigError: no `MoELayer` computes what one of them does.
     """
-    found, kinds = {}, set()
-    for name, module in model.named_modules():
+    found, kinds, apart = {}, set(), _parts_apart(model)
+    modules = [(name, module) for name, module in model.named_modules() if not name.startswith(apart)]
+    for name, module in modules:
         if is_experts(module):
             found[name] = _on_interface(module, name)
         elif (other := _by_twin(module)) is not None:
             found[name] = other
             check_dtypes(module, name, other.layout)
             kinds.add(type(module))
-    for name, module in model.named_modules():
+    for name, module in modules:
         if type(module) in kinds and name not in found:
             raise ConfigError(
                 f"{name}: {type(module).__name__} computes no Activation of ep_moe between its matrices, as others of "
                 f"its class do; add its activation to ep_moe.types.Activation and ep_moe.experts.activations, or {KEEP}"
             )
     return found
+
+
+def experts_apart(model: nn.Module) -> list[str]:
+    """Modules of experts of a model around its text model, such as those of what sees images.
+
+    A rank calls these only when it has an image or a sound, so that its peers could not take part.
+    """
+    parts = _parts_apart(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(parts) and (is_experts(module) or _by_twin(module) is not None)
+    ]
+
+
+def _parts_apart(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the modules of a model's parts that are not its text model."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return ()
+    texts = (type(config), type(config.get_text_config()))
+    parts = [(name, one) for name, one in model.named_modules() if isinstance(one, PreTrainedModel) and name]
+    return tuple(f"{name}." for name, part in parts if type(part.config) not in texts)
 
 
 def _on_interface(experts: Any, name: str) -> FoundExperts:

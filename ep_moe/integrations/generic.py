@@ -9,6 +9,7 @@ gates, and gives the replaced module what it gave its own: rows, ids of experts 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -16,10 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ep_moe.checkpoint.unread import listed
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.integrations.all_called import attach_all_called
 from ep_moe.integrations.experts_twin import sorted_routes
-from ep_moe.integrations.find_experts import KEEP, NORM, TOP_K, FoundExperts, find_experts, held_tensor, top_k_of
+from ep_moe.integrations.find_experts import (
+    KEEP,
+    NORM,
+    TOP_K,
+    FoundExperts,
+    experts_apart,
+    find_experts,
+    held_tensor,
+    top_k_of,
+)
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.quant.schemes import PLAIN, scheme_of
@@ -58,6 +70,7 @@ class ExpertParallelExperts(nn.Module):
         super().__init__()
         self.layout, self.masks = found.layout, masks
         self._zero_experts, self._table, self._top_k = found.zero_experts, table, top_k
+        self.calls = 0
         first = held_tensor(replaced, self.tensor_names[0])
         placed: dict[str, Any] = {"name": name, "dtype": first.dtype, "device": first.device}
         # results are normalised expert by expert: one call for each choice of a token
@@ -120,6 +133,7 @@ class ExpertParallelExperts(nn.Module):
         Raises:
             InputError: on all ranks.
         """
+        self.calls += 1
         moe, most = self.moe, self._top_k
         chosen = top_k_index.shape[-1]
         if moe._logit_taps:
@@ -141,6 +155,17 @@ class ExpertParallelExperts(nn.Module):
             own = (top_k_weights * none).sum(-1, keepdim=True)
             out = out + hidden_states * own.view(*hidden_states.shape[:-1], 1)
         return out.to(hidden_states.dtype)
+
+    def without_rows(self, *, gradients: bool) -> Tensor:
+        """Take part in a call of the other ranks. Raises InputError on all ranks.
+
+        gradients: the rows of other ranks have them
+        """
+        weights, config = self.moe.expert_weights, self.moe.config
+        x = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
+        ids = torch.empty(0, self._top_k, dtype=torch.int64, device=weights.device)
+        routed = ids.float().requires_grad_(gradients)
+        return ExpertParallelExperts.forward(self, x.requires_grad_(gradients), ids, routed)
 
     def _routed(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         routing, mask = Routing(cast("LogicalIds", ids), weights), self.masks.of_rows(len(ids))
@@ -220,6 +245,12 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"{type(model).__name__} ({_type_of(model)}) has no module that computes experts from rows, ids and "
             f"weights, as transformers' experts interface has; {KEEP}, or put a MoELayer into its blocks"
         )
+    if apart := experts_apart(model):
+        warnings.warn(
+            f"{type(model).__name__}: the experts of {listed(apart)} stay whole on every rank: they are no part of the "
+            f"text model, and a rank calls them only when it has an image or a sound",
+            stacklevel=3,
+        )
     scheme = scheme_of(layer_options.get("quantization", PLAIN.name))
     if scheme.activations.calibrated:
         raise ConfigError(
@@ -253,6 +284,7 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
         made.train(experts.training)
         _put(model, experts, made)
         replaced[name] = made
+    attach_all_called(model, replaced)
     if tied := getattr(model, "all_tied_weights_keys", None):
         gone = tuple(f"{name}." for name in found)
         kept = {target: source for target, source in tied.items() if not target.startswith(gone)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -40,6 +41,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
+from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
@@ -114,7 +116,13 @@ def expert_parallel(
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
-    family = FAMILIES.get(model.config.get_text_config().model_type)
+    return _parallel(model, context, FAMILIES.get(model.config.get_text_config().model_type), layer_options)
+
+
+def _parallel(
+    model: PreTrainedModel, context: EPContext, family: Family | None, layer_options: dict[str, Any]
+) -> PreTrainedModel:
+    """family: whose blocks are replaced; None: the experts alone are"""
     made: dict[str, Any]
     if family is None:
         made = dict(replace_experts(model, context, **layer_options))
@@ -286,40 +294,42 @@ def load_pretrained(
         CheckpointError, ConfigError: on all ranks, when any of them cannot load.
     """
     folder = model_folder(path, context.consensus, **hub)
+    layer_options: dict[str, Any] = {
+        "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
+        "pipeline": pipeline, "options": options, "tuned": tuned,
+    }  # fmt: skip
     with loading(folder, context.consensus):
-        whole, config = read_whole_config(folder)
-        known = config.model_type in FAMILIES
-        if not known:
-            config = whole
-        else:
-            config = checked_config(folder)[0]
-            if whole.model_type != config.model_type and whole.get_text_config() is not whole:
-                warnings.warn(
-                    f"{folder}: of the model {whole.model_type!r} its text model {config.model_type!r} alone is loaded",
-                    stacklevel=2,
-                )
-        dtype = dtype or config.dtype or torch.float32
-        model = _on_meta(folder, config, dtype)
+        model, family, dtype = _described(folder, dtype)
         keep_in_float32(model, dtype)
-        files = None if known else model_files(model, folder)
-        expert_parallel(
-            model,
-            context,
-            expert_map=expert_map,
-            all2all=all2all,
-            experts=experts,
-            quantization=quantization,
-            wire=wire,
-            pipeline=pipeline,
-            options=options,
-            tuned=tuned,
-        )
+        files = model_files(model, folder) if family is None else None
+        _parallel(model, context, family, layer_options)
         if files is None:
-            _load_family(model, config.model_type, folder, context, progress)
+            _load_family(model, model.config.model_type, folder, context, progress)
         else:
             load_model(model, files, device=context.device, dtype=dtype, progress=progress)
         model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
+
+
+def _described(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
+    """The model of a folder on the meta device, the family whose blocks are to be replaced, and its dtype.
+
+    A model around a text model is whole, unless its experts can be replaced in the blocks of a known family alone.
+    """
+    whole, text = read_whole_config(folder)
+    dtype = dtype or whole.dtype or text.dtype or torch.float32
+    if text.model_type not in FAMILIES:
+        return _on_meta(folder, whole, dtype), None, dtype
+    if whole.get_text_config() is not whole:
+        with suppress(ConfigError):  # of a class that config.json does not name
+            model = _on_meta(folder, whole, dtype)
+            if find_experts(model):
+                return model, None, dtype
+        warnings.warn(
+            f"{folder}: of the model {whole.model_type!r} its text model {text.model_type!r} alone is loaded",
+            stacklevel=3,
+        )
+    return _on_meta(folder, checked_config(folder)[0], dtype), FAMILIES[text.model_type], dtype
 
 
 def _load_family(model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool) -> None:

@@ -315,7 +315,7 @@ def test_any_exception_of_one_rank_is_raised_on_all(checkpoints):
         for owner, name in (
             (integration, "checked_config"),
             (integration, "_on_meta"),
-            (integration, "expert_parallel"),
+            (integration, "_parallel"),
             (integration, "read_generation_config"),
             (integration, "_load_rest"),
             (CheckpointSource, "shape"),
