@@ -30,7 +30,7 @@ from ep_moe.errors import EPMoEError
 from ep_moe.integrations.families import FAMILIES
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.parallel.local_launch import run_local_ranks
-from tests.fixtures.transformers_models import moe_model_types, outcome, tiny_ids, tiny_transformers_model
+from tests.fixtures.transformers_models import TEXT_ALONE, moe_model_types, outcome, tiny_ids, tiny_transformers_model
 
 TOLERANCE = 1e-5
 RANKS = (1, 2, 4)
@@ -181,6 +181,7 @@ def page(built: dict[str, str], ours: dict[int, dict[str, str]], theirs: dict[st
             continue
         found = [ours[ranks][kind] for ranks in RANKS]
         reasons = {one.partition(": ")[2] for one in found} - {""}
+        reasons |= {"the text model: transformers cannot run the whole"} if kind in TEXT_ALONE else set()
         way = "block" if kind.removesuffix("_text") in {name.removesuffix("_text") for name in FAMILIES} else "experts"
         own = theirs[kind].partition(": ")[0]
         rows.append([f"`{kind}`", *(one.partition(": ")[0] for one in found), way, own, " ".join(sorted(reasons))])
