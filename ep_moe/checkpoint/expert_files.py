@@ -15,7 +15,7 @@ from ep_moe.checkpoint.declared import foreign, foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert
 from ep_moe.checkpoint.module_layout import ModuleLayout
-from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import HARMLESS_NAMES, listed
 from ep_moe.errors import CheckpointError
 

@@ -17,7 +17,7 @@ from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
 

@@ -25,15 +25,9 @@ from ep_moe.checkpoint.families import CheckpointNames, names_of
 from ep_moe.checkpoint.formats import NUMBERS, Fused, find_format
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.module_layout import fused_layout
-from ep_moe.checkpoint.reader import (
-    CheckpointSource,
-    ModuleSource,
-    largest_input_scale,
-    load_layers,
-    loading,
-    read_experts,
-)
+from ep_moe.checkpoint.reader import largest_input_scale, load_layers, loading, read_experts
 from ep_moe.checkpoint.skeleton import keep_in_float32
+from ep_moe.checkpoint.source import CheckpointSource, ModuleSource
 from ep_moe.checkpoint.unread import refusal, unexpected, unread
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext

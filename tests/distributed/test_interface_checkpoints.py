@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
-from ep_moe.checkpoint.reader import SINGLE, CheckpointSource
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations import load_generic
 from ep_moe.integrations import transformers as integration

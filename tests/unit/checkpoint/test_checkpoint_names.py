@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.reader import SINGLE, load_layers
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import SINGLE
 from ep_moe.quant.schemes import SCHEMES
 from tests.fixtures import packed_codes
 from tests.fixtures.checkpoint_files import same_bytes, stored

@@ -12,8 +12,8 @@ from transformers.core_model_loading import Concatenate, Interleave, Split, Tran
 from ep_moe.checkpoint import conversion
 from ep_moe.checkpoint.conversion import in_file
 from ep_moe.checkpoint.expert_files import ExpertFiles
-from ep_moe.checkpoint.reader import SINGLE, CheckpointSource
 from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.find_experts import find_experts
 from tests.fixtures.checkpoint_files import quiet

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext
-from ep_moe.checkpoint.reader import SINGLE
+from ep_moe.checkpoint.source import SINGLE
 from ep_moe.checkpoint.stored_words import GptqMatrix
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.transformers import load_pretrained, moe_layers

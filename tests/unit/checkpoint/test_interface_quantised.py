@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext
-from ep_moe.checkpoint.reader import SINGLE
+from ep_moe.checkpoint.source import SINGLE
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
 from tests.fixtures.checkpoint_files import quantise_fp8, quiet, same_bytes, save, stored, write_config, write_tensors
