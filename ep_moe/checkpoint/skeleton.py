@@ -17,7 +17,7 @@ from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
 
@@ -125,7 +125,7 @@ class _Lazy:
         return list(self._source.shape(self._name))
 
     def get_dtype(self) -> str:
-        return self._source.header(self._name)[0]
+        return self._source.header(self._name)[0] if self._source.holds(self._name) else "F32"
 
 
 class _Cast:

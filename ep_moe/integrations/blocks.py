@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from ep_moe.checkpoint.families import CheckpointNames, names_of
 from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
-from ep_moe.checkpoint.reader import ModuleSource, read_experts
+from ep_moe.checkpoint.module_layout import fused_layout
+from ep_moe.checkpoint.reader import read_experts
+from ep_moe.checkpoint.source import ModuleSource
 from ep_moe.checkpoint.unread import left_out
 from ep_moe.checkpoint.validate import checked_block
 from ep_moe.config import MoEConfig
@@ -142,13 +144,11 @@ def saved_experts(model: Any) -> list[SavedExperts]:
     for path, module in model.named_modules():
         name = path.removeprefix(prefix)
         if isinstance(module, ExpertParallelExperts):
-            stated = {"transposed": module.is_transposed, "interleaved": not module.is_concatenated}
-            found.append(SavedExperts(name=name, layer=module.moe, **stated))
+            found.append(SavedExperts(name, module.moe, module.layout, module.kept))
         elif isinstance(module, ExpertParallelBlock):
             formats = names_of(model.config.get_text_config().model_type).experts
             held = next(each for each in formats if isinstance(each, Fused))
-            stated = {"transposed": held.transposed, "interleaved": held.interleaved}
-            found.append(SavedExperts(name=f"{name}.experts", layer=module.moe, **stated))
+            found.append(SavedExperts(f"{name}.experts", module.moe, fused_layout(held, module.moe.config.num_experts)))
     if not found:
         raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
     return found

@@ -3,14 +3,15 @@
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
 
-Both serve every model on transformers' experts interface (`ep_moe.integrations.generic`). Families whose blocks are
-known (`ep_moe.integrations.families`) are served faster.
+Both serve every model whose experts are a module of their own (`ep_moe.integrations.generic`). Families whose blocks
+are known (`ep_moe.integrations.families`) are served faster.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,13 +24,9 @@ from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.families import names_of
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.hub import HubOptions, model_folder
-from ep_moe.checkpoint.reader import (
-    CheckpointSource,
-    largest_input_scale,
-    load_layers,
-    loading,
-)
+from ep_moe.checkpoint.reader import largest_input_scale, load_layers, loading
 from ep_moe.checkpoint.skeleton import keep_in_float32
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed, unexpected
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
@@ -39,7 +36,8 @@ from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBloc
 from ep_moe.integrations.blocks import block_tensors, replace_blocks, saved_experts
 from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
-from ep_moe.integrations.families import FAMILIES, blocks_of, checked_config
+from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
+from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.heads import classifies, draw_head, head_names, made_by
 from ep_moe.integrations.in_step import Generation
@@ -70,8 +68,8 @@ def expert_parallel(
 ) -> PreTrainedModel:
     """Make the MoE layers of a model expert-parallel, in place. Made by all ranks alike.
 
-    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model that is on transformers'
-    experts interface the experts alone are replaced; its router and the rest of its blocks stay.
+    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model the experts alone are replaced,
+    where they are a module of their own; its router and the rest of its blocks stay.
 
     A model in memory gives its weights (all ranks must hold the same ones), layer by layer; one on the meta device
     stays there, for `load_pretrained` or your own loading. What is frozen stays so. `save_pretrained` is refused from
@@ -94,7 +92,13 @@ def expert_parallel(
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
-    family = FAMILIES.get(model.config.get_text_config().model_type)
+    return _parallel(model, context, FAMILIES.get(model.config.get_text_config().model_type), layer_options)
+
+
+def _parallel(
+    model: PreTrainedModel, context: EPContext, family: Family | None, layer_options: dict[str, Any]
+) -> PreTrainedModel:
+    """family: whose blocks are replaced; None: the experts alone are"""
     made: dict[str, Any]
     if family is None:
         made = dict(replace_experts(model, context, **layer_options))
@@ -170,8 +174,13 @@ def save_pretrained(
         places = {one.name: one.stand_in() for one in experts}
 
     def rest() -> dict[str, Tensor]:
-        inside = tuple(f"{name}." for name in places)
-        found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+        inside = tuple(f"{name}." for name in blocks)
+        of_experts = {f"{one.name}.{each}" for one in experts for each in one.layout.names}
+        found = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if not name.startswith(inside) and name not in of_experts
+        }
         for name, block in blocks.items():
             found |= block_tensors(block.moe, name, names)
         return found
@@ -220,39 +229,18 @@ def load_pretrained(
         CheckpointError, ConfigError: on all ranks, when any of them cannot load.
     """
     folder = model_folder(path, context.consensus, **hub)
+    layer_options: dict[str, Any] = {
+        "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
+        "pipeline": pipeline, "options": options, "tuned": tuned,
+    }  # fmt: skip
     with loading(folder, context.consensus):
-        whole, config = read_whole_config(folder)
-        known = config.model_type in FAMILIES
-        if not known:
-            config = whole
-        else:
-            config = checked_config(folder)[0]
-            if whole.model_type != config.model_type and whole.get_text_config() is not whole:
-                warnings.warn(
-                    f"{folder}: of the model {whole.model_type!r} its text model {config.model_type!r} alone is loaded",
-                    stacklevel=2,
-                )
-        dtype = dtype or config.dtype or torch.float32
-        if num_labels is not None:
-            config.num_labels = num_labels
-        model = _on_meta(folder, config, dtype, model_class)
+        model, family, dtype = _described(folder, dtype, model_class, num_labels)
         fresh = set() if model_class is None else set(head_names(model))
         keep_in_float32(model, dtype)
-        files = None if known else model_files(model, folder)
-        expert_parallel(
-            model,
-            context,
-            expert_map=expert_map,
-            all2all=all2all,
-            experts=experts,
-            quantization=quantization,
-            wire=wire,
-            pipeline=pipeline,
-            options=options,
-            tuned=tuned,
-        )
+        files = model_files(model, folder) if family is None else None
+        _parallel(model, context, family, layer_options)
         if files is None:
-            missing = _load_family(model, config.model_type, folder, context, progress, fresh)
+            missing = _load_family(model, model.config.model_type, folder, context, progress, fresh)
         else:
             missing = load_model(model, files, device=context.device, dtype=dtype, progress=progress, fresh=fresh)
         if missing:
@@ -265,6 +253,35 @@ def load_pretrained(
         if model.can_generate():
             model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
+
+
+def _described(
+    folder: Path, dtype: torch.dtype | None, model_class: Any, num_labels: int | None
+) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
+    """The model of a folder on the meta device, the family whose blocks are to be replaced, and its dtype.
+
+    A model around a text model is whole, unless its experts can be replaced in the blocks of a known family alone.
+    """
+    whole, text = read_whole_config(folder)
+    dtype = dtype or whole.dtype or text.dtype or torch.float32
+
+    def made(config: Any) -> PreTrainedModel:
+        if num_labels is not None:
+            config.num_labels = num_labels
+        return _on_meta(folder, config, dtype, model_class)
+
+    if text.model_type not in FAMILIES:
+        return made(whole), None, dtype
+    if whole.get_text_config() is not whole:
+        with suppress(ConfigError):  # of a class that config.json does not name
+            model = made(whole)
+            if find_experts(model):
+                return model, None, dtype
+        warnings.warn(
+            f"{folder}: of the model {whole.model_type!r} its text model {text.model_type!r} alone is loaded",
+            stacklevel=3,
+        )
+    return made(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
 
 
 def _load_family(
