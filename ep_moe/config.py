@@ -108,7 +108,8 @@ class MoEConfig:
         top_k: K, experts of a token.
         activation: What stands between the two expert matrices.
         activation_alpha: The constant alpha of SWIGLU_CLAMPED and SWIGLU_SOFTCAPPED.
-        activation_limit: The constant limit of SWIGLU_CLAMPED, SWIGLU_SOFTCAPPED and SWIGLU_LIMITED.
+        activation_limit: The constant limit of SWIGLU_CLAMPED, SWIGLU_SOFTCAPPED, SWIGLU_LIMITED and
+            SWIGLU_LIMITED_AFTER.
         expert_bias: Both expert matrices have biases [E, 2I] and [E, H].
         shared_intermediate_size: I of the shared expert, 0 for none. It is gated as the routed ones.
         shared_gate: Multiply the shared expert's output by sigmoid(x @ gate) (Qwen2-MoE).

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ from ep_moe.weights.expert_weights import ExpertWeights
 
 class LayerParts(nn.Module):
     """A MoELayer without its call: construction, weights and files, tuning, statistics."""
+
+    _weights_class: ClassVar[type[ExpertWeights]] = ExpertWeights
 
     @on_device_of(lambda self, config, context, **_: device_of(context))
     def __init__(
@@ -115,7 +117,7 @@ class LayerParts(nn.Module):
             if shared_experts is None and config.shared_intermediate_size:
                 self.shared_experts = SharedExperts(config, dtype=dtype)
             self.placement = Placement(expert_map, ep_rank=layout.ep_rank)
-            self.expert_weights: ExpertWeights = ExpertWeights(
+            self.expert_weights: ExpertWeights = self._weights_class(
                 config,
                 expert_map,
                 ep_rank=layout.ep_rank,

@@ -286,6 +286,7 @@ class Activation(enum.Enum):
     RELU2           relu(w13 @ x) ** 2, no gate: w13 is [I, H]
     GEGLU_TANH      gelu(gate) * up, gelu by its tanh approximation (Gemma 4)
     SWIGLU_LIMITED  DeepSeek-V4: silu(gate) * up, gate clamped above and up on both sides at `limit`
+    SWIGLU_LIMITED_AFTER  Step-3.7: min(silu(gate), limit) * up, up clamped on both sides at `limit`
     SWIGLU_SOFTCAPPED  Inkling 2: cap(gate, alpha) * sigmoid(gate) * cap(up, limit), cap(x, c) = c * tanh(x / c)
     """
 
@@ -295,6 +296,7 @@ class Activation(enum.Enum):
     RELU2 = "relu2"
     GEGLU_TANH = "geglu_tanh"
     SWIGLU_LIMITED = "swiglu_limited"
+    SWIGLU_LIMITED_AFTER = "swiglu_limited_after"
     SWIGLU_SOFTCAPPED = "swiglu_softcapped"
 
     @property

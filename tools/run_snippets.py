@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -63,6 +64,8 @@ class Block:
         for word, reason in NOT_RUN.items():
             if word in self.source:
                 return reason
+        if "from peft" in self.source and importlib.util.find_spec("peft") is None:
+            return "needs peft"
         if not gpus and re.search(OF_GPUS, self.source):
             return "needs GPUs"
         return None

@@ -1,6 +1,7 @@
 """docs/reference/transformers_models.md: every MoE model type of the installed transformers, run tiny on gloo ranks.
 
 python -m tools.transformers_table > docs/reference/transformers_models.md
+python -m tools.transformers_table --part today     # what CI runs: a part of the model types, against the page
 
 Each model is built with random weights and run by itself, then with `expert_parallel`, in float32 on the CPU. Its
 logits must be those of the model itself up to TOLERANCE of the largest. Beside it stands transformers' own expert
@@ -9,6 +10,8 @@ parallelism (`DistributedConfig(ep_size=...)`) on the same model. Model types th
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import sys
 import tempfile
@@ -27,22 +30,49 @@ from ep_moe.errors import EPMoEError
 from ep_moe.integrations.families import FAMILIES
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.parallel.local_launch import run_local_ranks
-from tests.fixtures.transformers_models import moe_model_types, outcome, tiny_ids, tiny_transformers_model
+from tests.fixtures.transformers_models import TEXT_ALONE, moe_model_types, outcome, tiny_ids, tiny_transformers_model
 
 TOLERANCE = 1e-5
 RANKS = (1, 2, 4)
 THEIRS = 2  # ranks on which transformers' own is run
 RIGHT, NONE = "right", "none"
+PAGE = Path(__file__).parents[1] / "docs/reference/transformers_models.md"
+PARTS = 12  # of the model types; CI runs one each day
 _DEADLINE_S = 1500.0
 
 
 def main() -> None:
-    kinds = sys.argv[1:] or moe_model_types()
+    parser = argparse.ArgumentParser(description="Every MoE model type of transformers, run tiny on gloo ranks.")
+    parser.add_argument("kinds", nargs="*", help="model types that are run alone")
+    parser.add_argument("--part", help=f"today, or 0 to {PARTS - 1}: compare every {PARTS}th type with the page")
+    asked = parser.parse_args()
+    if asked.part is not None:
+        today = datetime.datetime.now(tz=datetime.UTC).toordinal()
+        sys.exit(check_part((today if asked.part == "today" else int(asked.part)) % PARTS))
+    kinds = asked.kinds or moe_model_types()
     built = {kind: found for kind, found in verdicts("built", 1, kinds).items() if found != NONE}
     models = [kind for kind, found in built.items() if found == RIGHT]
     ours = {ranks: verdicts("ours", ranks, models) for ranks in RANKS}
     theirs = verdicts("theirs", THEIRS, models)
     print(page(built, ours, theirs), end="")
+
+
+def check_part(part: int) -> int:
+    """Run a part of the model types on 1 and 2 ranks; 1 if a verdict is not the page's."""
+    cells = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    expected = {row[0].strip("| `"): row[1] for row in cells}
+    kinds = [kind for kind in moe_model_types()[part::PARTS] if expected.get(kind, RIGHT) != "not run"]
+    built = verdicts("built", 1, [kind for kind in kinds if kind not in expected])
+    kinds = [kind for kind in kinds if built.get(kind, RIGHT) == RIGHT]
+    print(f"part {part} of {PARTS} (--part {part} repeats it): {', '.join(kinds)}")
+    wrong = []
+    for ranks in RANKS[:2]:
+        for kind, verdict in verdicts("ours", ranks, kinds).items():
+            allowed = {expected[kind]} if kind in expected else {RIGHT, "refused"}  # of a newer transformers
+            if verdict.partition(": ")[0] not in allowed:
+                wrong.append(f"{kind} on {ranks}: {verdict}, expected {' or '.join(sorted(allowed))}")
+    print("\n".join(wrong) or "all as on the page")
+    return int(bool(wrong))
 
 
 def verdicts(what: str, ranks: int, kinds: list[str]) -> dict[str, str]:
@@ -151,6 +181,7 @@ def page(built: dict[str, str], ours: dict[int, dict[str, str]], theirs: dict[st
             continue
         found = [ours[ranks][kind] for ranks in RANKS]
         reasons = {one.partition(": ")[2] for one in found} - {""}
+        reasons |= {"the text model: transformers cannot run the whole"} if kind in TEXT_ALONE else set()
         way = "block" if kind.removesuffix("_text") in {name.removesuffix("_text") for name in FAMILIES} else "experts"
         own = theirs[kind].partition(": ")[0]
         rows.append([f"`{kind}`", *(one.partition(": ")[0] for one in found), way, own, " ".join(sorted(reasons))])
@@ -169,6 +200,8 @@ def _intro(built: dict[str, str], ours: dict[int, dict[str, str]], theirs: dict[
         "",
         f"Every MoE model type of transformers {transformers.__version__}, built tiny with random weights, in float32",
         "on gloo ranks of one CPU host. This page is the output of `python -m tools.transformers_table`.",
+        f"CI runs a {PARTS}th of the types, another each day, on 1 and 2 ranks (`--part today`), and compares the",
+        "verdicts with this page.",
         "",
         f"- **right**: logits differ from those of the model itself by at most {TOLERANCE:g} of the largest.",
         "- **refused**: `expert_parallel` raises an error that gives the reason. No model is changed.",

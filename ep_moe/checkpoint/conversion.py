@@ -29,8 +29,8 @@ from transformers.core_model_loading import (
 )
 
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.matrices import CODES
-from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.matrices import matrix_name
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
 from ep_moe.types import dtype_name
@@ -73,7 +73,7 @@ class Destinations:
     def __init__(self, model: PreTrainedModel, source: CheckpointSource) -> None:
         self.recipes: dict[str, Recipe] = {}
         self.unknown: dict[str, str] = {}
-        stems = {_stem(name, source) for name in source.names()}
+        stems = {matrix_name(name) for name in source.names()}
         self.companions = {part for stem in stems for part in source.companions(stem)}
         mapping = get_model_conversion_mapping(model)
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -99,20 +99,35 @@ class Destinations:
         self.used = [one for one in mapping if one.was_used()]
 
 
-def _stem(name: str, source: CheckpointSource) -> str:
-    """The name of a matrix by a tensor of its codes."""
-    return next((name.removesuffix(end) for end in CODES if name.endswith(end)), name)
-
-
 class ExpertRecipe:
     """A recipe whose parameters have all experts, run for one expert.
 
-    wanted: the parameters of its module, on the meta device
+    Args:
+        recipe: of the parameter.
+        wanted: the parameters of its module, on the meta device.
+        source: the checkpoint.
+        config: of the model.
+        experts: E; the parameter may have entries behind those of the experts.
+        flat: the experts' rows lie one below another in the parameter.
+
+    Raises:
+        CheckpointError: an operation does not treat experts apart, or tensors are missing or superfluous.
     """
 
-    def __init__(self, recipe: Recipe, wanted: Mapping[str, Tensor], source: CheckpointSource, config: Any) -> None:
-        self.recipe, self.wanted, self.source, self._config = recipe, wanted, source, config
-        self.experts = wanted[recipe.target].shape[0]
+    def __init__(
+        self,
+        recipe: Recipe,
+        wanted: Mapping[str, Tensor],
+        source: CheckpointSource,
+        config: Any,
+        *,
+        experts: int,
+        flat: bool = False,
+    ) -> None:
+        self.recipe, self.source, self._config = recipe, source, config
+        self.experts, self._flat = experts, flat
+        self.wanted = {name: tensor.unflatten(0, (experts, -1)) if flat else tensor for name, tensor in wanted.items()}
+        self._entries = self.wanted[recipe.target].shape[0]
         self._model = _OneExpert(wanted)
         self.numbered = any("*" in pattern for pattern in recipe.sources)
         self.column = -1  # which part of the names is the number of an expert
@@ -135,7 +150,7 @@ class ExpertRecipe:
         """The parameters that it makes, in their shapes. Raises CheckpointError, from headers alone."""
         shapes = {name: self._shape(name) for name in self.recipe.names()}
         for name, shape in shapes.items():
-            if not self.numbered and shape[:1] != (self.experts,):
+            if not self.numbered and shape[:1] not in ((self.experts,), (self._entries,)):
                 raise self._wrong_shape(name, shape)
         first = self._first()
         for names in self.recipe.sources.values() if self.numbered else ():
@@ -171,6 +186,9 @@ class ExpertRecipe:
         if expert is None:
             return self.source.read(name)
         matrix = self.source.matrix(name)
+        if self._flat:
+            rows = self.source.shape(name)[0] // self.experts
+            return self.source.read(name, slice(expert * rows, (expert + 1) * rows)).unsqueeze(0)
         if matrix.quantized:
             return matrix.numbers(expert=expert).unsqueeze(0)
         return self.source.raw(name, slice(expert, expert + 1))
@@ -202,6 +220,8 @@ class ExpertRecipe:
     def _shape(self, name: str) -> tuple[int, ...]:
         """Of the numbers; raises CheckpointError where they cannot be read."""
         shape, dtype = self.source.shape(name), self.source.dtype(name)
+        if self._flat and len(shape) == 2 and shape[0] % self.experts == 0:
+            shape = (self.experts, shape[0] // self.experts, shape[1])
         if dtype not in NUMBERS:
             got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
             known = " or ".join(map(dtype_name, NUMBERS))
@@ -236,7 +256,7 @@ class ExpertRecipe:
                 f"{name} is missing in {self.source.folder}: {len(missing)} of {self.experts} experts of "
                 f"{self.recipe.target} are not there; fetch the checkpoint again"
             )
-        if extra := [name for number, name in by_number.items() if number >= self.experts]:
+        if extra := [name for number, name in by_number.items() if number >= self._entries]:
             raise CheckpointError(
                 f"{self.source.folder} has {listed(extra)}, and {self.recipe.target} has {self.experts} experts; "
                 f"config.json must state the number that the checkpoint has"

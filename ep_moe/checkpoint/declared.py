@@ -29,6 +29,7 @@ _FOREIGN = {
     "weight_quantizer": "Quark",
     "scales": "MLX",
 }
+_WORDS = ("qweight", "qzeros", "scales")
 _CALLED = {"awq": "AWQ", "auto-round": "AutoRound", "gptq": "GPTQ"}
 _EXPONENTS = re.compile(r"ue8m0|mxfp[48]")
 
@@ -42,6 +43,9 @@ class Declared:
     bits: of the packed integers
     groups: columns with a factor in common in packed integers, 0 for a whole row
     asymmetric: every packed integer has a zero point
+    symmetric: of AWQ and GPTQ, no zero point differs from the middle; None where it is not stated
+    packing: of AWQ and GPTQ, the order of words and numbers, "" where it is not stated
+    reordered: of GPTQ, the columns of a group do not lie side by side
     exponents: a factor stored as a byte is a power of two (E8M0)
     layers: number of hidden layers, None where it is not stated
     multimodal: the text model is a part of another
@@ -52,6 +56,9 @@ class Declared:
     bits: frozenset[int] = frozenset()
     groups: frozenset[int] = frozenset()
     asymmetric: bool = False
+    symmetric: bool | None = None
+    packing: str = ""
+    reordered: bool = False
     exponents: bool = False
     layers: int | None = None
     multimodal: bool = False
@@ -59,6 +66,10 @@ class Declared:
     @property
     def said(self) -> str:
         return f"; config.json states the quantisation {self.method!r}" if self.method else ""
+
+    def called(self, words: str) -> str:
+        """The name of a quantisation: config.json says which of those that have the same names."""
+        return next((called for method, called in _CALLED.items() if method in self.method), words)
 
 
 def read_declared(folder: Path) -> Declared:
@@ -76,12 +87,18 @@ def read_declared(folder: Path) -> Declared:
     sizes = [one.get("weight_block_size") for one in found] + [group.get("block_structure") for group in groups]
     stated = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
     packed = [group for group in groups if group.get("type", "int") == "int" and "num_bits" in group]
+    words = _words(fields) if {"awq", "gptq"} & set(names) else {}
+    packed += [words] if isinstance(words.get("group_size"), int) else []
+    bits = [*(group.get("num_bits") for group in groups), words.get("bits")]
     return Declared(
         method=" ".join(dict.fromkeys(names)),
         blocks=tuple(dict.fromkeys(pair for size in sizes if (pair := _pair(size)) is not None)),
-        bits=frozenset(bits for group in groups if isinstance(bits := group.get("num_bits"), int)),
+        bits=frozenset(each for each in bits if isinstance(each, int)),
         groups=frozenset(max(0, _whole(group.get("group_size"))) for group in packed),
-        asymmetric=bool(packed) and all(group.get("symmetric") is False for group in packed),
+        asymmetric=bool(packed) and not words and all(group.get("symmetric") is False for group in packed),
+        symmetric=words.get("symmetric"),
+        packing=words.get("packing", ""),
+        reordered=bool(words.get("reordered")),
         exponents=any(_EXPONENTS.search(one.lower()) for one in stated),
         layers=layers if isinstance(layers, int) else None,
         multimodal=len(texts) > 1,
@@ -89,26 +106,26 @@ def read_declared(folder: Path) -> Declared:
 
 
 def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
-    """Tensors of quantisations that are not read -> what those are called, the surest mark first."""
+    """Tensors of quantisations that are not read -> what those are called, the surest mark first.
+
+    Not those of AWQ and GPTQ beside a `qweight`, whose matrix says itself whether it can be read.
+    """
     found: dict[str, str] = {}
-    for name in names:
+    all_names = set(names)
+    for name in all_names:
         *_, before, last = ("", *name.split("."))
         mark = before if before == "weight_quantizer" else last
-        if mark in _FOREIGN:
+        words = mark in _WORDS and f"{name.removesuffix(mark)}qweight" in all_names
+        if mark in _FOREIGN and not words:
             found[name] = mark
-    surest = sorted(found.items(), key=lambda item: list(_FOREIGN).index(item[1]))
-    return {name: _called(_FOREIGN[mark], declared) for name, mark in surest}
-
-
-def _called(words: str, declared: Declared) -> str:
-    """config.json says which of two that have the same names."""
-    return next((called for method, called in _CALLED.items() if method in declared.method), words)
+    surest = sorted(found.items(), key=lambda item: (list(_FOREIGN).index(item[1]), item[0]))
+    return {name: declared.called(_FOREIGN[mark]) for name, mark in surest}
 
 
 def foreign_refusal(what: str, name: str, quantisation: str) -> str:
     return (
         f"{what} is quantised by {quantisation}, which is not read: {name} is there; dequantise the checkpoint to bf16 "
-        f"first, or take one in fp8, MXFP4, NVFP4 or symmetric INT4 of compressed-tensors"
+        f"first, or take one in fp8, MXFP4, NVFP4, AWQ, GPTQ or symmetric INT4 of compressed-tensors"
     )
 
 
@@ -126,6 +143,20 @@ def _weight_groups(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and isinstance(group.get("weights"), dict):
             yield group["weights"] | {"format": group.get("format") or ""}
+
+
+def _words(fields: dict[str, Any]) -> dict[str, Any]:
+    """What AWQ and GPTQ state, under the names that their writers use."""
+    marlin = "marlin" if fields.get("is_marlin_format") else ""
+    packing = marlin or str(fields.get("checkpoint_format") or fields.get("version") or "").lower()
+    zero_point = fields.get("zero_point")
+    return {
+        "bits": fields.get("bits", fields.get("w_bit")),
+        "group_size": fields.get("group_size", fields.get("q_group_size")),
+        "symmetric": fields.get("sym", None if zero_point is None else not zero_point),
+        "packing": packing,
+        "reordered": bool(fields.get("desc_act")),
+    }
 
 
 def _whole(size: Any) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
@@ -14,7 +14,8 @@ from ep_moe.checkpoint.conversion import Destinations, ExpertRecipe
 from ep_moe.checkpoint.declared import foreign, foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert
-from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.module_layout import ModuleLayout
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import HARMLESS_NAMES, listed
 from ep_moe.errors import CheckpointError
 
@@ -22,18 +23,18 @@ from ep_moe.errors import CheckpointError
 class ExpertFiles:
     """The experts of a model in the files of a checkpoint, and what is left for the rest of the model.
 
-    modules: full name of each module of experts -> its number of experts
+    modules: full name of each module of experts -> how it holds them
     left_out: tensors outside the blocks that the model has no place for
     formats: of each module, the block and the format in which `reader` knows its experts; None if in none
     """
 
-    def __init__(self, model: PreTrainedModel, source: CheckpointSource, modules: Iterable[str]) -> None:
+    def __init__(self, model: PreTrainedModel, source: CheckpointSource, modules: Mapping[str, ModuleLayout]) -> None:
         """Look for all experts of all modules, in headers alone.
 
         Args:
             model: on the meta device, as transformers makes it, in the dtypes that its parameters shall have.
             source: the checkpoint, `called` by `in_file`.
-            modules: names of the modules of experts.
+            modules: name of each module of experts -> how it holds them.
 
         Raises:
             CheckpointError: a tensor is missing, superfluous, or of another shape or dtype, or transformers makes
@@ -41,19 +42,21 @@ class ExpertFiles:
         """
         self.source, self.model = source, model
         self.destinations = Destinations(model, source)
-        self.modules: dict[str, int] = {}
+        self.modules = dict(modules)
         self.formats: dict[str, tuple[str, ExpertFormat] | None] = {}
         self._made: dict[str, list[ExpertRecipe]] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # the model may lose the modules before `read`
         taken: set[str] = set()
-        for module_name in modules:
-            module = model.get_submodule(module_name)
-            wanted = {f"{module_name}.{name}": tensor for name, tensor in module.state_dict().items()}
-            self.modules[module_name] = len(next(iter(wanted.values())))
+        for module_name, layout in modules.items():
+            full = {f"{module_name}.{one.name}": one for one in layout.tensors}
+            wanted = {name: model.get_parameter_or_buffer(name) for name in full}
             self._dtypes |= {name: tensor.dtype for name, tensor in wanted.items()}
             found = [self.destinations.recipes[name] for name in wanted if name in self.destinations.recipes]
-            recipes = [ExpertRecipe(one, wanted, source, model.config) for one in found]
-            self.formats[module_name] = known = known_format(module, module_name, recipes)
+            recipes = [
+                ExpertRecipe(one, wanted, source, model.config, experts=layout.experts, flat=full[one.target].flat)
+                for one in found
+            ]
+            self.formats[module_name] = known = known_format(layout, module_name, recipes)
             # codes are read in known formats alone, which look at them in `check`
             trusted = known is not None and any(one.quantized() for one in recipes)
             made = {name for one in recipes for name in ([one.recipe.target] if trusted else one.check())}
@@ -116,22 +119,22 @@ def _block(module: str) -> str:
     return f"{module.rpartition('.')[0]}."
 
 
-def known_format(module: nn.Module, name: str, recipes: Iterable[ExpertRecipe]) -> tuple[str, ExpertFormat] | None:
+def known_format(layout: ModuleLayout, name: str, recipes: Iterable[ExpertRecipe]) -> tuple[str, ExpertFormat] | None:
     """The block and the format of `reader` in which the experts are stored, None if in none.
 
     Such experts are read in their own bytes where a layer is quantised alike, and cut over etp before they are read.
     """
-    if not module.has_gate:
-        return None
     by_name = {one.recipe.target.removeprefix(f"{name}."): one for one in recipes}
-    biases = {"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set()
-    if by_name.keys() != {"gate_up_proj", "down_proj"} | biases:
+    parts = {one.part: by_name.get(one.name) for one in layout.tensors}
+    gate_up, down = parts.get("w13"), parts.get("w2")
+    if gate_up is None or down is None or None in parts.values():
         return None
-    gate_up, down = by_name["gate_up_proj"], by_name["down_proj"]
+    if not layout.gated or any(one.flat or one.unused for one in layout.tensors):
+        return None
+    straight = not any(one.transposed or one.interleaved for one in layout.tensors)
     if all(one.recipe.converter is None for one in by_name.values()):
-        return _fused(module, {each: one.recipe.names()[0] for each, one in by_name.items()})
-    straight = module.is_concatenated and not module.is_transposed and not biases
-    if straight and _stacks(gate_up, 2) and _stacks(down, 1):
+        return _fused(layout, {part: one.recipe.names()[0] for part, one in parts.items() if one is not None})
+    if straight and len(parts) == 2 and _stacks(gate_up, 2) and _stacks(down, 1):
         return _per_expert([*gate_up.recipe.sources.values(), *down.recipe.sources.values()], gate_up.column)
     return None
 
@@ -157,17 +160,18 @@ def _per_expert(sources: list[list[str]], column: int) -> tuple[str, ExpertForma
     return block, PerExpert(*relative)
 
 
-def _fused(module: nn.Module, names: Mapping[str, str]) -> tuple[str, ExpertFormat] | None:
-    parts = [names[each].split(".") for each in ("gate_up_proj", "down_proj")]
-    length = next(i for i, pair in enumerate(zip(*parts, strict=False)) if pair[0] != pair[1])
-    block, (gate_up, down) = ".".join(parts[0][:length]), (".".join(one[length:]) for one in parts)
-    if any(names[each] != f"{names[each.removesuffix('_bias')]}_bias" for each in names if each.endswith("_bias")):
+def _fused(layout: ModuleLayout, names: Mapping[str, str]) -> tuple[str, ExpertFormat] | None:
+    """names: of the tensors by the parts of an expert"""
+    split = [names[part].split(".") for part in ("w13", "w2")]
+    length = next(i for i, pair in enumerate(zip(*split, strict=False)) if pair[0] != pair[1])
+    block, (gate_up, down) = ".".join(split[0][:length]), (".".join(one[length:]) for one in split)
+    if any(names[part] != f"{names[part.removesuffix('_bias')]}_bias" for part in names if part.endswith("_bias")):
         return None
     fused = Fused(
         gate_up=gate_up,
         down=down,
-        transposed=bool(module.is_transposed),
-        interleaved=not module.is_concatenated,
-        bias=bool(module.has_bias),
+        transposed=layout.tensors[0].transposed,
+        interleaved=layout.tensors[0].interleaved,
+        bias="w13_bias" in names,
     )
     return (block, fused) if block else None

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from ep_moe.checkpoint.declared import Declared, foreign, read_declared
 from ep_moe.checkpoint.factors import check_finite, check_fits, factors, wrong_dtype
 from ep_moe.checkpoint.families import CheckpointNames, names_of
-from ep_moe.checkpoint.folder import file_inside, weight_map
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.kept import read_quantized, rounds_again, wrong_scheme
-from ep_moe.checkpoint.matrices import CODES, stored_matrix
-from ep_moe.checkpoint.names import our_name
-from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, input_scales
-from ep_moe.checkpoint.unread import left_out, listed, other_family
+from ep_moe.checkpoint.source import CheckpointSource
+from ep_moe.checkpoint.stored import input_scales
+from ep_moe.checkpoint.unread import left_out, other_family
 from ep_moe.checkpoint.validate import checked
 from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
 from ep_moe.layer import MoELayer
@@ -31,213 +27,6 @@ from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.router import Router
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "F8_E8M0": torch.uint8,  # as `raw` gives it
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-
-
-class CheckpointSource:
-    """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
-
-    Opens only the shards that are asked for. bytes_read: bytes of tensor data read so far.
-
-    called: the name that the source has for a tensor of the files, from its name there and all names there
-    """
-
-    def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = our_name) -> None:
-        self.folder = Path(folder)
-        self._called = called
-        self.bytes_read = 0
-        self._open: dict[str, Any] = {}
-        self._slices: dict[str, Any] = {}
-        self._listed: dict[str, str] | None = None  # what the index names
-        self._matrices: dict[tuple[str, bool, int], StoredMatrix] = {}
-        self._foreign: dict[str, str] | None = None
-        self.declared = read_declared(self.folder)
-        self._where = self._index()
-
-    def _index(self) -> dict[str, tuple[str, str]]:
-        """Our name of a tensor -> (file, name in the file)."""
-        if (self.folder / INDEX).is_file():
-            files = self._listed = weight_map(self.folder / INDEX)
-        elif (self.folder / SINGLE).is_file():
-            files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
-        else:
-            raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
-        where: dict[str, tuple[str, str]] = {}
-        for name, file in files.items():
-            ours = self._called(name, files)
-            if ours in where:
-                raise CheckpointError(f"{self.folder} has {ours} twice, as {where[ours][1]} and as {name}; remove one")
-            where[ours] = file, name
-        for file in set(files.values()):
-            file_inside(self.folder, file)
-        if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
-            raise CheckpointError(
-                f"{self.folder} holds {SINGLE}, and {INDEX} with other files; remove the one that is not meant"
-            )
-        return where
-
-    def _file(self, file: str) -> Any:
-        if file not in self._open:
-            path = file_inside(self.folder, file)
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing, though {INDEX} names it; fetch the checkpoint again")
-            try:
-                self._open[file] = safe_open(path, framework="pt")
-            except Exception as error:
-                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-            if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
-                warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
-        return self._open[file]
-
-    def has(self, name: str) -> bool:
-        return self.holds(name) or any(self.holds(f"{name}{end}") for end in CODES)
-
-    def holds(self, name: str) -> bool:
-        return name in self._where
-
-    def names(self) -> list[str]:
-        return list(self._where)
-
-    def under(self, block: str) -> list[str]:
-        return [name for name in self._where if name.startswith(f"{block}.")]
-
-    def _slice(self, name: str) -> Any:
-        if name not in self._slices:
-            if name not in self._where:
-                raise CheckpointError(f"{name} is missing in {self.folder}")
-            file, name_in_file = self._where[name]
-            handle = self._file(file)
-            try:
-                self._slices[name] = handle.get_slice(name_in_file)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{name_in_file} is not in {self.folder / file}, though {INDEX} says so"
-                ) from error
-        return self._slices[name]
-
-    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        stored = self._slice(name)
-        return str(stored.get_dtype()), tuple(stored.get_shape())
-
-    def location(self, name: str) -> str:
-        if name not in self._where:
-            return next((self.location(f"{name}{end}") for end in CODES if self.holds(f"{name}{end}")), name)
-        file, name_in_file = self._where[name]
-        return f"{file}: {name_in_file}"
-
-    def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
-        key = (name, transposed, stacked)
-        if key not in self._matrices:
-            self._matrices[key] = stored_matrix(self, name, transposed=transposed, stacked=stacked)
-        return self._matrices[key]
-
-    def companions(self, name: str) -> tuple[str, ...]:
-        """What `read` and `matrix` take for a name besides it, and the calibrated range of its inputs."""
-        if not self.has(name):
-            return ()
-        matrix = self.matrix(name)
-        inputs = (matrix.input_scale_name,) if matrix.has_input_scale() else ()
-        return tuple(part for part in (*matrix.parts(), *inputs) if part != name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the numbers that `read` gives. Raises CheckpointError for codes that cannot be read."""
-        matrix = self.matrix(name)
-        if (wrong := matrix.wrong()) is not None:
-            raise CheckpointError(wrong)
-        return matrix.shape
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        matrix = self.matrix(name)
-        return torch.float32 if matrix.quantized else _DTYPES.get(self.header(name)[0])
-
-    def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`: plain numbers as they are stored, codes multiplied by their factors, in float32."""
-        matrix = self.matrix(name)
-        if not matrix.quantized:
-            return self.raw(name, *index)
-        rows, columns = (list(index) + [slice(None)] * 2)[:2]
-        assert isinstance(rows, slice) and isinstance(columns, slice), "matrices are cut by slices"  # noqa: PT018
-        return matrix.numbers(rows, columns)
-
-    def foreign(self, prefix: str) -> dict[str, str]:
-        """Tensors below a prefix that belong to a quantisation that is not read -> what it is called."""
-        if self._foreign is None:
-            self._foreign = foreign(self._where, self.declared)
-        return {name: called for name, called in self._foreign.items() if name.startswith(f"{prefix}.")}
-
-    def raw(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""
-        try:
-            part: Tensor = self._slice(name)[index if index else ...]
-        except CheckpointError:
-            raise
-        except Exception as error:  # a dtype that this torch has not, or bytes that are gone
-            file = self.folder / self._where[name][0]
-            raise CheckpointError(f"{name} cannot be read from {file}: {type(error).__name__}: {error}") from error
-        self.bytes_read += part.numel() * part.itemsize
-        return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
-
-
-class ModuleSource:
-    """A module in memory, read as a checkpoint is: names are those of its state dict behind `prefix`."""
-
-    declared = Declared()
-
-    def __init__(self, module: nn.Module, prefix: str) -> None:
-        self._tensors: dict[str, Tensor] = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return self._tensors[name].dtype
-
-    def read(self, name: str, *index: int | slice) -> Tensor:
-        tensor: Tensor = self._tensors[name]
-        return tensor[index] if index else tensor
-
-    def raw(self, name: str, *index: int | slice) -> Tensor:
-        return self.read(name, *index)
-
-    def under(self, block: str) -> list[str]:
-        return [name for name in self._tensors if name.startswith(f"{block}.")]
-
-    def holds(self, name: str) -> bool:
-        return name in self._tensors
-
-    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        return str(self._tensors[name].dtype), self.shape(name)
-
-    def location(self, name: str) -> str:
-        return name
-
-    def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
-        """`expert_parallel` takes plain numbers alone."""
-        return PlainMatrix(self, name, name, transposed=transposed, stacked=stacked)
-
-    def companions(self, name: str) -> tuple[str, ...]:
-        return ()
 
 
 def load_layers(

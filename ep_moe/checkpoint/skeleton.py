@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
 
@@ -31,8 +31,14 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def load_skeleton(
-    model: PreTrainedModel, files: ExpertFiles, apart: Iterable[str], *, device: torch.device, dtype: torch.dtype
-) -> None:
+    model: PreTrainedModel,
+    files: ExpertFiles,
+    apart: Iterable[str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    fresh: Set[str] = frozenset(),
+) -> set[str]:
     """Load all of a model but its experts.
 
     Args:
@@ -41,6 +47,10 @@ def load_skeleton(
         apart: names of the modules that are left alone, whatever stands there: those of the experts.
         device: where the rest goes.
         dtype: of the model. Parameters that have another keep it.
+        fresh: names that the files may not have.
+
+    Returns:
+        Those of `fresh` that the files have not, which hold random numbers.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or transformers cannot convert it.
@@ -59,9 +69,10 @@ def load_skeleton(
         info, _ = model._load_pretrained_model(model, tensors, None, config)
         _check(source, info)
         model._finalize_model_loading(model, config, info)
-        if info.missing_keys:  # transformers gave them random numbers
-            raise CheckpointError(f"{listed(sorted(info.missing_keys))} is missing in {source.folder}; fetch it again")
+        if missing := set(info.missing_keys) - fresh:  # transformers gave them random numbers
+            raise CheckpointError(f"{listed(sorted(missing))} is missing in {source.folder}; fetch it again")
     model._weight_conversions = files.destinations.used  # for saving: transformers saw the names of the rest alone
+    return set(info.missing_keys)
 
 
 def _check(source: CheckpointSource, info: Any) -> None:
@@ -114,7 +125,7 @@ class _Lazy:
         return list(self._source.shape(self._name))
 
     def get_dtype(self) -> str:
-        return self._source.header(self._name)[0]
+        return self._source.header(self._name)[0] if self._source.holds(self._name) else "F32"
 
 
 class _Cast:

@@ -20,11 +20,15 @@ _ASKED_BY = {"bias": "bias", "e_score_correction_bias": "correction_bias"}  # a 
 Found = tuple[str, ExpertFormat, dict[str, str]]
 
 
-class CheckedSource(Source, Protocol):
-    """A checkpoint on disk."""
+class DeclaredSource(Source, Protocol):
+    """A checkpoint on disk, or a module in memory."""
 
     @property
     def declared(self) -> Declared: ...
+
+
+class CheckedSource(DeclaredSource, Protocol):
+    """A checkpoint on disk."""
 
     def foreign(self, prefix: str) -> dict[str, str]: ...
 
@@ -35,6 +39,18 @@ def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: M
     if others := source.foreign(block):
         name, called = next(iter(others.items()))
         raise CheckpointError(foreign_refusal(block, name, called))
+    if layer.expert_weights.is_meta:
+        raise CheckpointError(f"{layer.name} is on the meta device; call to_empty(device=...) before load_layers")
+    return block, *checked_block(source, names, block, layer, family)
+
+
+def checked_block(
+    source: DeclaredSource, names: CheckpointNames, block: str, layer: MoELayer, family: str, *, in_memory: bool = False
+) -> tuple[ExpertFormat, dict[str, str]]:
+    """Of a block on disk or in memory, as `checked`. Raises CheckpointError.
+
+    in_memory: the block is that of a model, whose numbers are plain whatever the file has
+    """
     found = find_format(source, block, names.experts)
     if found is None:
         markers = " or ".join(known.marker() for known in names.experts)
@@ -46,20 +62,18 @@ def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: M
         or _wrong_router(source, names, block, layer)
         or _wrong_shared(source, names, block, layer)
         or found.wrong(source, block, layer.config)
-        or wrong_scheme(found, source, block, layer.config, layer.expert_weights.scheme)
+        or (None if in_memory else wrong_scheme(found, source, block, layer.config, layer.expert_weights.scheme))
     )
     if wrong is not None:
         raise CheckpointError(wrong)
     missed, leaves = unread(source, block, names, found, layer)
     if missed:
         raise CheckpointError(refusal(missed, family))
-    return block, found, leaves
+    return found, leaves
 
 
 def _wrong_layer(layer: MoELayer, found: ExpertFormat, block: str) -> str | None:
     config = layer.config
-    if layer.expert_weights.is_meta:
-        return f"{layer.name} is on the meta device; call to_empty(device=...) before load_layers"
     if not config.activation.gated:
         return f"{block}'s experts have a gate, and MoEConfig.activation={config.activation.value} has none"
     if config.expert_bias != found.bias:

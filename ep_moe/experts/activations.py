@@ -24,6 +24,9 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
         case Activation.SWIGLU_LIMITED:
             gate, up = _limited(gate, up, config.activation_limit)
             return silu(gate) * up
+        case Activation.SWIGLU_LIMITED_AFTER:
+            gate, up = _limited(silu(gate), up, config.activation_limit)
+            return gate * up
         case Activation.SWIGLU_SOFTCAPPED:
             return _softcap(gate, config.activation_alpha) * gate.sigmoid() * _softcap(up, config.activation_limit)
         case Activation.SWIGLU_CLAMPED:

@@ -1,6 +1,6 @@
 """Model families whose whole MoE block is replaced: their configuration to ours, and what the model expects back.
 
-A family is one `Family` entry here and its names in `ep_moe.checkpoint.families`.
+A family is one `Family` entry here and its names in `ep_moe.checkpoint.families`; `register_family` adds both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ep_moe.checkpoint.families import FAMILIES as NAMES
+from ep_moe.checkpoint.families import CheckpointNames
+from ep_moe.checkpoint.formats import Fused
+from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.config_file import read_config
@@ -23,9 +27,11 @@ from ep_moe.types import Activation
 class Family:
     """One model family.
 
-    block: class name of its MoE block; config: its configuration -> ours
-    shared: the block's attribute with the shared expert, None without one
-    returns: what the model expects the block to return, from (output, input)
+    Args:
+        block: The class name of its MoE block.
+        config: From its text model's configuration to ours, of the blocks.
+        shared: The block's attribute with the shared experts, None without.
+        returns: What the model expects the block to return, from (output, input).
     """
 
     block: str
@@ -113,11 +119,61 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def register_family(model_type: str, family: Family, names: CheckpointNames) -> None:
+    """Let `load_pretrained` and `expert_parallel` replace the whole MoE blocks of a model type.
+
+    Without an entry the experts alone are replaced, and the model's own router runs. An entry puts our router in its
+    place, and reads all that the block holds, quantised experts included. Call it on all ranks alike. What an entry
+    forgets is refused when a model is made: each tensor of the block, in memory and in the file, must be read.
+    `ep_moe.testing.check_family` compares what no tensor shows, on a tiny model.
+
+    Args:
+        model_type: Of the text model's configuration, such as "glm4_moe".
+        family: Its block, and our configuration of it.
+        names: Where the block's tensors lie in a checkpoint.
+
+    Raises:
+        ConfigError: the entry cannot be right, or the model type has one already.
+    """
+    check_kind("register_family: family", family, Family)
+    check_kind("register_family: names", names, CheckpointNames)
+    if model_type in FAMILIES:
+        raise ConfigError(f"model_type {model_type!r} is registered already; leave it, or choose another model type")
+    if (family.shared is None) != (names.shared is None):
+        raise ConfigError(
+            f"Family.shared={family.shared!r} and CheckpointNames.shared={names.shared!r} must both name the shared "
+            f"experts, or both be None"
+        )
+    if names.elsewhere:
+        raise ConfigError(
+            f"CheckpointNames.elsewhere={names.elsewhere!r} leaves tensors to the caller, and a replaced block has no "
+            f"caller who would load them; leave the family unregistered: its experts alone are then replaced"
+        )
+    if not any(isinstance(each, Fused) for each in names.experts):
+        raise ConfigError(
+            "CheckpointNames.experts must have the form in which transformers' class holds its experts; add "
+            "ep_moe.checkpoint.formats.Fused()"
+        )
+    FAMILIES[model_type], NAMES[model_type] = family, names
+
+
+def moe_config_of(family: Family, config: PretrainedConfig) -> MoEConfig:
+    """Ours. Raises ConfigError, also where `Family.config` gives something else."""
+    try:
+        found = family.config(config)
+    except AttributeError as error:
+        raise ConfigError(
+            f"Family.config asks the configuration of {config.model_type!r} for what it lacks: {error}"
+        ) from error
+    check_kind("Family.config's result", found, MoEConfig)
+    return found
+
+
 def checked_config(folder: Path) -> tuple[Any, MoEConfig]:
     """`read_config`, and ours of its blocks."""
     config, family = family_of(read_config(folder))
     try:
-        return config, family.config(config)
+        return config, moe_config_of(family, config)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
 

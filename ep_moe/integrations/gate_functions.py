@@ -19,7 +19,7 @@ from ep_moe.experts.activations import activate
 from ep_moe.types import Activation
 
 LARGEST = 1e6  # of the values that are tried; a clamp beyond it is none
-_WIDTH = 16  # I of the values that are tried
+WIDTH = 16  # I of the values that are tried
 _RTOL, _ATOL = 1e-5, 1e-6  # float32's rounding of a few operations; gelu's two forms differ by 5e-4
 _DIGITS = 6  # significant ones of a constant that is read off the class's results
 
@@ -57,7 +57,7 @@ def find_activation(experts: Any, name: str) -> FoundActivation:
         ) from error
     with torch.no_grad():
         for found in candidates:
-            want = activate(h, _config(found))
+            want = activate(h, config_of(found))
             if got.shape == want.shape and torch.allclose(got, want, rtol=_RTOL, atol=_ATOL):
                 return found
     compared = ", ".join(activation.value for activation in Activation if activation.gated == experts.has_gate)
@@ -65,6 +65,16 @@ def find_activation(experts: Any, name: str) -> FoundActivation:
         f"{name}: {type(experts).__name__} computes none of {compared} between its two matrices (ep_moe.Activation, "
         f"compared on numbers up to {LARGEST:g}); {_REMEDY}"
     )
+
+
+def computes(experts: Any, config: MoEConfig) -> bool:
+    """Whether the activation of a configuration is what stands between the two matrices of a module."""
+    if config.activation.gated != experts.has_gate:
+        return False
+    h = _values(experts.has_gate)
+    with torch.device("cpu"), torch.no_grad():
+        got, want = _computed(experts, h), activate(h, config)
+    return got.shape == want.shape and torch.allclose(got, want, rtol=_RTOL, atol=_ATOL)
 
 
 _REMEDY = "add its activation to ep_moe.types.Activation and ep_moe.experts.activations, or keep this model as it is"
@@ -76,10 +86,10 @@ def _values(gated: bool) -> Tensor:
     wide = torch.logspace(-3, math.log10(LARGEST), 31, device="cpu")
     own = torch.cat([small, wide, -wide])
     if not gated:
-        return own[: len(own) // _WIDTH * _WIDTH].view(-1, _WIDTH)
+        return own[: len(own) // WIDTH * WIDTH].view(-1, WIDTH)
     pairs = torch.cartesian_prod(own, own)
     order = torch.randperm(len(pairs), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    gate, up = (part[: len(part) // _WIDTH * _WIDTH].view(-1, _WIDTH) for part in pairs[order].unbind(1))
+    gate, up = (part[: len(part) // WIDTH * WIDTH].view(-1, WIDTH) for part in pairs[order].unbind(1))
     return torch.cat([gate, up], 1)
 
 
@@ -102,7 +112,7 @@ def _candidates(experts: Any) -> Iterator[FoundActivation]:
 
 
 def _at(experts: Any, gate: float, up: float) -> float:
-    h = torch.tensor([[gate] * _WIDTH + [up] * _WIDTH], dtype=torch.float64, device="cpu")
+    h = torch.tensor([[gate] * WIDTH + [up] * WIDTH], dtype=torch.float64, device="cpu")
     return float(_computed(experts, h)[0, 0])
 
 
@@ -117,9 +127,14 @@ def _clamped(at: Callable[[float, float], float]) -> tuple[float, float] | None:
 
 
 def _limited(at: Callable[[float, float], float]) -> tuple[float, float] | None:
-    """The limit, from silu(gate) * up where the clamp of up is reached."""
-    gate = 0.5
+    """The limit, from silu(gate) * up where the clamp of up is reached, and that of gate is not."""
+    gate = 1e-3
     return _PLAIN[0], at(gate, LARGEST) / (gate / (1 + math.exp(-gate)))
+
+
+def _limited_after(at: Callable[[float, float], float]) -> tuple[float, float] | None:
+    """The limit, where both clamps are reached."""
+    return _PLAIN[0], math.sqrt(max(at(LARGEST, LARGEST), 0.0))
 
 
 def _softcapped(at: Callable[[float, float], float]) -> tuple[float, float] | None:
@@ -134,14 +149,16 @@ def _softcapped(at: Callable[[float, float], float]) -> tuple[float, float] | No
 _CONSTANTS = {
     Activation.SWIGLU_CLAMPED: _clamped,
     Activation.SWIGLU_LIMITED: _limited,
+    Activation.SWIGLU_LIMITED_AFTER: _limited_after,
     Activation.SWIGLU_SOFTCAPPED: _softcapped,
 }
 
 
-def _config(found: FoundActivation) -> MoEConfig:
+def config_of(found: FoundActivation, inner: int = WIDTH) -> MoEConfig:
+    """For `activate`. inner: I of what it is given"""
     return MoEConfig(
         hidden_size=1,
-        intermediate_size=_WIDTH,
+        intermediate_size=inner,
         num_experts=1,
         top_k=1,
         activation=found.activation,

@@ -1,7 +1,7 @@
-"""Expert-parallel experts for every model on transformers' experts interface (`use_experts_implementation`).
+"""Expert-parallel experts for every model of transformers whose experts are one module of a block.
 
-Only the experts module of a block is replaced. The model keeps its router, shared experts, norms and gates, and gives
-the replaced module what it gave its own: rows, ids of experts and weights.
+Only that module is replaced (`find_experts` says which it is). The model keeps its router, shared experts, norms and
+gates, and gives the replaced module what it gave its own: rows, ids of experts and weights.
 
     replaced = replace_experts(model, context)              # a model in memory, or one on the meta device
     replaced["model.layers.0.mlp.experts"].write_expert(3, {"gate_up_proj": ..., "down_proj": ...})
@@ -9,34 +9,43 @@ the replaced module what it gave its own: rows, ids of experts and weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.config import MoEConfig
+from ep_moe.checkpoint.unread import listed
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.gate_functions import find_activation, is_experts
+from ep_moe.integrations.all_called import attach_all_called
+from ep_moe.integrations.experts_twin import sorted_routes
+from ep_moe.integrations.find_experts import (
+    KEEP,
+    NORM,
+    TOP_K,
+    FoundExperts,
+    experts_apart,
+    find_experts,
+    held_tensor,
+    top_k_of,
+)
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.quant.schemes import PLAIN, scheme_of
-from ep_moe.types import LogicalIds, Routing, dtype_name
-
-_TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-_KEEP = "leave the model as it is, or use transformers' own DistributedConfig(ep_size=...)"
+from ep_moe.types import LogicalIds, Routing
 
 
 class ExpertParallelExperts(nn.Module):
     """Stands where a model's experts stood: rows [T, H], ids [T, K] and weights [T, K] in, rows [T, H] out.
 
     Args:
-        replaced: the module in whose place it stands, of which it keeps no tensor.
+        replaced: the module in whose place it stands, of which it keeps no tensor but those of its `NORM`.
         context: the ranks and what their layers share.
-        config: what the module computes; its top_k is the most experts that a token takes.
+        found: what `replaced` holds and computes.
+        top_k: the most experts that a token takes.
         name: of the module in its model.
         masks: which rows are tokens, of the model.
         table: whether ids come from a table, which may name one expert twice for a token; a top-k cannot.
@@ -48,30 +57,38 @@ class ExpertParallelExperts(nn.Module):
 
     def __init__(
         self,
-        replaced: Any,
+        replaced: nn.Module,
         context: EPContext,
         *,
-        config: MoEConfig,
+        found: FoundExperts,
+        top_k: int,
         name: str,
         masks: TokenMasks,
         table: bool = False,
         **layer_options: Any,
     ) -> None:
         super().__init__()
-        self.has_gate, self.has_bias = bool(replaced.has_gate), bool(replaced.has_bias)
-        self.is_transposed, self.is_concatenated = bool(replaced.is_transposed), bool(replaced.is_concatenated)
-        self.masks, self._table = masks, table
-        first = getattr(replaced, self.tensor_names[0])
-        placed = {"name": name, "dtype": first.dtype, "device": first.device}
-        self.moe = MoELayer(config, context, router=_routed_by_model, **placed, **layer_options)
+        self.layout, self.masks = found.layout, masks
+        self._zero_experts, self._table, self._top_k = found.zero_experts, table, top_k
+        self.calls = 0
+        first = held_tensor(replaced, self.tensor_names[0])
+        placed: dict[str, Any] = {"name": name, "dtype": first.dtype, "device": first.device}
+        # results are normalised expert by expert: one call for each choice of a token
+        config = found.config(1 if found.norm else top_k)
+        self.moe = MoELayer(config, context, router=routed_by_model, **placed, **layer_options)
+        self.add_module(NORM, getattr(replaced, NORM) if found.norm else None)
         self._keep_frozen(replaced)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """What `write_expert` takes: the names of the replaced module's parameters, [E, ...] each."""
-        first = "gate_up_proj" if self.has_gate else "up_proj"
-        matrices = (first, "down_proj")
-        return (*matrices, *(f"{each}_bias" for each in matrices)) if self.has_bias else matrices
+        """What `write_expert` takes: the names of the replaced module's parameters of all experts."""
+        return self.layout.names
+
+    @property
+    def kept(self) -> dict[str, nn.Module | nn.Parameter]:
+        """What stays of the replaced module besides its experts."""
+        modules = {name: module for name, module in self.named_children() if module is not self.moe}
+        return modules | {name: one for name, one in self._parameters.items() if one is not None}
 
     @property
     def local_experts(self) -> list[int]:
@@ -94,12 +111,7 @@ class ExpertParallelExperts(nn.Module):
             InputError: a tensor has another shape, or is not made of numbers.
         """
         assert tensors.keys() == set(self.tensor_names), f"{sorted(tensors)} are not {self.tensor_names}"
-        first, second, *biases = (tensors[name] for name in self.tensor_names)
-        if self.is_transposed:
-            first, second = first.mT, second.mT
-        canonical = {"w13": self._gate_first(first), "w2": second}
-        if biases:
-            canonical |= {"w13_bias": self._gate_first(biases[0]), "w2_bias": biases[1]}
+        canonical = self.layout.canonical(tensors)
         weights = self.moe.expert_weights
         if not weights.scheme.plain:
             canonical = {part: tensor.to(weights.device) for part, tensor in canonical.items()}
@@ -111,7 +123,8 @@ class ExpertParallelExperts(nn.Module):
 
         Args:
             hidden_states: [..., H] of T rows.
-            top_k_index: [T, k] integers, k at most K; an id of at least E is no expert, as in transformers.
+            top_k_index: [T, k] integers, k at most K. An id of at least E is no expert, as in transformers; where the
+                model has zero experts, it stands for the row itself.
             top_k_weights: [T, k].
 
         Returns:
@@ -120,48 +133,86 @@ class ExpertParallelExperts(nn.Module):
         Raises:
             InputError: on all ranks.
         """
-        moe, most = self.moe, self.moe.config.top_k
+        self.calls += 1
+        moe, most = self.moe, self._top_k
         chosen = top_k_index.shape[-1]
         if moe._logit_taps:
             self._refuse("its router is the model's own, whose logits output_router_logits=True of the call returns")
         if chosen > most:
             self._refuse(
                 f"the model chooses {chosen} experts a token, and the layer was built for {most}, the largest of "
-                f"{', '.join(_TOP_K)} beside it; set one of them on its router before expert_parallel"
+                f"{', '.join(TOP_K)} beside it; set one of them on its router before expert_parallel"
             )
-        ids, weights = top_k_index.masked_fill(top_k_index >= moe.config.num_experts, -1), top_k_weights.float()
-        if chosen < most:
-            ids, weights = pad(ids, (0, most - chosen), value=-1), pad(weights, (0, most - chosen))
-        if self._table:
-            ids, weights = _merged(ids, weights)
-        mask = self.masks.of_rows(len(ids))
-        routing = Routing(cast("LogicalIds", ids), weights)
-        if mask is None:
-            out = moe.forward_routed(hidden_states, routing)
-        else:
-            tokens = mask.tokens.view(hidden_states.shape[:-1])
-            out = moe.forward_routed(hidden_states, routing, tokens, send_masked=bool(mask.sent))
+        routing = routing_of(top_k_index, top_k_weights, moe.config.num_experts, most, distinct=not self._table)
+        compute = self._routed if self._modules[NORM] is None else self._normalised
+        out = compute(hidden_states, routing.ids, routing.weights)
+        if self._zero_experts:
+            own = (top_k_weights * (top_k_index >= moe.config.num_experts)).sum(-1, keepdim=True)
+            out = out + hidden_states * own.view(*hidden_states.shape[:-1], 1)
         return out.to(hidden_states.dtype)
+
+    def without_rows(self, *, gradients: bool) -> Tensor:
+        """Take part in a call of the other ranks. Raises InputError on all ranks.
+
+        gradients: the rows of other ranks have them
+        """
+        weights, config = self.moe.expert_weights, self.moe.config
+        x = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
+        ids = torch.empty(0, self._top_k, dtype=torch.int64, device=weights.device)
+        routed = ids.float().requires_grad_(gradients)
+        return ExpertParallelExperts.forward(self, x.requires_grad_(gradients), ids, routed)
+
+    def _routed(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        routing, mask = Routing(cast("LogicalIds", ids), weights), self.masks.of_rows(len(ids))
+        if mask is None:
+            return self.moe.forward_routed(hidden_states, routing)
+        tokens = mask.tokens.view(hidden_states.shape[:-1])
+        return self.moe.forward_routed(hidden_states, routing, tokens, send_masked=bool(mask.sent))
+
+    def _normalised(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sum of each expert's normalised output times its weight, one choice of all tokens after another."""
+        norm, shape = self.get_submodule(NORM), (*hidden_states.shape[:-1], 1)
+        weights = weights.masked_fill(ids < 0, 0.0)
+        out = torch.zeros_like(hidden_states, dtype=torch.float32)
+        for choice in range(ids.shape[1]):
+            one = ids[:, choice : choice + 1].contiguous()
+            output = norm(self._routed(hidden_states, one, torch.ones_like(weights[:, :1])))
+            out = out + output.float() * weights[:, choice].view(shape)
+        return out
 
     def _refuse(self, problem: str) -> NoReturn:
         self.moe._refuse(f"{self.moe.name}: {problem}")
 
-    def _gate_first(self, rows: Tensor) -> Tensor:
-        """[2I, ...], of gate and up by turns where the module's are."""
-        if self.is_concatenated or not self.has_gate:
-            return rows
-        return torch.cat([rows[::2], rows[1::2]])
-
-    def _keep_frozen(self, experts: Any) -> None:
+    def _keep_frozen(self, replaced: nn.Module) -> None:
         """Parameters of frozen tensors are frozen."""
-        first, second = ("w1", "w3"), ("w2",)
-        names = self.tensor_names
-        parts = dict(zip(names, (first, second, ("w1_bias", "w3_bias"), ("w2_bias",)), strict=False))
-        frozen = {part for name in names if not getattr(experts, name).requires_grad for part in parts[name]}
+        parts = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}
+        frozen = {
+            part
+            for one in self.layout.tensors
+            if not held_tensor(replaced, one.name).requires_grad
+            for part in parts.get(one.part, (one.part,))
+        }
         for name, parameter in self.moe.expert_weights.named_parameters():
             whole = "w1" if name == "w13" else "w1_bias" if name == "w13_bias" else name.rpartition(".")[2]
             if whole in frozen:
                 parameter.requires_grad_(False)
+
+
+class SortedExpertParallelExperts(ExpertParallelExperts):
+    """Stands where a block stood that is called with rows alone. Its router sorts the rows by expert and stays."""
+
+    def __init__(self, replaced: nn.Module, context: EPContext, **options: Any) -> None:
+        super().__init__(replaced, context, **options)
+        self.router = replaced.get_submodule("router")
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", replaced._parameters.get("bias"))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Route and compute rows [..., H]. Raises InputError on all ranks."""
+        rows = hidden_states.flatten(0, -2)
+        ids, weights = sorted_routes(self.router(rows), len(rows))
+        out = super().forward(rows, ids, weights).view(hidden_states.shape)
+        return out if self.bias is None else out + self.bias
 
 
 def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) -> dict[str, ExpertParallelExperts]:
@@ -179,15 +230,21 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
         What replaced each module, by that module's name, in the model's order.
 
     Raises:
-        ConfigError: the model has no experts of transformers' interface, or a layer cannot compute what they do.
+        ConfigError: the model has no experts that are a module of their own, or a layer cannot compute what they do.
     """
-    found = dict(_experts_of(model))
+    found = find_experts(model)
     if not found:
         if any(isinstance(module, ExpertParallelExperts) for module in model.modules()):
             raise ConfigError(f"the experts of {type(model).__name__} were replaced already; call expert_parallel once")
         raise ConfigError(
-            f"{type(model).__name__} ({_type_of(model)}) has no experts of transformers' experts interface "
-            f"(use_experts_implementation); {_KEEP}, or put a MoELayer into its blocks"
+            f"{type(model).__name__} ({_type_of(model)}) has no module that computes experts from rows, ids and "
+            f"weights, as transformers' experts interface has; {KEEP}, or put a MoELayer into its blocks"
+        )
+    if apart := experts_apart(model):
+        warnings.warn(
+            f"{type(model).__name__}: the experts of {listed(apart)} stay whole on every rank: they are no part of the "
+            f"text model, and a rank calls them only when it has an image or a sound",
+            stacklevel=3,
         )
     scheme = scheme_of(layer_options.get("quantization", PLAIN.name))
     if scheme.activations.calibrated:
@@ -195,29 +252,34 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"quantization={scheme.name} needs input scales, which a calibrated checkpoint of a known family holds and "
             f"{type(model).__name__} does not; choose fp8_dynamic, fp8_block or another that derives them"
         )
-    configs = {name: _config_of(experts, name, _top_k_of(model, experts, name)) for name, experts in found.items()}
-    first = _shared(model, found)
+    modules = {name: model.get_submodule(name) for name in found}
+    top_k = {name: top_k_of(model, experts, name) for name, experts in modules.items()}
+    first = _shared(model, modules)
     masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()
-    for name, experts in found.items():
+    for name, experts in modules.items():
         if first[name] != name:
             _put(model, experts, replaced[first[name]])
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
-        made = ExpertParallelExperts(
+        kind = SortedExpertParallelExperts if found[name].block else ExpertParallelExperts
+        made = kind(
             experts,
             context,
-            config=configs[name],
+            found=found[name],
+            top_k=top_k[name],
             name=name,
             masks=masks,
             table=any(not tensor.is_floating_point() for tensor in parent.buffers()),
             **layer_options,
         )
         if not made.moe.expert_weights.is_meta:
+            whole = {each: held_tensor(experts, each).detach() for each in made.tensor_names}
             for expert in made.local_experts:
-                made.write_expert(expert, {each: getattr(experts, each).detach()[expert] for each in made.tensor_names})
+                made.write_expert(expert, made.layout.one(whole, expert))
         made.train(experts.training)
         _put(model, experts, made)
         replaced[name] = made
+    attach_all_called(model, replaced)
     if tied := getattr(model, "all_tied_weights_keys", None):
         gone = tuple(f"{name}." for name in found)
         kept = {target: source for target, source in tied.items() if not target.startswith(gone)}
@@ -231,90 +293,12 @@ def _put(model: nn.Module, experts: nn.Module, made: nn.Module) -> None:
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
 
 
-def _routed_by_model(x: Tensor) -> Routing:
+def routed_by_model(x: Tensor) -> Routing:
     raise ConfigError("the model routes its tokens itself; call forward_routed")
-
-
-def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if is_experts(module):
-            yield name, module
 
 
 def _type_of(model: nn.Module) -> str:
     return f"model_type {getattr(getattr(model, 'config', None), 'model_type', None)!r}"
-
-
-def _config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
-    """What a module computes.
-
-    Raises:
-        ConfigError: no `MoELayer` computes it.
-    """
-    kind = type(experts).__name__
-    matrices = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    known = {*matrices, *(f"{each}_bias" for each in matrices)} if experts.has_bias else set(matrices)
-    tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
-    if getattr(experts, "has_post_expert_norm", False):  # transformers before 5.18 has none
-        raise ConfigError(f"{name}: {kind} normalises each expert's output, which MoELayer does not; {_KEEP}")
-    if tensors.keys() != known:
-        odd = ", ".join(sorted(tensors.keys() ^ known))
-        raise ConfigError(f"{name}: {kind} must hold {', '.join(sorted(known))} alone, and differs in {odd}; {_KEEP}")
-    for each in sorted(known):
-        if tensors[each].dtype not in NUMBERS or tensors[each].dtype != tensors[matrices[0]].dtype:
-            raise ConfigError(
-                f"{name}.{each} must be bfloat16, float16, float32 or float64, as all tensors beside it, got "
-                f"{dtype_name(tensors[each].dtype)}; give expert_parallel the model as it was before it was quantised"
-            )
-    first, second = (tensors[each] for each in matrices)
-    rows, hidden = (first.shape[2], first.shape[1]) if experts.is_transposed else first.shape[1:]
-    out, inner = (second.shape[2], second.shape[1]) if experts.is_transposed else second.shape[1:]
-    if hidden != out or rows != inner * (2 if experts.has_gate else 1):
-        raise ConfigError(
-            f"{name}: {kind} must hold matrices of one hidden and one intermediate size, got {matrices[0]} "
-            f"{list(first.shape)} and down_proj {list(second.shape)}; {_KEEP}"
-        )
-    activation, alpha, limit = find_activation(experts, name)
-    return MoEConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_experts=len(first),
-        top_k=min(top_k, len(first)),
-        activation=activation,
-        activation_alpha=alpha,
-        activation_limit=limit,
-        expert_bias=bool(experts.has_bias),
-    )
-
-
-def _top_k_of(model: Any, experts: nn.Module, name: str) -> int:
-    """The most experts that a token may take: a larger number costs room alone, a smaller one is refused in the call.
-
-    Looked for beside the experts, then further out, then in the configuration.
-    """
-    inside = {id(module) for module in experts.modules()}
-    while name:
-        name = name.rpartition(".")[0]
-        beside = [module for module in model.get_submodule(name).modules() if id(module) not in inside]
-        if found := _numbers(beside):
-            return max(found)
-    config = getattr(model, "config", None)
-    if config is not None and (found := _numbers([config.get_text_config(), config])):
-        return max(found)
-    raise ConfigError(
-        f"{type(model).__name__} does not say how many experts a token takes: none of {', '.join(_TOP_K)} is in its "
-        f"blocks or its configuration; set model.config.num_experts_per_tok"
-    )
-
-
-def _numbers(holders: list[Any]) -> list[int]:
-    found: list[int] = []
-    for holder in holders:
-        for name in _TOP_K:
-            value = getattr(holder, name, None)
-            values = value if isinstance(value, list | tuple) else [value]
-            found += [each for each in values if type(each) is int and each > 0]
-    return found
 
 
 def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -335,11 +319,33 @@ def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
         for own, parameter in experts.named_parameters():
             full = f"{name}.{own}"
             for other in (holders[id(parameter)], tied.get(full, full)):
-                if first.get(other.rpartition(".")[0]) != first[name]:
+                if {first[holder] for holder in found if other.startswith(f"{holder}.")} != {first[name]}:
                     raise ConfigError(
-                        f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {_KEEP}"
+                        f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {KEEP}"
                     )
     return first
+
+
+def routing_of(ids: Tensor, weights: Tensor, num_experts: int, top_k: int, *, distinct: bool) -> Routing:
+    """What a model's router chose, as `MoELayer.forward_routed` takes it.
+
+    Args:
+        ids: [T, k] integers, k at most K; an id of at least E is no expert, as in transformers.
+        weights: [T, k].
+        num_experts: E.
+        top_k: K.
+        distinct: whether valid ids of a row are distinct. A table may name one expert twice, a top-k cannot.
+
+    Returns:
+        Ids and float32 weights [T, K].
+    """
+    missing = top_k - ids.shape[-1]
+    ids, weights = ids.masked_fill(ids >= num_experts, -1), weights.float()
+    if missing:
+        ids, weights = pad(ids, (0, missing), value=-1), pad(weights, (0, missing))
+    if not distinct:
+        ids, weights = _merged(ids, weights)
+    return Routing(cast("LogicalIds", ids), weights)
 
 
 def _merged(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

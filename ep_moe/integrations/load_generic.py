@@ -1,8 +1,9 @@
-"""Loading of models on transformers' experts interface: experts of this rank, the rest as transformers loads it."""
+"""Loading of models whose experts alone are replaced: experts of this rank, the rest as transformers loads it."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,30 @@ from tqdm import tqdm
 from ep_moe.checkpoint.conversion import in_file
 from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.kept import wrong_scheme
-from ep_moe.checkpoint.reader import CheckpointSource, quantised_again, read_experts
+from ep_moe.checkpoint.reader import quantised_again, read_experts
 from ep_moe.checkpoint.skeleton import load_skeleton
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
-from ep_moe.integrations.gate_functions import is_experts
+from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import ExpertParallelExperts
 
 
 def model_files(model: Any, folder: Path) -> ExpertFiles:
     """The files of a model that is on the meta device, whole. Raises CheckpointError."""
-    modules = [name for name, module in model.named_modules() if is_experts(module)]
-    return ExpertFiles(model, CheckpointSource(folder, called=in_file), modules)
+    layouts = {name: found.layout for name, found in find_experts(model).items()}
+    return ExpertFiles(model, CheckpointSource(folder, called=in_file), layouts)
 
 
-def load_model(model: Any, files: ExpertFiles, *, device: torch.device, dtype: torch.dtype, progress: bool) -> None:
+def load_model(
+    model: Any,
+    files: ExpertFiles,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: bool,
+    fresh: Set[str] = frozenset(),
+) -> set[str]:
     """Load a model whose experts were replaced, both on the meta device.
 
     Args:
@@ -35,6 +45,10 @@ def load_model(model: Any, files: ExpertFiles, *, device: torch.device, dtype: t
         device: where all of it goes.
         dtype: of the model.
         progress: show a bar on rank 0.
+        fresh: names that the files may not have.
+
+    Returns:
+        Those of `fresh` that the files have not.
 
     Raises:
         CheckpointError: on this rank; call it under `reader.loading`.
@@ -43,13 +57,15 @@ def load_model(model: Any, files: ExpertFiles, *, device: torch.device, dtype: t
     assert replaced.keys() == files.modules.keys(), "experts of the files and of the model differ"
     _check(replaced, files)
     for one in replaced.values():
-        one.to_empty(device=device)
-    load_skeleton(model, files, replaced, device=device, dtype=dtype)
+        one.moe.to_empty(device=device)
+    apart = [f"{name}.moe" for name in replaced]
+    missing = load_skeleton(model, files, apart, device=device, dtype=dtype, fresh=fresh)
     first = next(iter(replaced.values())).moe.context.layout.place == 0
     total = sum(len(one.local_experts) for one in replaced.values())
     with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar:
         for name, one in replaced.items():
             _fill(one, name, files, bar)
+    return missing
 
 
 def _check(replaced: dict[str, ExpertParallelExperts], files: ExpertFiles) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ep_moe.checkpoint.reader import INDEX, SINGLE
+from ep_moe.checkpoint.module_layout import HeldTensor, ModuleLayout
 from ep_moe.checkpoint.skeleton import swapped
+from ep_moe.checkpoint.source import INDEX, SINGLE
 from ep_moe.errors import CheckpointError, ConfigError, PeerTimeout
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import barrier
@@ -32,48 +33,49 @@ _LONGEST_S = 86400.0  # for the writing, while the other ranks wait
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SavedExperts:
     """A layer, and how transformers' module of its experts holds them.
 
-    name: of that module; transposed, interleaved: as transformers' experts interface says it
+    name: of that module; kept: what else it holds
     """
 
     name: str
     layer: MoELayer
-    transposed: bool
-    interleaved: bool
+    layout: ModuleLayout
+    kept: Mapping[str, nn.Module | nn.Parameter] = field(default_factory=dict)
 
-    def tensors(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One expert's canonical tensors by the names of the module's parameters, in their layout."""
-        first, second = self._gate_up(whole["w13"]), whole["w2"]
-        if self.transposed:
-            first, second = first.mT, second.mT
-        name = "gate_up_proj" if self.layer.config.activation.gated else "up_proj"
-        found = {name: first, "down_proj": second}
-        if self.layer.config.expert_bias:
-            found |= {f"{name}_bias": self._gate_up(whole["w13_bias"]), "down_proj_bias": whole["w2_bias"]}
-        return found
+    @property
+    def first(self) -> HeldTensor | None:
+        """The parameter that holds gate and up, or up alone, of each expert; None where several do."""
+        return next((one for one in self.layout.tensors if one.part == "w13" and not one.flat), None)
 
-    def stand_in(self) -> nn.Module:
-        """A module with these parameters of all experts on the meta device."""
+    def sizes(self) -> dict[str, Tensor]:
+        """One expert's tensors, as the module's parameters hold them, on the meta device."""
         config, dtype = self.layer.config, self.layer.expert_weights.dtype
         sizes: dict[str, tuple[int, ...]] = {
             "w13": (config.w13_rows, config.hidden_size),
             "w2": (config.hidden_size, config.intermediate_size),
         }
         sizes |= {"w13_bias": (config.w13_rows,), "w2_bias": (config.hidden_size,)} if config.expert_bias else {}
-        one = self.tensors({name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()})
-        module = nn.Module()
-        for name, tensor in one.items():
-            whole = torch.empty((config.num_experts, *tensor.shape), dtype=dtype, device="meta")
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=False))
-        return module
+        return self.layout.stored({name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()})
 
-    def _gate_up(self, rows: Tensor) -> Tensor:
-        if not (self.interleaved and self.layer.config.activation.gated):
-            return rows
-        return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+    def stand_in(self) -> nn.Module:
+        """A module with the parameters of all experts on the meta device, and what is kept."""
+        module, sizes = nn.Module(), self.sizes()
+        for held in self.layout.tensors:
+            one = sizes[held.name]
+            whole = held.join(one.new_empty((self.layout.experts, *one.shape)))
+            *path, name = held.name.split(".")
+            inner = module
+            for part in path:
+                if part not in inner._modules:
+                    inner.add_module(part, nn.Module())
+                inner = inner.get_submodule(part)
+            inner.register_parameter(name, nn.Parameter(whole, requires_grad=False))
+        for name, each in self.kept.items():
+            setattr(module, name, each)
+        return module
 
 
 def save_model(
@@ -173,7 +175,7 @@ def _gathered(one: SavedExperts) -> dict[str, Tensor]:
     layer, layout = one.layer, one.layer.context.layout
     if layout.replica_rank != 0:
         return {}
-    writes, found = layout.place == 0, {}
+    writes, found = layout.place == 0, dict[str, Tensor]()
     with layer.context.flight_recorder.step("gather experts to save", layer.name, counted=False, more_s=_LONGEST_S):
         for expert, tensors in _each(one):
             if writes:
@@ -182,7 +184,8 @@ def _gathered(one: SavedExperts) -> dict[str, Tensor]:
                         shape = (layer.config.num_experts, *tensor.shape)
                         found[name] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
                     found[name][expert].copy_(tensor)
-    return {f"{one.name}.{name}": tensor for name, tensor in found.items()}
+    held = {each.name: each for each in one.layout.tensors}
+    return {f"{one.name}.{name}": held[name].join(tensor) for name, tensor in found.items()}
 
 
 def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
@@ -190,17 +193,15 @@ def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
     layer, layout = one.layer, one.layer.context.layout
     weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
     expert_map = layer.placement.expert_map
-    stand_in = dict(one.stand_in().named_parameters())
+    sizes = one.sizes()
     for expert in range(layer.config.num_experts):
         owner = expert_map.primary_owner(expert)
         tensors: dict[str, Tensor] = {}
         if layout.ep_rank == owner:  # over etp together
-            tensors = one.tensors(weights.whole(weights.held[expert][0]))
+            tensors = one.layout.stored(weights.whole(weights.held[expert][0]))
         if layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
             if layout.ep_rank == 0:
-                tensors = {
-                    n: torch.empty(t.shape[1:], dtype=t.dtype, device=weights.device) for n, t in stand_in.items()
-                }
+                tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=weights.device) for n, t in sizes.items()}
             act, peer = (dist.irecv, owner) if layout.ep_rank == 0 else (dist.isend, 0)
             wires = {name: tensor.contiguous() for name, tensor in tensors.items()}
             for work in dist.batch_isend_irecv([dist.P2POp(act, t, ep.ranks[peer], ep.group) for t in wires.values()]):

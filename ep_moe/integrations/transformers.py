@@ -3,14 +3,15 @@
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
 
-Both serve every model on transformers' experts interface (`ep_moe.integrations.generic`). Families whose blocks are
-known (`ep_moe.integrations.families`) are served faster.
+Both serve every model whose experts are a module of their own (`ep_moe.integrations.generic`). Families whose blocks
+are known (`ep_moe.integrations.families`) are served faster.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,58 +21,36 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
-from ep_moe.checkpoint.families import CheckpointNames, names_of
-from ep_moe.checkpoint.formats import NUMBERS, Fused, find_format
+from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.hub import HubOptions, model_folder
-from ep_moe.checkpoint.reader import (
-    CheckpointSource,
-    ModuleSource,
-    largest_input_scale,
-    load_layers,
-    loading,
-    read_experts,
-)
+from ep_moe.checkpoint.reader import largest_input_scale, load_layers, loading
 from ep_moe.checkpoint.skeleton import keep_in_float32
-from ep_moe.checkpoint.unread import refusal, unexpected, unread
+from ep_moe.checkpoint.source import CheckpointSource
+from ep_moe.checkpoint.unread import listed, unexpected
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
+from ep_moe.integrations.blocks import block_tensors, replace_blocks, saved_experts
 from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
+from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
-from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
+from ep_moe.integrations.find_experts import find_experts
+from ep_moe.integrations.generic import replace_experts
+from ep_moe.integrations.heads import classifies, draw_head, head_names, made_by
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load_generic import load_model, model_files
 from ep_moe.integrations.router_logits import RouterLogits
-from ep_moe.integrations.save import SavedExperts, save_model
-from ep_moe.integrations.token_mask import TokenMasks
+from ep_moe.integrations.save import save_model
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
-
-
-class ExpertParallelBlock(nn.Module):
-    """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
-
-    masks: of the model
-    """
-
-    def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks) -> None:
-        super().__init__()
-        self.moe = moe
-        self._returns = returns
-        self.masks = masks
-
-    def forward(self, hidden_states: Tensor) -> Any:
-        mask = self.masks.of_rows(hidden_states.shape[:-1].numel())
-        if mask is None or not self.moe._takes_mask:
-            return self._returns(self.moe(hidden_states), hidden_states)
-        tokens, sent = mask.tokens.view(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
-        return self._returns(self.moe(hidden_states, tokens, send_masked=sent), hidden_states)
 
 
 def expert_parallel(
@@ -89,8 +68,8 @@ def expert_parallel(
 ) -> PreTrainedModel:
     """Make the MoE layers of a model expert-parallel, in place. Made by all ranks alike.
 
-    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model that is on transformers'
-    experts interface the experts alone are replaced; its router and the rest of its blocks stay.
+    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model the experts alone are replaced,
+    where they are a module of their own; its router and the rest of its blocks stay.
 
     A model in memory gives its weights (all ranks must hold the same ones), layer by layer; one on the meta device
     stays there, for `load_pretrained` or your own loading. What is frozen stays so. `save_pretrained` is refused from
@@ -113,12 +92,18 @@ def expert_parallel(
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
-    family = FAMILIES.get(model.config.get_text_config().model_type)
+    return _parallel(model, context, FAMILIES.get(model.config.get_text_config().model_type), layer_options)
+
+
+def _parallel(
+    model: PreTrainedModel, context: EPContext, family: Family | None, layer_options: dict[str, Any]
+) -> PreTrainedModel:
+    """family: whose blocks are replaced; None: the experts alone are"""
     made: dict[str, Any]
     if family is None:
         made = dict(replace_experts(model, context, **layer_options))
     else:
-        made = dict(_replace_blocks(model, context, family, layer_options))
+        made = dict(replace_blocks(model, context, family, layer_options))
     exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
     # the innermost model is the one whose `_can_record_outputs` transformers heeds
@@ -130,41 +115,6 @@ def expert_parallel(
     if model.can_generate():
         Generation.of(context).attach(model, inner)
     return model
-
-
-def _replace_blocks(
-    model: PreTrainedModel, context: EPContext, family: Family, layer_options: dict[str, Any]
-) -> dict[str, ExpertParallelBlock]:
-    """The blocks of a known family by layers with a router of ours."""
-    config = model.config.get_text_config()
-    moe_config, names = family.config(config), names_of(config.model_type)
-    masks, made = TokenMasks(), {}
-    for name, block in blocks_of(model, family):
-        parameters = list(block.parameters())
-        # a block may keep its router in float32, and not its experts
-        by_experts = [*block.get_submodule("experts").parameters(), *parameters]
-        first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
-        shared = None if family.shared is None else getattr(block, family.shared)
-        layer_options |= {"shared_experts": shared, "name": name, "device": first.device, "dtype": first.dtype}
-        moe = MoELayer(moe_config, context, **layer_options)
-        if first.device.type != "meta":
-            source = ModuleSource(block, name)
-            found = find_format(source, name, names.experts)
-            assert found is not None, f"{family.block} holds its experts in a form that is not in weights.families"
-            wrong = found.wrong(source, name, moe_config)
-            if wrong is not None:
-                raise ConfigError(f"{wrong}; a model that is quantised is loaded with load_pretrained")
-            missed, _ = unread(source, name, names, found, moe)
-            if missed:
-                raise ConfigError(refusal(missed, config.model_type))
-            read_experts(moe, source, name, found)
-            _copy_router(moe, source, name, names.router)
-        if not any(one.requires_grad for one in parameters):
-            moe.requires_grad_(False)
-        parent, _, attribute = name.rpartition(".")
-        made[name] = ExpertParallelBlock(moe, family.returns, masks)
-        setattr(model.get_submodule(parent), attribute, made[name])
-    return made
 
 
 def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
@@ -208,46 +158,34 @@ def save_pretrained(
         ConfigError: the model has no expert-parallel layers, they are quantised, or there are pipeline stages.
         CheckpointError: on all ranks, when the one that writes cannot.
     """
+    experts = saved_experts(model)
+    if any(one.layer.expert_weights.lora is not None for one in experts):
+        raise ConfigError(
+            "the experts have LoRA factors, which a checkpoint would leave out; call "
+            "ep_moe.integrations.lora.save_lora(model, folder), or merge_lora(model) first"
+        )
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-    replaced = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelExperts)}
-    if not blocks and not replaced:
-        raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
     if blocks:
         names = names_of(model.config.get_text_config().model_type)
-        stored = next(each for each in names.experts if isinstance(each, Fused))
-        experts = [
-            SavedExperts(
-                name=f"{name}.experts", layer=block.moe, transposed=stored.transposed, interleaved=stored.interleaved
-            )
-            for name, block in blocks.items()
-        ]
         places = {name: nn.Module() for name in blocks}
         for name, one in zip(blocks, experts, strict=True):
             places[name].experts = one.stand_in()
     else:
-        experts = [
-            SavedExperts(name=name, layer=m.moe, transposed=m.is_transposed, interleaved=not m.is_concatenated)
-            for name, m in replaced.items()
-        ]
         places = {one.name: one.stand_in() for one in experts}
 
     def rest() -> dict[str, Tensor]:
-        inside = tuple(f"{name}." for name in places)
-        found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+        inside = tuple(f"{name}." for name in blocks)
+        of_experts = {f"{one.name}.{each}" for one in experts for each in one.layout.names}
+        found = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if not name.startswith(inside) and name not in of_experts
+        }
         for name, block in blocks.items():
-            found |= _block_tensors(block.moe, name, names)
+            found |= block_tensors(block.moe, name, names)
         return found
 
     save_model(model, Path(folder), experts, rest, places, original=save_original_format, shard_bytes=max_shard_bytes)
-
-
-def _block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[str, Tensor]:
-    """A known family's router and shared experts, by transformers' names."""
-    assert isinstance(layer.router, nn.Module)
-    found = {f"{block}.{names.router[key]}": tensor for key, tensor in layer.router.state_dict().items()}
-    if layer.shared_experts is not None:
-        found |= {f"{block}.{names.shared}.{key}": tensor for key, tensor in layer.shared_experts.state_dict().items()}
-    return found
 
 
 def load_pretrained(
@@ -263,10 +201,12 @@ def load_pretrained(
     pipeline: int | None = None,
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
+    model_class: Any = None,
+    num_labels: int | None = None,
     progress: bool = True,
     **hub: Unpack[HubOptions],
 ) -> PreTrainedModel:
-    """A causal language model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
+    """A model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
 
     Each rank reads its own experts and the whole of everything else. Code of the checkpoint's repository is not run.
 
@@ -276,6 +216,10 @@ def load_pretrained(
         context: of the ranks; all of them call this.
         dtype: default that of config.json, float32 where it has none.
         quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
+        model_class: an auto class of transformers, such as `AutoModelForSequenceClassification`, or a model's class. A
+            head that the checkpoint has not is drawn anew, equal on all ranks, with a warning. Default: a causal
+            language model.
+        num_labels: of a head that classifies. Default: what config.json says.
         progress: show a bar on rank 0.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
@@ -285,58 +229,88 @@ def load_pretrained(
         CheckpointError, ConfigError: on all ranks, when any of them cannot load.
     """
     folder = model_folder(path, context.consensus, **hub)
+    layer_options: dict[str, Any] = {
+        "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
+        "pipeline": pipeline, "options": options, "tuned": tuned,
+    }  # fmt: skip
     with loading(folder, context.consensus):
-        whole, config = read_whole_config(folder)
-        known = config.model_type in FAMILIES
-        if not known:
-            config = whole
-        else:
-            config = checked_config(folder)[0]
-            if whole.model_type != config.model_type and whole.get_text_config() is not whole:
-                warnings.warn(
-                    f"{folder}: of the model {whole.model_type!r} its text model {config.model_type!r} alone is loaded",
-                    stacklevel=2,
-                )
-        dtype = dtype or config.dtype or torch.float32
-        model = _on_meta(folder, config, dtype)
+        model, family, dtype = _described(folder, dtype, model_class, num_labels)
+        fresh = set() if model_class is None else set(head_names(model))
         keep_in_float32(model, dtype)
-        files = None if known else model_files(model, folder)
-        expert_parallel(
-            model,
-            context,
-            expert_map=expert_map,
-            all2all=all2all,
-            experts=experts,
-            quantization=quantization,
-            wire=wire,
-            pipeline=pipeline,
-            options=options,
-            tuned=tuned,
-        )
+        files = model_files(model, folder) if family is None else None
+        _parallel(model, context, family, layer_options)
         if files is None:
-            _load_family(model, config.model_type, folder, context, progress)
+            missing = _load_family(model, model.config.model_type, folder, context, progress, fresh)
         else:
-            load_model(model, files, device=context.device, dtype=dtype, progress=progress)
-        model.generation_config = read_generation_config(folder) or model.generation_config
+            missing = load_model(model, files, device=context.device, dtype=dtype, progress=progress, fresh=fresh)
+        if missing:
+            draw_head(model, missing)
+            warnings.warn(
+                f"{folder}: {listed(sorted(missing))} of {type(model).__name__} is not there and was drawn anew; "
+                f"train it",
+                stacklevel=2,
+            )
+        if model.can_generate():
+            model.generation_config = read_generation_config(folder) or model.generation_config
     return model.eval()
 
 
-def _load_family(model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool) -> None:
+def _described(
+    folder: Path, dtype: torch.dtype | None, model_class: Any, num_labels: int | None
+) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
+    """The model of a folder on the meta device, the family whose blocks are to be replaced, and its dtype.
+
+    A model around a text model is whole, unless its experts can be replaced in the blocks of a known family alone.
+    """
+    whole, text = read_whole_config(folder)
+    dtype = dtype or whole.dtype or text.dtype or torch.float32
+
+    def made(config: Any) -> PreTrainedModel:
+        if num_labels is not None:
+            config.num_labels = num_labels
+        return _on_meta(folder, config, dtype, model_class)
+
+    if text.model_type not in FAMILIES:
+        return made(whole), None, dtype
+    if whole.get_text_config() is not whole:
+        with suppress(ConfigError):  # of a class that config.json does not name
+            model = made(whole)
+            if find_experts(model):
+                return model, None, dtype
+        warnings.warn(
+            f"{folder}: of the model {whole.model_type!r} its text model {text.model_type!r} alone is loaded",
+            stacklevel=3,
+        )
+    return made(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
+
+
+def _load_family(
+    model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool, fresh: Set[str]
+) -> set[str]:
+    """Returns those of `fresh` that the file has not."""
     model.to_empty(device=context.device)
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
     layers = {_number(name): block.moe for name, block in blocks.items()}
     source = load_layers(layers, folder, family, progress=progress)
-    _load_rest(model, source, tuple(f"{name}." for name in blocks))
+    missing = _load_rest(model, source, tuple(f"{name}." for name in blocks), fresh)
     in_file = [names_of(family).block_in(source, number) for number in layers]
     if (found := unexpected(model, source, [*blocks, *in_file])) is not None:
         warnings.warn(f"{folder}: {found}", stacklevel=2)
+    return missing
 
 
-def _on_meta(folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None) -> PreTrainedModel:
     if dtype not in NUMBERS:
         raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
+    if model_class is None and (task := classifies(config)) is not None:
+        raise ConfigError(
+            f"{folder / 'config.json'}: architectures names a model with another head, {task[0]}; call load_pretrained "
+            f"with model_class=transformers.AutoModel{task[1]}"
+        )
     try:
         with torch.device("meta"):
+            if model_class is not None:
+                return made_by(model_class, config, dtype)
             if config.get_text_config() is not config:
                 return class_of(config, folder)._from_config(config, dtype=dtype)
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -397,15 +371,12 @@ def _number(block: str) -> int:
 
 
 @torch.no_grad()
-def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) -> None:
-    assert isinstance(moe.router, nn.Module)
-    for key, tensor in moe.router.state_dict().items():
-        tensor.copy_(source.read(f"{block}.{names[key]}"))
+def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...], fresh: Set[str]) -> set[str]:
+    """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has.
 
-
-@torch.no_grad()
-def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...]) -> None:
-    """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has."""
+    Returns those of `fresh` that the file has not.
+    """
+    drawn: set[str] = set()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     missing: set[str] = set()
     for name, tensor in model.state_dict().items():
@@ -415,6 +386,9 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
         if found != tuple(tensor.shape):
             if others := source.foreign(name.rpartition(".")[0]):
                 raise CheckpointError(foreign_refusal(name, *next(iter(others.items()))))
+            if found is None and name in fresh:
+                drawn.add(name)
+                continue
             if found is None and name in tied.keys() | tied.values():
                 missing.add(name)
                 continue
@@ -433,3 +407,4 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
     for name, module in model.named_modules():
         if module._non_persistent_buffers_set and not name.startswith(blocks):
             model._init_weights(module)  # rotary tables and the like are computed, not stored
+    return drawn

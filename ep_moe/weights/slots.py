@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -19,12 +18,10 @@ from ep_moe.types import dtype_name
 from ep_moe.weights import optimizer_guard
 from ep_moe.weights.gradients import GradientSum
 from ep_moe.weights.layouts.base import WeightLayout
+from ep_moe.weights.lora import ExpertLora, LowRank
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
 
 Result = TypeVar("Result")
-
-
-_VERSION = attrgetter("_version")  # how often a tensor was written
 
 
 class ExpertSlots(nn.Module):
@@ -73,6 +70,7 @@ class ExpertSlots(nn.Module):
         self._joined: dict[str, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
         self._copied = -1
+        self.lora: ExpertLora | None = None
         for name, spec in self.weight_layout.specs().items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
             if self.named:
@@ -140,8 +138,11 @@ class ExpertSlots(nn.Module):
 
     def _join(self) -> dict[str, Tensor]:
         if not self._slots or torch.compiler.is_compiling():
-            return self._summed(self._stacked())
+            stacked = self._stacked()
+            return self._summed(stacked if self.lora is None else self.lora(stacked))
         self._reattach()
+        if self.lora is not None:
+            return self._summed(self.lora(self._slots))
         if not torch.is_grad_enabled() or not self.trained:
             return self._slots
         self.gradient_sum.check()
@@ -151,7 +152,8 @@ class ExpertSlots(nn.Module):
 
     def _summed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same, whose gradients are summed over copies."""
-        if not torch.is_grad_enabled() or self.gradient_sum.alone or not tensors["w13"].requires_grad:
+        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
+        if not needed or self.gradient_sum.alone:
             return tensors
         self.gradient_sum.check()
 
@@ -174,7 +176,8 @@ class ExpertSlots(nn.Module):
     @property
     def trained(self) -> bool:
         """Whether any parameter wants a gradient."""
-        return any(parameter.requires_grad for parameter in self._on_views or self.parameters())
+        own = self.parameters() if self.lora is not None else self._on_views or self.parameters()
+        return any(parameter.requires_grad for parameter in own)
 
     def _stacked(self) -> dict[str, Tensor]:
         """Copies of the parameters, differentiable: where they lie elsewhere than in the slots."""
@@ -224,6 +227,7 @@ class ExpertSlots(nn.Module):
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
                 self.held.setdefault(expert, []).append(slot)
+        self._twice = any(len(slots) > 1 for slots in self.held.values())
         views: list[tuple[nn.Parameter, Tensor]] = []
         self._set_views(views)
         if not self.named:
@@ -233,7 +237,8 @@ class ExpertSlots(nn.Module):
             device = self._slots["w13"].device.type
             ranks = torch.tensor(self.etp.ranks, device="cpu")
             self._mesh = DeviceMesh.from_group(self.etp.group, device, mesh=ranks, mesh_dim_names=("etp",))
-        self._modules.clear()
+        for name in [name for name in self._modules if name.isdigit()]:
+            del self._modules[name]
         for expert, (first, *_) in self.held.items():
             module = Expert()
             for name, tensor in self._slots.items():
@@ -246,8 +251,52 @@ class ExpertSlots(nn.Module):
             self.add_module(str(expert), module)
         self._set_views(views)
 
+    def add_lora(self, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
+        """Freeze the experts, and train low-rank updates of their matrices from now on.
+
+        Args:
+            ranks: By stored name, "w13" and "w2".
+            seed: Of the layer, the same on all ranks.
+
+        Raises:
+            ConfigError: the experts cannot have any here.
+        """
+        why = (
+            "they have factors already; merge these first"
+            if self.lora is not None
+            else "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
+            if not self.named
+            else f"each expert is cut over {self.etp.size} ranks; lay the ranks out with etp=1"
+            if self.etp.size > 1
+            else "the map has redundant experts; choose one without"
+            if self.expert_map.replicated
+            else "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
+            if self.is_meta or not self._slots
+            else None
+        )
+        if why is not None:
+            raise ConfigError(f"low-rank updates cannot be added: {why}")
+        self.requires_grad_(False)
+        experts = self.local_experts
+        self.lora = ExpertLora(self._slots, ranks, [seed * self.config.num_experts + expert for expert in experts])
+        if self.gradient_sum.ep.size > 1:
+            for parameter in self.lora.parameters():
+                optimizer_guard.mark(parameter)
+        return self.lora
+
+    @torch.no_grad()
+    def merge_lora(self) -> None:
+        """Write the updated matrices in the place of the experts', which stay frozen, and drop the factors."""
+        if self.lora is None:
+            return
+        self._reattach()
+        for name, tensor in self.lora(self._slots).items():
+            self._slots[name].copy_(tensor)
+        self.lora = None
+
     def set_expert_map(self, expert_map: ExpertMap) -> None:
         """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
+        assert self.lora is None, "factors do not move"
         self.expert_map = expert_map
         self._name_experts(requires_grad=any(p.requires_grad for p in self.parameters()))
 
@@ -261,13 +310,15 @@ class ExpertSlots(nn.Module):
         self._slots.update({name: fn(tensor) for name, tensor in self._slots.items()})
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._follow(fn)
+        if self.lora is not None:
+            self.lora._apply(fn)
         return self
 
     def _follow(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Lay the parameters into the stored tensors, which are others now. fn: made these of the old ones"""
-        before = dict(self.named_parameters())
+        before = dict(self._of_experts())
         self._name_experts(requires_grad=True)
-        for (name, made), (_, view) in zip(list(self.named_parameters()), list(self._views), strict=True):
+        for (name, made), (_, view) in zip(list(self._of_experts()), list(self._views), strict=True):
             old, kept = before[name], made
             if self._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
                 old.data, kept = view, old  # optimizers hold the parameter itself
@@ -276,7 +327,11 @@ class ExpertSlots(nn.Module):
                 kept.grad = fn(old.grad)
             expert, _, part = name.partition(".")
             cast("Expert", self._modules[expert])._parameters[part] = kept
-        self._set_views([(p, view) for p, (_, view) in zip(self.parameters(), self._views, strict=True)])
+        self._set_views([(p, view) for (_, p), (_, view) in zip(self._of_experts(), self._views, strict=True)])
+
+    def _of_experts(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of experts by name, without factors beside them."""
+        return ((name, p) for name, p in self.named_parameters() if not name.startswith("lora."))
 
     def _move(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Self:
         wanted = fn(torch.empty(0, dtype=self._dtype, device=self.device)).dtype
@@ -296,6 +351,8 @@ class ExpertSlots(nn.Module):
     def unstack(self) -> None:
         """Give the slots' memory back. From now on each parameter has its own, which FSDP shards over the ranks that
         hold the same experts."""
+        if self.lora is not None:
+            raise ConfigError("experts with LoRA factors are not sharded; call fully_shard with shard_experts=False")
         for module in self.children():
             assert isinstance(module, Expert)
             module.sharded = True
@@ -323,23 +380,13 @@ class ExpertSlots(nn.Module):
         found = self._held if self._joined is None else self._joined
         return tuple([tensor.data_ptr() for tensor in found.values() if tensor is not None])
 
-    @property
-    def settled(self) -> bool:
-        """Whether `settle` has nothing to write. Each line of it is host time of a replayed call."""
-        if not self._slots:
-            return True
-        if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
-            return False
-        return bool(sum(map(_VERSION, self._slots.values())) == self._copied)
-
-    def settle(self) -> tuple[int, ...]:
+    def settle(self) -> None:
         """Write the numbers of parameters that were replaced, and of an expert's copies, to where kernels read them.
 
-        For calls that launch what was recorded. Returns `place`, which is empty where parameters are sharded.
-        """
-        if self._slots:
+        For calls that launch what was recorded; part of the host's time of each."""
+        here = list(map(Tensor.data_ptr, self._on_views)) == self._view_places
+        if self._slots and (self._twice or self._mesh is not None or not here):
             self._reattach()
-        return self.place
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Checkpoints of models on transformers' experts interface: logits of from_pretrained, own bytes alone."""
+"""Checkpoints of models whose experts alone are replaced: logits of from_pretrained, own bytes alone."""
 
 import shutil
 
@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
-from ep_moe.checkpoint.reader import SINGLE, CheckpointSource
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations import load_generic
 from ep_moe.integrations import transformers as integration
@@ -92,8 +92,9 @@ def test_logits_equal_from_pretrained(checkpoints, world_size, monkeypatch):
 def share_of(model, files, plain, etp):
     """Bytes of the matrices of this rank's experts, cut over etp where the reader knows their format."""
     held = sum(len(layer.expert_weights.held) for layer in moe_layers(model))
-    matrices = sum(t.nbytes for name, t in plain.named_parameters() if "experts." in name and t.dim() == 3)
-    per_expert = matrices // (len(moe_layers(model)) * EXPERTS)
+    name, layout = next(iter(files.modules.items()))
+    first = {one.name: plain.get_parameter(f"{name}.{one.name}") for one in layout.tensors if "bias" not in one.part}
+    per_expert = sum(one.one(first[one.name], 0, EXPERTS).nbytes for one in layout.tensors if one.name in first)
     return held * per_expert // (1 if None in files.formats.values() else etp)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext
-from ep_moe.checkpoint.reader import CheckpointSource
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
-from ep_moe.checkpoint.reader import INDEX, SINGLE
+from ep_moe.checkpoint.source import INDEX, SINGLE
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, save_pretrained
 from ep_moe.testing import distributed, rank_device

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import transformers
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
-from ep_moe.checkpoint.reader import INDEX
+from ep_moe.checkpoint.source import INDEX
 from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations.families import FAMILIES as BLOCKS
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig
 from ep_moe.checkpoint import reader as reader
+from ep_moe.checkpoint import source as source_module
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, check_layer, make_layers, written
@@ -117,7 +118,7 @@ def watched_load(checkpoint, layers):
     """load_layers with every read noted: (its source, the reads)."""
     reads = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "safe_open", lambda *args, **kwargs: Watched(safe_open(*args, **kwargs), reads))
+        patch.setattr(source_module, "safe_open", lambda *args, **kwargs: Watched(safe_open(*args, **kwargs), reads))
         source = load_layers(layers, checkpoint.folder, checkpoint.family, progress=False)
     return source, reads
 

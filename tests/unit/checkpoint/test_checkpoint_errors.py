@@ -10,7 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from ep_moe import EPContext
-from ep_moe.checkpoint.reader import INDEX, SINGLE, CheckpointSource, load_layers
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import LAYERS, check_layer, make_layers, write_tensors, written

@@ -12,7 +12,8 @@ from torch import Tensor
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.checkpoint.families import names_of
 from ep_moe.checkpoint.formats import PerExpert, find_format
-from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, largest_input_scale, load_layers
+from ep_moe.checkpoint.reader import largest_input_scale, load_layers
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.cutting import cut

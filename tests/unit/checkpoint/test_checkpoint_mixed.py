@@ -11,7 +11,8 @@ from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.families import names_of
 from ep_moe.checkpoint.formats import find_format
 from ep_moe.checkpoint.kept import read_quantized
-from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, load_layers
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.cutting import cut
 from tests.fixtures.checkpoint_files import same_bytes, stored

@@ -11,8 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.reader import SINGLE, load_layers
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import SINGLE
 from ep_moe.quant.schemes import SCHEMES
+from tests.fixtures import packed_codes
 from tests.fixtures.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")
@@ -454,9 +456,6 @@ def hqq(matrix: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("make", "stated", "called"),
     [
-        (awq, {"quant_method": "awq"}, "AWQ,"),
-        (awq, None, "AWQ or GPTQ"),
-        (gptq, {"quant_method": "gptq"}, "GPTQ,"),
         (gptq, {"quant_method": "auto-round"}, "AutoRound"),
         (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}, r"bitsandbytes \(4 bits\)"),
         (int8, None, r"bitsandbytes \(LLM\.int8\)"),
@@ -467,9 +466,28 @@ def hqq(matrix: Tensor) -> dict[str, Tensor]:
 def test_other_quantisations_are_named(family, make, stated, called, tmp_path):
     write(tmp_path, each(numbers(), make, family), stated, family)
     block = BLOCKS[family]
-    sentence = rf"{block} is quantised by {called}.*is not read: .* is there; dequantise the checkpoint to bf16"
+    sentence = rf"{block}\S* is quantised by {called}.*is not read: .* is there; dequantise the checkpoint to bf16"
     with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path, family)
+
+
+@pytest.mark.parametrize("make", [awq, gptq])
+def test_awq_and_gptq_are_read_as_config_json_says(make, tmp_path):
+    write(tmp_path, each(numbers(), make, "mixtral"), None, "mixtral")
+    with pytest.raises(CheckpointError, match=r"is quantised by AWQ or GPTQ, and config\.json does not state which"):
+        load(tmp_path, "mixtral")
+
+
+@pytest.mark.parametrize(("make", "stated"), [(packed_codes.awq, "awq"), (packed_codes.gptq, "gptq")])
+def test_awq_and_gptq_of_a_known_family(make, stated, tmp_path):
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    found = {name: torch.empty_like(tensor) for name, tensor in numbers().items()}
+    for name in found:
+        for expert, matrix in enumerate(found[name]):
+            parts, found[name][expert] = make(*matrix.shape, generator, group=32)
+            tensors |= {f"experts.{expert}.{name}_proj.{end}": part.contiguous() for end, part in parts.items()}
+    write(tmp_path, tensors, {"quant_method": stated, "bits": 4, "group_size": 32})
+    check(load(tmp_path), found)
 
 
 def int8_channels(matrix: Tensor) -> dict[str, Tensor]:
@@ -597,5 +615,5 @@ def test_a_model_inside_another_is_read_whole(make, stated, tmp_path):
         del wrapped[end]
     wrapped[f"{name.removesuffix('weight')}qweight"] = torch.zeros(4, 4, dtype=torch.int32)
     save_file(wrapped, tmp_path / "quantised" / SINGLE)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.o_proj\.weight is quantised by AWQ or GPTQ"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.o_proj\.\S* is quantised by AWQ or GPTQ"):
         load_pretrained(tmp_path / "quantised", EPContext.local(CPU), dtype=torch.float32)

@@ -10,7 +10,8 @@ from torch import Tensor
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.families import names_of
 from ep_moe.checkpoint.formats import PerExpert, find_format
-from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, load_layers
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES

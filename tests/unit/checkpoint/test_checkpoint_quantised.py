@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.reader import CheckpointSource, load_layers
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES, Mxfp4
 

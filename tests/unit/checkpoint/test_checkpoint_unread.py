@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint import families
-from ep_moe.checkpoint import reader as reader
 from ep_moe.checkpoint.families import names_of
-from ep_moe.checkpoint.reader import SINGLE, CheckpointSource, load_layers
+from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.checkpoint.unread import HARMLESS, listed
 from ep_moe.checkpoint.validate import checked
 from ep_moe.testing import distributed, rank_device
@@ -197,8 +197,8 @@ def test_an_entry_accounts_for_what_transformers_saves(family, checkpoints, cont
 def test_what_counts_as_read_is_read(kind, checkpoints, context, monkeypatch):
     """On one rank, which holds all experts: the names whose bytes are read are those of the blocks."""
     checkpoint, seen = checkpoints[kind], set()
-    raw = reader.CheckpointSource.raw
-    monkeypatch.setattr(reader.CheckpointSource, "raw", lambda self, name, *i: (seen.add(name), raw(self, name, *i))[1])
+    raw = CheckpointSource.raw
+    monkeypatch.setattr(CheckpointSource, "raw", lambda self, name, *i: (seen.add(name), raw(self, name, *i))[1])
     layers = make_layers(checkpoint, context, LAYERS[checkpoint.family])
     source = load_layers(layers, checkpoint.folder, checkpoint.family, progress=False)
     blocks = [names_of(checkpoint.family).block.format(layer=number) for number in layers]

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext
-from ep_moe.checkpoint.reader import SINGLE
+from ep_moe.checkpoint.source import SINGLE
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
 from tests.fixtures.checkpoint_files import quantise_fp8, quiet, same_bytes, save, stored, write_config, write_tensors
@@ -104,13 +104,13 @@ def test_numbers_are_those_of_the_codes(kind, form, quantise, how, kept, tmp_pat
 
 
 def test_another_quantisation_is_refused_by_its_name(tmp_path):
-    def awq(name, tensor):
+    def hqq(name, tensor):
         return (
-            {name.replace("weight", "qweight"): torch.ones(2, 2).int()} if "experts" in name else {name: tensor}
+            {name.replace("weight", "W_q"): torch.ones(2, 2).int()} if "experts" in name else {name: tensor}
         ), tensor
 
-    written(tmp_path, "olmoe", "per_expert", awq, {"quant_method": "awq"})
-    with pytest.raises(CheckpointError, match=r"is quantised by AWQ, which is not read: .*qweight is there"):
+    written(tmp_path, "olmoe", "per_expert", hqq, {"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match=r"is quantised by HQQ, which is not read: .*W_q is there"):
         loaded(tmp_path / "quantised")
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
-from ep_moe.checkpoint.reader import INDEX, SINGLE, CheckpointSource
+from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.checkpoint.unread import unexpected
 from ep_moe.integrations.config_file import read_config
 from ep_moe.integrations.transformers import load_pretrained, read_moe_config
@@ -315,7 +315,7 @@ def test_any_exception_of_one_rank_is_raised_on_all(checkpoints):
         for owner, name in (
             (integration, "checked_config"),
             (integration, "_on_meta"),
-            (integration, "expert_parallel"),
+            (integration, "_parallel"),
             (integration, "read_generation_config"),
             (integration, "_load_rest"),
             (CheckpointSource, "shape"),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ep_moe import registry
-from ep_moe.checkpoint.reader import SINGLE
+from ep_moe.checkpoint.source import SINGLE
 from ep_moe.cli import run as run_module
 from ep_moe.cli.app import app
 from ep_moe.cli.run import DEMO, RunOptions, run

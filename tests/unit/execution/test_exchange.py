@@ -31,7 +31,7 @@ def exchange(tokens: int, *, most: int, bound: int):
 
     dispatcher = SimpleNamespace(
         dispatch_shape=SimpleNamespace(max_tokens=most, wire=FORMAT, hidden_size=16, dtype=torch.float32),
-        capabilities=SimpleNamespace(places=False, rounds=frozenset()),
+        capabilities=SimpleNamespace(places=False, adjoint=False, rounds=frozenset()),
         dispatch_start=note,
         dispatch=lambda x, routing, x_scale=None, max_tokens=None: note(
             x, routing, None, x_scale=x_scale, max_tokens=max_tokens

@@ -232,16 +232,25 @@ def test_clamped_activation_is_gpt_oss(dtype):
     torch.testing.assert_close(activate(h, config), module._apply_gate(by_turns), rtol=0, atol=0)
 
 
-def test_limited_activation_is_deepseek_v4():
-    deepseek_v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    module = deepseek_v4.DeepseekV4Experts.__new__(deepseek_v4.DeepseekV4Experts)
+@pytest.mark.parametrize(
+    ("activation", "module", "name"),
+    [
+        (Activation.SWIGLU_LIMITED, "deepseek_v4", "DeepseekV4Experts"),
+        (Activation.SWIGLU_LIMITED_AFTER, "step3p7", "Step3p7Experts"),
+    ],
+)
+def test_limited_activations_are_their_models_own(activation, module, name):
+    kind = getattr(pytest.importorskip(f"transformers.models.{module}.modeling_{module}"), name)
+    module = kind.__new__(kind)
     torch.nn.Module.__init__(module)
     module.limit, module.act_fn = LIMIT, silu
     h = torch.randn(50, 2 * INNER, generator=torch.Generator().manual_seed(0)) * 3
-    torch.testing.assert_close(activate(h, shape(Activation.SWIGLU_LIMITED)), module._apply_gate(h), rtol=0, atol=0)
+    torch.testing.assert_close(activate(h, shape(activation)), module._apply_gate(h), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, Activation.SWIGLU_LIMITED])
+@pytest.mark.parametrize(
+    "activation", [Activation.SWIGLU_CLAMPED, Activation.SWIGLU_LIMITED, Activation.SWIGLU_LIMITED_AFTER]
+)
 def test_a_limit_beyond_half_precision_is_none(activation):
     h = torch.full((1, 2 * INNER), 100.0, dtype=torch.float16)
     far, near = (dataclasses.replace(shape(activation), activation_limit=limit) for limit in (1e6, 60000.0))

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import gelu, silu
 
 from ep_moe import Activation, ConfigError, EPContext, InputError
+from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.gate_functions import find_activation
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.transformers import expert_parallel, moe_layers, read_moe_config
@@ -45,7 +47,9 @@ def softcapped(gate, up):
         (lambda g, u: gelu(g) * u, (Activation.GEGLU, 1.702, 7.0)),
         (lambda g, u: gelu(g, approximate="tanh") * u, (Activation.GEGLU_TANH, 1.702, 7.0)),
         (lambda g, u: limited(g, u, 10.0), (Activation.SWIGLU_LIMITED, 1.702, 10.0)),
+        (lambda g, u: limited(g, u, 0.05), (Activation.SWIGLU_LIMITED, 1.702, 0.05)),
         (lambda g, u: limited(g, u, 50000.0), (Activation.SWIGLU_LIMITED, 1.702, 50000.0)),
+        (lambda g, u: silu(g).clamp(max=7) * u.clamp(-7, 7), (Activation.SWIGLU_LIMITED_AFTER, 1.702, 7.0)),
         (softcapped, (Activation.SWIGLU_SOFTCAPPED, 25.0, 11.0)),
         (lambda g, u: softcapped(g.float(), u.float()).to(g.dtype), (Activation.SWIGLU_SOFTCAPPED, 25.0, 11.0)),
         (lambda g, u: silu(g) * (u + 1), (Activation.SWIGLU_CLAMPED, 1.0, 1e6)),
@@ -65,7 +69,7 @@ def test_an_activation_is_found_by_its_numbers(function, found):
         lambda g, u: silu(u) * g,
         lambda g, u: silu(g) * (u + 2),
         lambda g, u: silu(g) * u * 1.0001,
-        lambda g, u: silu(g).clamp(max=7) * u.clamp(-7, 7),
+        lambda g, u: silu(g).clamp(max=7) * u.clamp(-8, 8),
         lambda g, u: silu(g) * u.clamp(max=500000),
         lambda g, u: gelu(g) * u.roll(1, -1),
         lambda g, u: silu(g) * u / u.norm(dim=-1, keepdim=True),
@@ -95,13 +99,15 @@ def context():
 def replaced(kind, context):
     """The first experts module and what replaces it, and rows for both."""
     model = tiny_transformers_model(kind)
-    theirs = next(module for module in model.modules() if hasattr(type(module), "_apply_gate"))
+    theirs = model.get_submodule(next(iter(find_experts(model))))
     ours = next(iter(replace_experts(model, context).values()))
     return theirs, ours, torch.randn(6, ours.moe.config.hidden_size, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def test_ids_of_no_expert_fewer_and_repeated_ones(context):
+    if transformers.__version__ < "5.18":
+        pytest.skip("its experts take no id of no expert")
     theirs, ours, x = replaced("olmoe", context)
     theirs.config._experts_implementation = "eager"  # others heed the id of no expert under expert parallelism alone
     weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
@@ -174,7 +180,7 @@ def another(model):
         (tied, r"layers\.1\.mlp\.experts\.down_proj is tied to model\.layers\.0\.mlp\.experts\.down_proj"),
         (scaled, r"must hold down_proj, gate_up_proj alone, and differs in scale"),
         (coded, r"layers\.0\.mlp\.experts\.down_proj must be bfloat16, .* got float8_e4m3fn; give expert_parallel"),
-        (normed, r"OlmoeExperts normalises each expert's output"),
+        (normed, r"OlmoeExperts must have a module post_expert_norm, .* got none"),
         (another, r"layers\.1\.mlp\.experts: OlmoeExperts computes none of"),
     ],
 )
@@ -200,8 +206,8 @@ def test_a_model_is_quantised_where_no_calibration_is_needed(context):
 
 
 def test_models_without_such_experts(context, tmp_path):
-    with pytest.raises(ConfigError, match=r"JetMoeForCausalLM .*'jetmoe'. has no experts of transformers' experts int"):
-        expert_parallel(tiny_transformers_model("jetmoe"), context)
+    with pytest.raises(ConfigError, match=r"DogeForCausalLM .*'doge'. has no module that computes experts from rows"):
+        expert_parallel(tiny_transformers_model("doge"), context)
     model = expert_parallel(tiny_transformers_model("olmoe"), context)
     with pytest.raises(ConfigError, match="were replaced already"):
         expert_parallel(model, context)
@@ -210,3 +216,123 @@ def test_models_without_such_experts(context, tmp_path):
     tiny_transformers_model("olmoe").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"'olmoe' is not among the families .* load_pretrained loads the model"):
         read_moe_config(tmp_path, context)
+
+
+# --- modules that are not on the interface --------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Computes on the rows of each expert, as transformers' own modules do."""
+
+    def __init__(self, experts=6, hidden=40, inner=24):
+        super().__init__()
+        self.num_experts, self.hidden_size, self.inner = experts, hidden, inner
+        self.first = nn.Parameter(torch.randn(experts, 2 * inner, hidden))
+        self.second = nn.Parameter(torch.randn(experts, hidden, inner))
+
+    def forward(self, rows, ids, weights):
+        out = torch.zeros_like(rows)
+        for expert in ids.unique().tolist():
+            row, choice = (ids == expert).nonzero(as_tuple=True)
+            out.index_add_(0, row, self.expert(expert, rows[row]) * weights[row, choice, None])
+        return out
+
+    def expert(self, expert, x):
+        gate, up = (x.view(-1, self.hidden_size) @ self.first[expert].mT).chunk(2, -1)
+        return (silu(gate) * up).view(-1, self.inner) @ self.second[expert].mT
+
+
+class UpFirst(Experts):
+    def expert(self, expert, x):
+        up, gate = (x @ self.first[expert].mT).chunk(2, -1)
+        return (silu(gate) * up) @ self.second[expert].mT
+
+
+class ByTurns(Experts):
+    def expert(self, expert, x):
+        h = x @ self.first[expert].mT
+        return (silu(h[:, ::2]) * h[:, 1::2]) @ self.second[expert].mT
+
+
+class Reversed(Experts):
+    def expert(self, expert, x):
+        return super().expert(self.num_experts - 1 - expert, x)
+
+
+class Scaled(Experts):
+    def expert(self, expert, x):
+        return super().expert(expert, x) * (1 + 1e-3 * (expert == self.num_experts - 1))
+
+
+class WithResidual(Experts):
+    def forward(self, rows, ids, weights):
+        return super().forward(rows, ids, weights) + rows
+
+
+class Unweighted(Experts):
+    def forward(self, rows, ids, weights):
+        return super().forward(rows, ids, torch.ones_like(weights))
+
+
+@pytest.mark.parametrize("kind", [Experts, ByTurns])
+@pytest.mark.parametrize("sizes", [(6, 40, 24), (6, 40, 40), (40, 40, 24), (1, 4, 6), (2, 6, 6)], ids=str)
+@torch.no_grad()
+def test_a_module_is_recognised_by_what_it_computes(kind, sizes):
+    module = kind(*sizes)
+    ((_, found),) = find_experts(nn.ModuleDict({"experts": module})).items()
+    assert (found.layout.experts, *found.sizes, found.layout.tensors[0].interleaved) == (*sizes, kind is ByTurns)
+    assert found.activation == (Activation.SWIGLU, 1.702, 7.0)
+    with torch.device("meta"):
+        assert find_experts(nn.ModuleDict({"experts": kind(*sizes)})) == {"experts": found}
+
+
+@pytest.mark.parametrize("kind", [UpFirst, Reversed, Scaled, WithResidual, Unweighted])
+def test_a_module_that_computes_otherwise_is_no_experts(kind):
+    assert find_experts(nn.ModuleDict({"experts": kind()})) == {}
+
+
+def test_a_layer_that_computes_otherwise_than_the_others():
+    model = nn.ModuleDict({"first": Experts(), "second": Experts()})
+    model["second"].expert = lambda expert, x: torch.tanh(x)
+    with pytest.raises(ConfigError, match=r"second: Experts computes no Activation .* as others of its class"):
+        find_experts(model)
+
+
+def test_what_modules_hold_that_are_not_on_the_interface():
+    found = {
+        kind: next(iter(find_experts(tiny_transformers_model(kind)).values()))
+        for kind in ("step3p7", "longcat_flash", "dbrx", "jetmoe", "muse_spark_text")
+    }
+    assert [kind for kind, one in found.items() if one.zero_experts] == ["longcat_flash"]
+    assert [kind for kind, one in found.items() if one.norm] == ["muse_spark_text"]
+    assert [kind for kind, one in found.items() if one.block] == ["jetmoe"]
+    assert [kind for kind, one in found.items() if one.layout.tensors[0].flat] == ["dbrx"]
+    assert [one.part for one in found["dbrx"].layout.tensors] == ["w1", "w3", "w2"]
+    second = list(find_experts(tiny_transformers_model("step3p7")).values())[1]
+    assert second.activation == (Activation.SWIGLU_LIMITED_AFTER, 1.702, 0.05)
+
+
+@torch.no_grad()
+def test_ids_that_stand_for_the_row_itself(context):
+    theirs, ours, x = replaced("longcat_flash", context)
+    ids = torch.tensor([[0, 8], [11, 3], [8, 9], [1, 2], [7, 0], [5, 10]])
+    weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(ours(x, ids, weights), theirs(x, ids, weights), rtol=1e-5, atol=1e-5)
+    assert sum(ours.moe.stats().expert_load) == 7, "what goes to no expert is no load"
+
+
+def test_each_experts_output_is_normalised(context):
+    """With gradients of the norm and of the weights; a row may name fewer experts than others."""
+    theirs, ours, x = replaced("muse_spark_text", context)
+    theirs.config._experts_implementation = "eager"
+    ids = torch.tensor([[0, 8], [1, 3], [8, 8], [1, 2], [7, 0], [5, 6]])
+    found, expected = [], []
+    for module, into in ((theirs, expected), (ours, found)):
+        weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = module(x, ids, weights)
+        (out * torch.linspace(0, 1, out.shape[1])).sum().backward()
+        into += [out.detach(), weights.grad, module.post_expert_norm.weight.grad.clone()]
+        module.post_expert_norm.weight.grad = None
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+    assert sum(ours.moe.stats().expert_load) == 9

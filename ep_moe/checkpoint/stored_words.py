@@ -1,0 +1,215 @@
+"""Matrices as AWQ and GPTQ write them: INT4 in int32 words, with a zero point for each group of inputs and each output.
+
+`X.qweight`, `X.qzeros` and `X.scales` stand for `X.weight`. The file has inputs by outputs, a layer's columns by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ep_moe.checkpoint.declared import foreign_refusal
+from ep_moe.checkpoint.factors import Tensors, check_lost, factors, wrong_dtype
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, span
+from ep_moe.errors import CheckpointError
+
+_WORD = 8  # numbers of a word
+_MIDDLE = 8  # the zero point of symmetric codes
+_DEQUANTISE = "dequantise the checkpoint to bf16 first"
+
+
+class _Words(StoredMatrix):
+    """Eight numbers to a word, along rows or columns; zero points are always packed along rows.
+
+    method: as config.json calls it; packings: what it may state of the order of words and numbers, "" for nothing
+    order: the place in a word of each of eight numbers that follow each other
+    """
+
+    method: str
+    packings: frozenset[str]
+    order: tuple[int, ...] = tuple(range(_WORD))
+
+    def __init__(self, tensors: Tensors, name: str, *, transposed: bool = False, stacked: int = 1) -> None:
+        stem = name.removesuffix("weight")
+        super().__init__(tensors, name, f"{stem}qweight", transposed=transposed, stacked=stacked)
+        self.zeros, self.scale, self.groups_of = f"{stem}qzeros", f"{stem}scales", f"{stem}g_idx"
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"INT4 in groups of {self.group} ({self.method.upper()})"
+
+    @property
+    def group(self) -> int:
+        """Columns with a zero point and a factor in common."""
+        groups = self._header(self.scale)[-2:-1]
+        return max(self.shape[-1] // groups[0], 1) if groups and groups[0] else 1
+
+    def parts(self) -> tuple[str, ...]:
+        found = (self.data, self.zeros, self.scale, self.groups_of)
+        return tuple(each for each in found if self.tensors.holds(each))
+
+    def wrong(self) -> str | None:
+        return self._wrong_stated() or self._wrong_tensors()
+
+    def _wrong_stated(self) -> str | None:
+        """What config.json says of the numbers."""
+        declared, location = self.tensors.declared, self.tensors.location(self.data)
+        if self.method not in declared.method.split():
+            if declared.method:
+                return foreign_refusal(self.name, self.data, declared.called("AWQ or GPTQ"))
+            return (
+                f"{location} is quantised by AWQ or GPTQ, and config.json does not state which; set quant_method, bits "
+                f"and group_size of its quantization_config"
+            )
+        if declared.bits != {4}:
+            bits = ", ".join(map(str, sorted(declared.bits))) or "no number of"
+            return f"{location} is {self.method.upper()} with {bits} bits, and 4 bits alone are read; {_DEQUANTISE}"
+        if declared.packing not in self.packings:
+            return (
+                f"{location} is {self.method.upper()} in the packing {declared.packing!r}, which is not read; "
+                f"{_DEQUANTISE}"
+            )
+        return None
+
+    def _wrong_tensors(self) -> str | None:
+        location = self.tensors.location(self.data)
+        if self.transposed:
+            return f"{location} is {self.words} of a matrix that the model holds transposed; {_DEQUANTISE}"
+        for name in (self.zeros, self.scale):
+            if not self.tensors.holds(name):
+                return f"{name} is missing; {location} is {self.words}"
+        for name in (self.data, self.zeros, self.groups_of):
+            if self.tensors.holds(name) and self.tensors.header(name)[0] != "I32":
+                return f"{self.tensors.location(name)} must be int32, got {self.tensors.header(name)[0]}"
+        *lead, rows, columns = self.shape
+        groups = columns // self.group
+        wanted = {self.scale: (*lead, groups, rows), self.zeros: (*lead, groups, rows // _WORD)}
+        if self.tensors.holds(self.groups_of):
+            wanted[self.groups_of] = (*lead, columns)
+        for name, shape in wanted.items():
+            if self._header(name) != shape or columns % self.group or rows % _WORD:
+                return (
+                    f"{self.tensors.location(name)} must have shape {list(shape)} beside {self.data} of shape "
+                    f"{list(self._header(self.data))}, got {list(self._header(name))}"
+                )
+        stated = {size or columns for size in self.tensors.declared.groups}
+        if stated and self.group not in stated:
+            return (
+                f"{self.tensors.location(self.scale)} has a factor for each {self.group} columns, and config.json "
+                f"states group_size {' and '.join(map(str, sorted(stated)))}; fetch the checkpoint again"
+            )
+        if self.tensors.declared.reordered and not self.tensors.holds(self.groups_of):
+            return f"{self.groups_of} is missing, and config.json states desc_act: true; fetch the checkpoint again"
+        return wrong_dtype(self.tensors, self.scale, exponents=False)
+
+    def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
+        if expert is None and len(self.shape) == 3:
+            return torch.stack([self.numbers(rows, columns, each) for each in range(self.shape[0])])
+        lead = () if expert is None else (expert,)
+        (top, bottom), (left, right) = span(rows, self.shape[-2]), span(columns, self.shape[-1])
+        group = self._groups(lead, left, right)
+        scale = factors(self.tensors, self.scale, *lead, ALL, slice(top, bottom))
+        zeros = self._zeros(lead, top, bottom)
+        codes = self._codes(lead, slice(top, bottom), slice(left, right))
+        numbers = (codes - zeros[group]).float()
+        scale = scale[group]
+        if (scale == 0).any():
+            check_lost(self.tensors, self.scale, self.data, int(((scale == 0) & (numbers != 0)).sum()))
+        return (numbers * scale).T.contiguous()
+
+    def _groups(self, lead: tuple[int, ...], left: int, right: int) -> Tensor:
+        """The group of each column."""
+        if not self.tensors.holds(self.groups_of):
+            return torch.arange(left, right, device="cpu") // self.group
+        found = self.tensors.raw(self.groups_of, *lead, slice(left, right)).long()
+        count = self.shape[-1] // self.group
+        if ((found < 0) | (found >= count)).any():
+            raise CheckpointError(
+                f"{self.tensors.location(self.groups_of)} must be groups of columns in [0, {count}), got "
+                f"{int(found.min())} to {int(found.max())}; fetch the checkpoint again"
+            )
+        return found
+
+    def _zeros(self, lead: tuple[int, ...], top: int, bottom: int) -> Tensor:
+        """int32 [groups, rows]."""
+        words = slice(top // _WORD, -(-bottom // _WORD))
+        start = top - words.start * _WORD
+        raw = self.tensors.raw(self.zeros, *lead, ALL, words)
+        return self._offset(_unpacked(raw, self.order)[:, start : start + bottom - top])
+
+    def _offset(self, stored: Tensor) -> Tensor:
+        """Zero points as numbers of the file's."""
+        return stored
+
+    def _codes(self, lead: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+        """int32 [columns, rows]."""
+        raise NotImplementedError
+
+    def _header(self, name: str) -> tuple[int, ...]:
+        return self.tensors.header(name)[1] if self.tensors.holds(name) else ()
+
+
+class AwqMatrix(_Words):
+    """AutoAWQ's version "gemm": `qweight` [columns, rows / 8], numbers 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up."""
+
+    method = "awq"
+    packings = frozenset({"", "gemm"})
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, columns, words = self._header(self.data)
+        return (*lead, words * _WORD, columns)
+
+    def _wrong_stated(self) -> str | None:
+        wrong = super()._wrong_stated()
+        if wrong is None and self.tensors.declared.symmetric:
+            location = self.tensors.location(self.data)
+            return f"{location} is AWQ without zero points (zero_point: false), which is not read; {_DEQUANTISE}"
+        return wrong
+
+    def _codes(self, lead: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+        words = slice(rows.start // _WORD, -(-rows.stop // _WORD))
+        start = rows.start - words.start * _WORD
+        raw = self.tensors.raw(self.data, *lead, columns, words)
+        return _unpacked(raw, self.order)[:, start : start + rows.stop - rows.start]
+
+
+class GptqMatrix(_Words):
+    """GPTQ: `qweight` [columns / 8, rows], from the low bits up; `g_idx` says the group of each column.
+
+    Zero points are one less in the file than in the format "gptq_v2". Those of symmetric codes are 8.
+    """
+
+    method = "gptq"
+    packings = frozenset({"", "gptq", "gptq_v2"})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, words, rows = self._header(self.data)
+        return (*lead, rows, words * _WORD)
+
+    def _offset(self, stored: Tensor) -> Tensor:
+        declared = self.tensors.declared
+        zeros = stored if declared.packing == "gptq_v2" else stored + 1
+        if declared.symmetric and (zeros != _MIDDLE).any():
+            raise CheckpointError(
+                f"{self.tensors.location(self.zeros)} has zero points {int(zeros.min())} to {int(zeros.max())}, and "
+                f"config.json states sym: true, whose zero points are {_MIDDLE}, and checkpoint_format "
+                f"{declared.packing or 'gptq'!r}; correct config.json, or fetch the checkpoint again"
+            )
+        return zeros
+
+    def _codes(self, lead: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+        words = slice(columns.start // _WORD, -(-columns.stop // _WORD))
+        start = columns.start - words.start * _WORD
+        raw = self.tensors.raw(self.data, *lead, words, rows)
+        return _unpacked(raw.T, self.order).T[start : start + columns.stop - columns.start]
+
+
+def _unpacked(words: Tensor, order: Sequence[int]) -> Tensor:
+    """int32 [..., n] to its numbers [..., 8n]. order: the place in a word of each of its eight numbers"""
+    shifts = torch.tensor(order, dtype=torch.int32, device=words.device) * 4
+    return ((words.unsqueeze(-1) >> shifts) & 0xF).flatten(-2)

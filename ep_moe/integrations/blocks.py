@@ -1,0 +1,180 @@
+"""MoE blocks of known families, replaced whole: our router, our experts, the model's shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ep_moe.checkpoint.families import CheckpointNames, names_of
+from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
+from ep_moe.checkpoint.module_layout import fused_layout
+from ep_moe.checkpoint.reader import read_experts
+from ep_moe.checkpoint.source import ModuleSource
+from ep_moe.checkpoint.unread import left_out
+from ep_moe.checkpoint.validate import checked_block
+from ep_moe.config import MoEConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
+from ep_moe.integrations.gate_functions import computes, find_activation, is_experts
+from ep_moe.integrations.generic import ExpertParallelExperts
+from ep_moe.integrations.save import SavedExperts
+from ep_moe.integrations.token_mask import TokenMasks
+from ep_moe.layer import MoELayer
+
+
+class ExpertParallelBlock(nn.Module):
+    """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
+
+    masks: of the model
+    """
+
+    def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks) -> None:
+        super().__init__()
+        self.moe = moe
+        self._returns = returns
+        self.masks = masks
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        mask = self.masks.of_rows(hidden_states.shape[:-1].numel())
+        if mask is None or not self.moe._takes_mask:
+            return self._returns(self.moe(hidden_states), hidden_states)
+        tokens, sent = mask.tokens.view(hidden_states.shape[:-1]), bool(mask.sent or self.moe._logit_taps)
+        return self._returns(self.moe(hidden_states, tokens, send_masked=sent), hidden_states)
+
+
+def replace_blocks(
+    model: PreTrainedModel, context: EPContext, family: Family, layer_options: dict[str, Any]
+) -> dict[str, ExpertParallelBlock]:
+    """Replace the blocks of a known family by layers with a router of ours.
+
+    Raises:
+        ConfigError: the family's entry does not account for all that a block holds and computes.
+    """
+    config = model.config.get_text_config()
+    moe_config, names = moe_config_of(family, config), names_of(config.model_type)
+    masks, made = TokenMasks(), {}
+    for number, (name, block) in enumerate(blocks_of(model, family)):
+        parameters = list(block.parameters())
+        # a block may keep its router in float32, and not its experts
+        by_experts = [*block.get_submodule("experts").parameters(), *parameters]
+        first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
+        shared = None if family.shared is None else _shared(block, name, family.shared)
+        layer_options |= {"shared_experts": shared, "name": name, "device": first.device, "dtype": first.dtype}
+        if number == 0:
+            _check_activation(block, name, moe_config)
+        moe = MoELayer(moe_config, context, **layer_options)
+        source = ModuleSource(block, name)
+        found = _accounted(source, block, name, names, moe, config.model_type)
+        if first.device.type != "meta":
+            read_experts(moe, source, name, found)
+            _copy_router(moe, source, name, names.router)
+        if not any(one.requires_grad for one in parameters):
+            moe.requires_grad_(False)
+        parent, _, attribute = name.rpartition(".")
+        made[name] = ExpertParallelBlock(moe, family.returns, masks)
+        setattr(model.get_submodule(parent), attribute, made[name])
+    return made
+
+
+def _shared(block: nn.Module, name: str, attribute: str) -> nn.Module:
+    found = getattr(block, attribute, None)
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"{name} ({type(block).__name__}) has no module {attribute!r}; mend Family.shared")
+    return found
+
+
+def _accounted(
+    source: ModuleSource, block: nn.Module, name: str, names: CheckpointNames, moe: MoELayer, model_type: str
+) -> ExpertFormat:
+    """The form in which the class holds its experts, where the entry accounts for all that the block holds."""
+    computed = [
+        f"{name}.{path}.{buffer}".replace("..", ".")
+        for path, module in block.named_modules()
+        for buffer in sorted(module._non_persistent_buffers_set)
+    ]
+    if computed:
+        raise ConfigError(
+            f"{', '.join(computed)} of {type(block).__name__} is computed and in no checkpoint, so that the entry of "
+            f"{model_type!r} cannot name it; leave the family unregistered: its experts alone are then replaced"
+        )
+    try:
+        found, left = checked_block(source, names, name, moe, model_type, in_memory=True)
+    except CheckpointError as error:
+        codes = any(tensor.dtype not in NUMBERS for tensor in block.parameters())
+        hint = "; a model that is quantised is loaded with load_pretrained" if codes else ""
+        raise ConfigError(f"{error}{hint}") from error
+    if left:
+        raise ConfigError(f"{left_out(left.items())}; whoever replaces the block has to load it: mend the entry")
+    experts: Any = block.get_submodule("experts")
+    if is_experts(experts) and isinstance(found, Fused):
+        stated = (found.transposed, found.interleaved)
+        if stated != (held := (experts.is_transposed, not experts.is_concatenated and experts.has_gate)):
+            raise ConfigError(
+                f"{name}.experts ({type(experts).__name__}) are held with transposed={held[0]}, interleaved={held[1]}, "
+                f"and the entry of {model_type!r} says {found}; mend CheckpointNames.experts"
+            )
+    return found
+
+
+def _check_activation(block: nn.Module, name: str, config: MoEConfig) -> None:
+    experts: Any = block.get_submodule("experts")
+    if not is_experts(experts) or computes(experts, config):
+        return
+    found = find_activation(experts, f"{name}.experts")
+    raise ConfigError(
+        f"{name}.experts ({type(experts).__name__}) compute {found.activation.value} (alpha={found.alpha:g}, "
+        f"limit={found.limit:g}), and Family.config says {config.activation.value} (alpha={config.activation_alpha:g}, "
+        f"limit={config.activation_limit:g}); mend it"
+    )
+
+
+def saved_experts(model: Any) -> list[SavedExperts]:
+    """The experts of a model's layers as transformers' modules hold them, in the model's order.
+
+    Raises:
+        ConfigError: the model has no expert-parallel layers.
+    """
+    prefix = "base_model.model." if hasattr(model, "peft_config") and hasattr(model, "base_model") else ""
+    found = []
+    for path, module in model.named_modules():
+        name = path.removeprefix(prefix)
+        if isinstance(module, ExpertParallelExperts):
+            found.append(SavedExperts(name, module.moe, module.layout, module.kept))
+        elif isinstance(module, ExpertParallelBlock):
+            formats = names_of(model.config.get_text_config().model_type).experts
+            held = next(each for each in formats if isinstance(each, Fused))
+            found.append(SavedExperts(f"{name}.experts", module.moe, fused_layout(held, module.moe.config.num_experts)))
+    if not found:
+        raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
+    return found
+
+
+def shared_names(model: Any) -> Iterator[tuple[str, str, str]]:
+    """Of each block of a known family with shared experts: its name, and theirs in our block and in transformers'."""
+    prefix = "base_model.model." if hasattr(model, "peft_config") and hasattr(model, "base_model") else ""
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertParallelBlock) and module.moe.shared_experts is not None:
+            shared = FAMILIES[model.config.get_text_config().model_type].shared
+            assert shared is not None, "the layer was given the block's own"
+            yield path.removeprefix(prefix), "moe.shared_experts", shared
+
+
+def block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[str, Tensor]:
+    """A known family's router and shared experts, by transformers' names."""
+    assert isinstance(layer.router, nn.Module)
+    found = {f"{block}.{names.router[key]}": tensor for key, tensor in layer.router.state_dict().items()}
+    if layer.shared_experts is not None:
+        found |= {f"{block}.{names.shared}.{key}": tensor for key, tensor in layer.shared_experts.state_dict().items()}
+    return found
+
+
+@torch.no_grad()
+def _copy_router(moe: MoELayer, source: ModuleSource, block: str, names: Any) -> None:
+    assert isinstance(moe.router, nn.Module)
+    for key, tensor in moe.router.state_dict().items():
+        tensor.copy_(source.read(f"{block}.{names[key]}"))

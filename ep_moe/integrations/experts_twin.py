@@ -1,0 +1,219 @@
+"""What a module computes that may be experts: a small twin of it is asked.
+
+The twin has the module's class and attributes, and parameters of small sizes. It runs in float64 on the CPU. Nothing is
+taken for experts whose numbers are not those of a layout with a known activation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ep_moe.checkpoint.module_layout import ModuleLayout
+from ep_moe.errors import ConfigError
+from ep_moe.experts.activations import activate
+from ep_moe.integrations.gate_functions import WIDTH, FoundActivation, config_of, find_activation
+
+_ROWS = 12
+_TOLERANCE = 1e-5  # some classes compute a part in float32
+
+
+def identify(module: nn.Module, layout: ModuleLayout, hidden: int, inner: int) -> tuple[FoundActivation, bool] | None:
+    """The activation, and whether an id of at least E stands for the row itself; None if the module computes otherwise.
+
+    Args:
+        module: of any sizes, on any device.
+        layout: how it may hold its experts.
+        hidden: H of its parameters.
+        inner: I of its parameters.
+    """
+    return _asked(_Twin, module, layout, (hidden, inner))
+
+
+def identify_block(module: nn.Module, layout: ModuleLayout, hidden: int, inner: int) -> FoundActivation | None:
+    """As `identify`, of a block that sorts its rows as its child `router` says (`sorted_routes`)."""
+    found = _asked(_BlockTwin, module, layout, (hidden, inner))
+    return None if found is None else found[0]
+
+
+def _asked(
+    kind: type[_Twin], module: nn.Module, layout: ModuleLayout, real: tuple[int, int]
+) -> tuple[FoundActivation, bool] | None:
+    sizes = _small(layout.experts, *real)
+    if sizes is None:
+        return None
+    twin = kind(module, layout, real, sizes)
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            found = find_activation(twin, type(module).__name__)
+            return (found, twin.zero_experts()) if twin.agrees(found) else None
+    except Exception:  # another class of modules may do anything with such inputs
+        return None
+
+
+def _small(experts: int, hidden: int, inner: int) -> tuple[int, int] | None:
+    """H and I of the twin. Attributes are told apart by their values: equal sizes stay equal, and E stays as it is."""
+    small_hidden = hidden if hidden == experts else 2 * WIDTH + (experts == 2 * WIDTH)
+    small_inner = inner if inner == experts else WIDTH + (experts == WIDTH)
+    if hidden == inner:
+        small_inner = small_hidden
+    return (small_hidden, small_inner) if small_hidden >= 2 * WIDTH and small_inner >= WIDTH else None
+
+
+class _Twin:
+    """Calls a small twin of a module with given experts. `find_activation` takes it for a class of the interface."""
+
+    has_bias, is_transposed, is_concatenated = False, False, True
+
+    def __init__(self, module: nn.Module, layout: ModuleLayout, real: tuple[int, int], sizes: tuple[int, int]) -> None:
+        self._module, self._layout, self.has_gate = module, layout, layout.gated
+        self._hidden, self._inner = sizes
+        self._attributes = dict(zip(real, sizes, strict=True))
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self._tried: tuple[dict[str, Tensor], Tensor]
+
+    def _apply_gate(self, h: Tensor) -> Tensor:
+        """The activation alone: an expert whose matrices select columns."""
+        width = h.shape[-1] // (2 if self.has_gate else 1)
+        starts = (0, self._inner) if self.has_gate else (0,)
+        w13 = h.new_zeros(len(starts) * self._inner, self._hidden)
+        for at, start in enumerate(starts):
+            w13[start : start + width, at * width : (at + 1) * width] = torch.eye(width, dtype=h.dtype, device=h.device)
+        w2 = h.new_zeros(self._hidden, self._inner)
+        w2[:width, :width] = torch.eye(width, dtype=h.dtype, device=h.device)
+        x = h.new_zeros(len(h), self._hidden)
+        x[:, : h.shape[-1]] = h
+        experts = self._layout.experts
+        one = {"w13": w13.expand(experts, -1, -1), "w2": w2.expand(experts, -1, -1)}
+        return self._call(one, x, *_one_choice(x, 0, 1.0))[:, :width]
+
+    act_fn = _apply_gate
+
+    def agrees(self, activation: FoundActivation) -> bool:
+        """Whether the twin, with random experts, gives the sum of the weighted experts of each row."""
+        count, rows = self._layout.experts, self._inner * (2 if self.has_gate else 1)
+        x, chosen = self._random(_ROWS, self._hidden), min(2, count)
+        ids = self._random(_ROWS, count).topk(chosen).indices
+        ids[0, 0], ids[0, -1] = 0, count - 1
+        weights = self._random(_ROWS, chosen)
+        w13, w2 = self._random(count, rows, self._hidden) / 4, self._random(count, self._hidden, self._inner) / 4
+        self._tried = {"w13": w13, "w2": w2}, x
+        found = self._call(*self._tried, ids, weights)
+        return _close(found, self._expected(activation, ids, weights))
+
+    def _expected(self, activation: FoundActivation, ids: Tensor, weights: Tensor) -> Tensor:
+        experts, x = self._tried
+        h = torch.einsum("tkrh,th->tkr", experts["w13"][ids], x)
+        out = torch.einsum("tkhi,tki->tkh", experts["w2"][ids], activate(h, config_of(activation, self._inner)))
+        return (out * weights.unsqueeze(-1)).sum(1)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=self._generator, device="cpu")
+
+    def zero_experts(self) -> bool:
+        """Whether the id E gives the row itself, and no error. Raises ConfigError for a third thing."""
+        experts, x = self._tried
+        try:
+            found = self._call(experts, x, *_one_choice(x, self._layout.experts, 0.5))
+        except Exception:  # no such id
+            return False
+        if _close(found, 0.5 * x):
+            return True
+        if found.any():
+            raise ConfigError(f"{type(self._module).__name__} gives ids of no expert a meaning")
+        return False
+
+    def _call(self, experts: Mapping[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        twin = _copied(self._module, self._parameters(experts), self._attributes)
+        out: Tensor = type(self._module).forward(twin, x, ids, weights)
+        return out.reshape(x.shape)
+
+    def _parameters(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        held = self._layout.stored(experts)
+        return {one.name: one.join(held[one.name]) for one in self._layout.tensors}
+
+
+class _BlockTwin(_Twin):
+    """Of a block with a router of its own, and perhaps a `bias` of its output."""
+
+    def agrees(self, activation: FoundActivation) -> bool:
+        self._rest = {name: self._random(*shape) for name, shape in self._shapes().items()}
+        count, rows = self._layout.experts, self._inner * (2 if self.has_gate else 1)
+        w13, w2 = self._random(count, rows, self._hidden) / 4, self._random(count, self._hidden, self._inner) / 4
+        self._tried = {"w13": w13, "w2": w2}, self._random(_ROWS, self._hidden)
+        twin = self._twin(self._tried[0])
+        found = type(self._module).forward(twin, self._tried[1].unsqueeze(0))
+        ids, weights = sorted_routes(twin.router(self._tried[1]), _ROWS)
+        expected = self._expected(activation, ids, weights) + self._rest.get("bias", 0.0)
+        return _close(found, expected.unsqueeze(0))
+
+    def zero_experts(self) -> bool:
+        return False
+
+    def _call(self, experts: Mapping[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Of experts that are all alike, under weights whose sum is 1."""
+        self._rest = {name: x.new_zeros(shape) for name, shape in self._shapes().items()}
+        out: Tensor = type(self._module).forward(self._twin(experts), x.unsqueeze(0))
+        return out.squeeze(0)
+
+    def _twin(self, experts: Mapping[str, Tensor]) -> Any:
+        return _copied(self._module, self._parameters(experts) | self._rest, self._attributes)
+
+    def _shapes(self) -> dict[str, list[int]]:
+        """Of the parameters besides the experts'."""
+        return {
+            name: [self._attributes.get(size, size) for size in parameter.shape]
+            for name, parameter in self._module.named_parameters()
+            if name not in self._layout.names
+        }
+
+
+def sorted_routes(routed: tuple[Tensor, Tensor, Tensor, list[int], Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    """Ids and weights [T, K] of a router that sorts its choices by expert.
+
+    Args:
+        routed: the places [T * K] of the choices in the order of the experts, the row of each, the weight of each, the
+            number of choices of each expert, and logits.
+        rows: T.
+    """
+    places, _, weights, counts, _ = routed
+    experts = torch.arange(len(counts), device=places.device)
+    by_expert = experts.repeat_interleave(torch.tensor(counts, device=places.device), output_size=len(places))
+    order = places.argsort()
+    return by_expert[order].view(rows, -1), weights[order].view(rows, -1)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _one_choice(x: Tensor, expert: int, weight: float) -> tuple[Tensor, Tensor]:
+    """Ids and weights [T, 2]: some classes cannot have a single choice, so the second has no weight."""
+    ids = torch.full((len(x), 2), expert, device="cpu")
+    return ids, x.new_tensor([weight, 0.0]).expand(len(x), 2)
+
+
+def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int, int], prefix: str = "") -> Any:
+    """A module with other parameters, whose integer attributes follow; without hooks, and without a replaced call."""
+    twin = copy.copy(module)
+    own = twin.__dict__
+    for name, value in own.items():
+        if type(value) is int:
+            own[name] = sizes.get(value, value)
+        elif name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+            own[name] = OrderedDict()
+    own.pop("forward", None)
+    own["_parameters"] = {
+        name: None if one is None else tensors[f"{prefix}{name}"] for name, one in module._parameters.items()
+    }
+    own["_modules"] = {
+        name: None if one is None else _copied(one, tensors, sizes, f"{prefix}{name}.")
+        for name, one in module._modules.items()
+    }
+    own["training"] = False
+    return twin

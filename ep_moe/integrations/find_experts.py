@@ -1,0 +1,273 @@
+"""Which modules of a transformers model are experts, how they hold them, and what they compute.
+
+Modules on transformers' experts interface (`use_experts_implementation`) say how they hold their experts. Any other
+module that is called with rows, ids and weights is tried: a small twin computes with random experts, beside each layout
+that its parameters' shapes allow.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ep_moe.checkpoint.formats import NUMBERS
+from ep_moe.checkpoint.module_layout import HeldTensor, ModuleLayout
+from ep_moe.config import MoEConfig
+from ep_moe.errors import ConfigError
+from ep_moe.integrations.experts_twin import identify, identify_block
+from ep_moe.integrations.gate_functions import FoundActivation, find_activation, is_experts
+from ep_moe.types import dtype_name
+
+_MOST = 8  # parameters of a module of experts, or of a block with its router
+NORM = "post_expert_norm"  # of transformers' experts interface
+TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+KEEP = "leave the model as it is, or use transformers' own DistributedConfig(ep_size=...)"
+
+
+class FoundExperts(NamedTuple):
+    """A module of experts.
+
+    sizes: H and I
+    zero_experts: an id of at least E stands for the row itself, else for nothing
+    norm: the module normalises the output of each expert by its `NORM`
+    block: the module is a block, which is called with rows alone and has a router that sorts
+    """
+
+    layout: ModuleLayout
+    sizes: tuple[int, int]
+    activation: FoundActivation
+    zero_experts: bool = False
+    norm: bool = False
+    block: bool = False
+
+    def config(self, top_k: int) -> MoEConfig:
+        """What a layer of these experts computes."""
+        activation, alpha, limit = self.activation
+        return MoEConfig(
+            hidden_size=self.sizes[0],
+            intermediate_size=self.sizes[1],
+            num_experts=self.layout.experts,
+            top_k=min(top_k, self.layout.experts),
+            activation=activation,
+            activation_alpha=alpha,
+            activation_limit=limit,
+            expert_bias=any(one.part == "w13_bias" for one in self.layout.tensors),
+        )
+
+
+def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
+    """The modules of experts of a model, in its order, by their names. The model may be on the meta device.
+
+    Experts of a part that is not the text model (`experts_apart`) are not among them.
+
+    Raises:
+        ConfigError: no `MoELayer` computes what one of them does.
+    """
+    found, kinds, apart = {}, set(), _parts_apart(model)
+    modules = [(name, module) for name, module in model.named_modules() if not name.startswith(apart)]
+    for name, module in modules:
+        if is_experts(module):
+            found[name] = on_interface(module, name)
+        elif (other := _by_twin(module)) is not None:
+            found[name] = other
+            check_dtypes(module, name, other.layout)
+            kinds.add(type(module))
+    for name, module in modules:
+        if type(module) in kinds and name not in found:
+            raise ConfigError(
+                f"{name}: {type(module).__name__} computes no Activation of ep_moe between its matrices, as others of "
+                f"its class do; add its activation to ep_moe.types.Activation and ep_moe.experts.activations, or {KEEP}"
+            )
+    return found
+
+
+def experts_apart(model: nn.Module) -> list[str]:
+    """Modules of experts of a model around its text model, such as those of what sees images.
+
+    A rank calls these only when it has an image or a sound, so that its peers could not take part.
+    """
+    parts = _parts_apart(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(parts) and (is_experts(module) or _by_twin(module) is not None)
+    ]
+
+
+def _parts_apart(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the modules of a model's parts that are not its text model."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return ()
+    texts = (type(config), type(config.get_text_config()))
+    parts = [(name, one) for name, one in model.named_modules() if isinstance(one, PreTrainedModel) and name]
+    return tuple(f"{name}." for name, part in parts if type(part.config) not in texts)
+
+
+def on_interface(experts: Any, name: str) -> FoundExperts:
+    """What a module on transformers' experts interface holds and computes. Raises ConfigError."""
+    kind = type(experts).__name__
+    layout = interface_layout(experts)
+    tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
+    norm = bool(getattr(experts, f"has_{NORM}", False))  # transformers before 5.18 has none
+    held = {each for each in tensors if not (norm and each.startswith(f"{NORM}."))}
+    if held != set(layout.names):
+        odd = ", ".join(sorted(held ^ set(layout.names)))
+        raise ConfigError(
+            f"{name}: {kind} must hold {', '.join(sorted(layout.names))} alone, and differs in {odd}; {KEEP}"
+        )
+    if norm and not isinstance(getattr(experts, NORM, None), nn.Module):
+        raise ConfigError(f"{name}: {kind} must have a module {NORM}, as it normalises each output, got none; {KEEP}")
+    check_dtypes(experts, name, layout)
+    first, second = (tensors[each] for each in layout.names[:2])
+    rows, hidden = (first.shape[2], first.shape[1]) if experts.is_transposed else first.shape[1:]
+    out, inner = (second.shape[2], second.shape[1]) if experts.is_transposed else second.shape[1:]
+    if hidden != out or rows != inner * (2 if experts.has_gate else 1):
+        raise ConfigError(
+            f"{name}: {kind} must hold matrices of one hidden and one intermediate size, got {layout.names[0]} "
+            f"{list(first.shape)} and down_proj {list(second.shape)}; {KEEP}"
+        )
+    activation = find_activation(experts, name)
+    return FoundExperts(layout, (hidden, inner), activation, norm=norm)
+
+
+def interface_layout(experts: Any) -> ModuleLayout:
+    """Of a module on transformers' experts interface, by its flags."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    transposed, interleaved = bool(experts.is_transposed), bool(experts.has_gate and not experts.is_concatenated)
+    tensors = [
+        HeldTensor(name=first, part="w13", transposed=transposed, interleaved=interleaved),
+        HeldTensor(name="down_proj", part="w2", transposed=transposed),
+    ]
+    if experts.has_bias:
+        tensors += [
+            HeldTensor(name=f"{first}_bias", part="w13_bias", interleaved=interleaved),
+            HeldTensor(name="down_proj_bias", part="w2_bias"),
+        ]
+    return ModuleLayout(len(experts.down_proj), tuple(tensors), gated=bool(experts.has_gate))
+
+
+def held_tensor(module: nn.Module, name: str) -> Tensor:
+    """A parameter, or a buffer, by its name in a module."""
+    found: Tensor = attrgetter(name)(module)
+    return found
+
+
+def check_dtypes(experts: nn.Module, name: str, layout: ModuleLayout) -> None:
+    """Raise ConfigError unless the parameters are numbers of one dtype."""
+    tensors = {each: held_tensor(experts, each) for each in layout.names}
+    first = tensors[layout.names[0]].dtype
+    for each in sorted(tensors):
+        if tensors[each].dtype not in NUMBERS or tensors[each].dtype != first:
+            raise ConfigError(
+                f"{name}.{each} must be bfloat16, float16, float32 or float64, as all tensors beside it, got "
+                f"{dtype_name(tensors[each].dtype)}; give expert_parallel the model as it was before it was quantised"
+            )
+
+
+def _by_twin(module: nn.Module) -> FoundExperts | None:
+    """What a module is that is called with rows, ids and weights; None if not experts."""
+    tensors = dict(module.named_parameters())
+    if len(tensors) > _MOST or any(True for _ in module.buffers()):
+        return None
+    if len(tensors) in (2, 3) and _inputs(module) == 3:
+        for layout, hidden, inner in _candidates(module, tensors):
+            if (found := identify(module, layout, hidden, inner)) is not None:
+                return FoundExperts(layout, (hidden, inner), *found)
+    if "router" in module._modules and _inputs(module) == 1:
+        stacked = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 3}
+        if len(stacked) == 2 and all(name == "bias" or name.startswith("router.") for name in tensors.keys() - stacked):
+            for layout, hidden, inner in _fused(stacked):
+                if (activation := identify_block(module, layout, hidden, inner)) is not None:
+                    return FoundExperts(layout, (hidden, inner), activation, block=True)
+    return None
+
+
+def _inputs(module: nn.Module) -> int:
+    """How many arguments a call must have."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return sum(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
+
+
+def _candidates(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, int]]:
+    """Layouts that the parameters' shapes allow, each with H and I."""
+    dims = {tensor.dim() for tensor in tensors.values()}
+    if dims == {3} and len(tensors) == 2:
+        yield from _fused(tensors)
+    elif dims == {2} and len(tensors) == 3:
+        yield from _flat(module, tensors)
+
+
+def _fused(tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, int]]:
+    """[E, rows, columns] of gate and up (or up alone), and of down; the first may have entries that no expert has."""
+    (first, both), (second, down) = tensors.items()
+    experts, unused = len(down), len(both) - len(down)
+    for transposed in (False, True):
+        rows, hidden = both.shape[:0:-1] if transposed else both.shape[1:]
+        out, inner = down.shape[:0:-1] if transposed else down.shape[1:]
+        if out != hidden or rows not in (inner, 2 * inner) or unused < 0:
+            continue
+        for interleaved in (False, True) if rows == 2 * inner else (False,):
+            held = HeldTensor(
+                name=first, part="w13", transposed=transposed, interleaved=interleaved, unused=max(unused, 0)
+            )
+            tensors_of = (held, HeldTensor(name=second, part="w2", transposed=transposed))
+            yield ModuleLayout(experts, tensors_of, gated=rows == 2 * inner), hidden, inner
+
+
+def _flat(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, int]]:
+    """[E * I, H] of gate, up and down, in each order."""
+    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+    if len(shapes) != 1:
+        return
+    ((rows, hidden),) = shapes
+    stated = {
+        value
+        for one in module.modules()
+        for attribute, value in vars(one).items()
+        if "experts" in attribute and type(value) is int
+    }
+    for experts in sorted(one for one in stated if one > 0 and rows % one == 0):
+        one, two, three = tensors
+        for gate, up, down in ((one, two, three), (one, three, two), (two, one, three)):
+            parts = {gate: ("w1", False), up: ("w3", False), down: ("w2", True)}
+            held = (HeldTensor(name=n, part=p, transposed=t, flat=True) for n, (p, t) in parts.items())
+            yield ModuleLayout(experts, tuple(held)), hidden, rows // experts
+
+
+def top_k_of(model: Any, experts: nn.Module, name: str) -> int:
+    """The most experts that a token may take: a larger number costs room alone, a smaller one is refused in the call.
+
+    Looked for inside, then beside the experts, then further out, then in the configuration. Raises ConfigError.
+    """
+    if found := numbers_of(list(experts.modules())):  # a block with its router
+        return max(found)
+    inside = {id(module) for module in experts.modules()}
+    while name:
+        name = name.rpartition(".")[0]
+        beside = [module for module in model.get_submodule(name).modules() if id(module) not in inside]
+        if found := numbers_of(beside):
+            return max(found)
+    config = getattr(model, "config", None)
+    if config is not None and (found := numbers_of([config.get_text_config(), config])):
+        return max(found)
+    raise ConfigError(
+        f"{type(model).__name__} does not say how many experts a token takes: none of {', '.join(TOP_K)} is in its "
+        f"blocks or its configuration; set model.config.num_experts_per_tok"
+    )
+
+
+def numbers_of(holders: list[Any]) -> list[int]:
+    """How many experts a token takes, by any of `TOP_K` of modules or configurations."""
+    found: list[int] = []
+    for holder in holders:
+        for name in TOP_K:
+            value = getattr(holder, name, None)
+            values = value if isinstance(value, list | tuple) else [value]
+            found += [each for each in values if type(each) is int and each > 0]
+    return found

@@ -1,0 +1,98 @@
+"""Expert weights that are another module's parameters: nothing is stored here, kernels read what a call is lent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ep_moe.errors import ConfigError
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.layouts.base import WeightLayout
+from ep_moe.weights.parts import Joined
+
+
+class BorrowedWeights(ExpertWeights):
+    """The weights of this rank's slots, on the memory of whoever lends them for a call.
+
+    Gradients go back to the lender as the EP group's sum: nothing here divides them, or sums them over other EP groups.
+
+    The arguments are those of `ExpertSlots`. The layout must be the canonical one, and the scheme plain.
+    """
+
+    def __init__(self, *args: Any, device: torch.device | None = None, **options: Any) -> None:
+        self._lent: dict[str, Tensor] = {}
+        super().__init__(*args, device=torch.device("meta"), **options | {"trainable": False})
+        assert self.scheme.plain, "codes cannot be lent"
+        assert type(self.weight_layout) is WeightLayout, "the lender has the canonical layout"
+        self._device = torch.get_default_device() if device is None else device
+        self._parameters.clear()
+
+    @contextmanager
+    def borrow(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, kernels read these tensors.
+
+        Args:
+            tensors: Canonical, [L, ...] each, by the names of the stored tensors. Where gradients are wanted, functions
+                of the lender's parameters. They get zeros where no row reaches an expert, so that what reduces
+                gradients over ranks is entered by all of them.
+        """
+        assert tensors.keys() == set(self.names), f"{sorted(tensors)} are not {self.names}"
+        lent = dict(tensors)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in lent.values()):
+            stored = tuple(tensor.detach() for tensor in lent.values())
+            lent = dict(zip(lent, Joined.apply(stored, list, *lent.values()), strict=True))
+        before, self._lent = self._lent, lent
+        self._dtype = lent["w13"].dtype  # FSDP2 may lend another than it holds; backward asks after the call
+        try:
+            yield
+        finally:
+            self._lent = before
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        return self._lent
+
+    def _join(self) -> dict[str, Tensor]:
+        return self._lent
+
+    @property
+    def trained(self) -> bool:
+        return any(tensor.requires_grad for tensor in self._lent.values())
+
+    def stored_tensors(self) -> Mapping[str, Tensor]:
+        """What is lent to the call that is under way, or given by `given`; empty between calls."""
+        return self._lent if self._joined is None else self._joined
+
+    def reset_parameters(self) -> None:
+        """Nothing: the lender's numbers are meant."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._lent["w13"].dtype if self._lent else self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._lent["w13"].device if self._lent else self._device
+
+    def set_expert_map(self, expert_map: ExpertMap) -> NoReturn:
+        self._refuse("move between ranks")
+
+    def update_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> NoReturn:
+        self._refuse("are written")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> NoReturn:
+        self._refuse("are saved")
+
+    def _load_from_state_dict(self, *_: Any) -> NoReturn:
+        self._refuse("are loaded")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(
+            f"experts that transformers lends {what} by its model alone; use the model's own parameters and methods, "
+            f"or load it with ep_moe.integrations.transformers.load_pretrained"
+        )

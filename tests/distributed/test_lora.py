@@ -1,0 +1,282 @@
+"""LoRA of PEFT on attention and experts: gradients, adapters and merged weights of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from ep_moe import CheckpointError, ConfigError, EPContext, ParallelConfig
+from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
+from ep_moe.integrations.transformers import idle_step, load_pretrained, moe_layers, save_pretrained
+from ep_moe.testing import distributed, rank_device
+from ep_moe.training import clip_grad_norm_, sync_gradients
+from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.interface_models import interface_model
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
+
+peft = pytest.importorskip("peft")
+# experts of a model's own router, a known family's block, transposed and interleaved ones, some without a gate
+KINDS = {"olmoe": interface_model, "qwen3_moe": tiny_model, "gpt_oss": tiny_model, "nemotron_h": interface_model}
+KINDS |= {"llama4_text": tiny_model}  # transposed, which PEFT does not know
+MADE = KINDS | {"deepseek_v3": tiny_model}
+LAYOUTS = {2: [{"dp": 2}, {"dp": 1, "tp": 2}], 4: [{"dp": 4, "ep": 2}, {"dp": 2, "tp": 2}]}
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    quiet()
+    folder = tmp_path_factory.mktemp("lora")
+    for kind, make in MADE.items():
+        make(kind).save_pretrained(folder / kind)
+    return folder
+
+
+def lora_config(kind, **changes):
+    first = "up_proj" if kind == "nemotron_h" else "gate_up_proj"
+    attention = [] if kind == "nemotron_h" else ["q_proj", "v_proj"]  # this one has none
+    attention += ["shared_expert.down_proj"] if kind == "llama4_text" else []  # moved into our block
+    own = {"target_modules": attention, "target_parameters": [f"experts.{first}", "experts.down_proj"]}
+    return peft.LoraConfig(r=4, lora_alpha=8, **own | changes)
+
+
+def batches(ranks):
+    return [torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(at)) for at in range(ranks)]
+
+
+def plain_twin(folder, kind, **changes):
+    """transformers' model with PEFT's own factors, all of them random."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / kind)
+    model = peft.get_peft_model(model, lora_config(kind, **changes))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return model.train()
+
+
+def apart(found, expected):
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@distributed(2, 4, deadline_s=300)
+def test_training_equals_peft_on_one_process(models, tmp_path, world_size):
+    """From an adapter of PEFT's: logits, the gradients' norm, a step, the adapter that is saved, merged weights."""
+    quiet()
+    for kind in KINDS:
+        plain = plain_twin(models, kind)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(tmp_path / kind)
+        dist.barrier()
+        before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        for number, sizes in enumerate(LAYOUTS[world_size]):
+            where = f"{kind} {sizes}"
+            with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+                layout = context.layout
+                ids = batches(layout.dp)
+                for name, parameter in plain.named_parameters():
+                    parameter.data.copy_(before[name])
+                    parameter.grad = None
+                outs = [plain(input_ids=one, labels=one, use_cache=False) for one in ids]
+                torch.stack([out.loss for out in outs]).mean().backward()
+                norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+
+                model = load_pretrained(models / kind, context, experts="reference", progress=False).train()
+                model = load_lora(model, tmp_path / kind, trainable=True)
+                trained = [name for name, p in model.named_parameters() if p.requires_grad]
+                assert all("lora_" in name for name in trained), where
+                own = ids[layout.dp_rank].to(rank_device())
+                out = model(input_ids=own, labels=own, use_cache=False)
+                assert apart(out.logits, outs[layout.dp_rank].logits) < TOLERANCE, where
+                out.loss.backward()
+                sync_gradients(model, context)
+                assert apart(clip_grad_norm_(model, context, 1.0), norm) < TOLERANCE, where
+
+                for one in (plain, model):
+                    torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=10.0).step()
+                expected = plain(input_ids=ids[layout.dp_rank], use_cache=False).logits
+                with torch.no_grad():
+                    assert apart(model(input_ids=own, use_cache=False).logits, expected) < TOLERANCE, where
+
+                saved = tmp_path / f"{kind}{number}"
+                save_lora(model, saved)
+                dist.barrier()
+                again = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
+                again = peft.PeftModel.from_pretrained(again, saved).eval()
+                with torch.no_grad():
+                    assert apart(again(input_ids=ids[layout.dp_rank], use_cache=False).logits, expected) < TOLERANCE
+
+                merged = merge_lora(model)
+                with torch.no_grad():
+                    assert apart(merged(input_ids=own, use_cache=False).logits, expected) < TOLERANCE, where
+                assert not any("lora" in name for name in merged.state_dict())
+                save_pretrained(merged, tmp_path / f"{kind}{number}merged")
+                dist.barrier()
+                again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{kind}{number}merged").eval()
+                with torch.no_grad():
+                    assert apart(again(input_ids=ids[layout.dp_rank], use_cache=False).logits, expected) < TOLERANCE
+
+
+PER_EXPERT = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@distributed(2)
+def test_linear_layers_of_each_expert(models, tmp_path, world_size):
+    """As adapters name them that were trained where each expert was a module; shared experts are PEFT's."""
+    quiet()
+    for kind in ("qwen3_moe", "olmoe", "deepseek_v3"):
+        changes = {"target_modules": PER_EXPERT, "target_parameters": None}
+        if kind == "deepseek_v3":
+            changes["target_modules"] = ["q_a_proj", *PER_EXPERT[1:]]
+        plain = plain_twin(models, kind, **changes).eval()
+        old = old_names(plain, kind) if kind == "qwen3_moe" else None
+        if dist.get_rank() == 0:
+            plain.save_pretrained(tmp_path / kind)
+            if old is not None:
+                write_old(old, changes, tmp_path / f"{kind}_old")
+        dist.barrier()
+        with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+            ids = batches(2)[context.layout.dp_rank].to(rank_device())
+            with torch.no_grad():
+                expected = plain(input_ids=ids, use_cache=False).logits
+            for folder in [kind] if old is None else [kind, f"{kind}_old"]:
+                model = load_pretrained(models / kind, context, experts="reference", progress=False)
+                bare = model(input_ids=ids, use_cache=False).logits
+                model = load_lora(model, tmp_path / folder)
+                with torch.no_grad():
+                    found = model(input_ids=ids, use_cache=False).logits
+                assert apart(found, expected) < TOLERANCE < apart(bare, expected), (kind, folder)
+            save_lora(model, tmp_path / f"{kind}_again")
+            dist.barrier()
+            again = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
+            again = peft.PeftModel.from_pretrained(again, tmp_path / f"{kind}_again").eval()
+            with torch.no_grad():
+                assert apart(again(input_ids=ids, use_cache=False).logits, expected) < TOLERANCE, kind
+
+
+def old_names(plain, kind):
+    """The factors of a model with r for gate and for up as an adapter of transformers 4 held them, and the model's own
+    made equal to them."""
+    found = {}
+    for name, module in plain.named_modules():
+        if not name.endswith("mlp.experts"):
+            continue
+        outer, inner = module, module.base_layer
+        for wrapper, parts in ((inner, ("gate_proj", "up_proj")), (outer, ("down_proj",))):
+            a, b = (getattr(wrapper, f"lora_{each}")["default"].weight.data for each in "AB")
+            experts, rank = wrapper.num_experts, 4
+            a = a.view(experts, -1, a.shape[-1])  # [E, r or 2r, in]
+            b = b.view(b.shape[0], -1, experts)  # [out, r or 2r, E]
+            rows = b.shape[0] // len(parts)
+            for at, part in enumerate(parts):
+                for other in range(len(parts)):
+                    if other != at:  # gate's rows have no part of up's factors
+                        b[at * rows : (at + 1) * rows, other * rank : (other + 1) * rank] = 0
+                for expert in range(experts):
+                    key = f"{name}.{expert}.{part}"
+                    found[f"{key}.lora_A.weight"] = a[expert, at * rank : (at + 1) * rank].clone()
+                    cut = b[at * rows : (at + 1) * rows, at * rank : (at + 1) * rank, expert]
+                    found[f"{key}.lora_B.weight"] = cut.clone()
+    state = peft.get_peft_model_state_dict(plain)
+    return found | {key: tensor.clone() for key, tensor in state.items() if "experts" not in key}
+
+
+def write_old(tensors, changes, folder):
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    lora_config("qwen3_moe", **changes).save_pretrained(str(folder))
+
+
+@distributed(2)
+def test_fresh_factors_change_nothing_and_learn(models, world_size):
+    """Also on a rank without a batch, where experts alone are adapted, and over a transport with its own backward."""
+    quiet()
+    for changes, way in (
+        ({}, {}),
+        ({"target_modules": None}, {}),
+        ({"target_modules": None}, {"all2all": "nvlink_p2p"}),
+    ):
+        with p2p_on_cpu(), EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=18) as context:
+            torch.manual_seed(0)
+            model = load_pretrained(models / "olmoe", context, experts="reference", progress=False, **way)
+            ids = batches(1)[0].to(rank_device())
+            with torch.no_grad():
+                expected = model(input_ids=ids, use_cache=False).logits
+            model = add_lora(model, lora_config("olmoe", **changes)).train()
+            with torch.no_grad():
+                assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            assert {p.dtype for p in trained} == {torch.float32}
+            optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+            for _ in range(5):
+                loss = idle_step(model) if context.layout.dp_rank else model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                sync_gradients(model, context)
+                assert all(p.grad is not None for p in trained), way
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss))
+            assert context.layout.dp_rank or losses[-1] < losses[0] - 0.1, losses
+
+
+@distributed(2)
+def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
+    quiet()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        model = load_pretrained(models / "olmoe", context, experts="reference", progress=False)
+        unserved = {"lora_dropout": 0.1, "use_dora": True, "init_lora_weights": False, "layers_to_transform": [0]}
+        for name, value in unserved.items():
+            with pytest.raises(ConfigError, match=f"LoraConfig.{name}"):
+                add_lora(model, lora_config("olmoe", **{name: value}))
+        with pytest.raises(ConfigError, match=r"target_parameters names 'mlp\.gate_up', which is no parameter"):
+            add_lora(model, lora_config("olmoe", target_parameters=["mlp.gate_up"]))
+        for kind, router, text in (
+            ("qwen3_moe", "mlp.gate", "names 'gate.weight', which is no parameter"),  # as PEFT rewrites it
+            ("gpt_oss", "mlp.router", "names 'mlp.router', which GptOssForCausalLM .* has no more"),
+        ):
+            known = load_pretrained(models / kind, context, experts="reference", progress=False)
+            with pytest.raises(ConfigError, match=text):
+                add_lora(known, lora_config(kind, target_modules=["q_proj", router], target_parameters=None))
+        with pytest.raises(ConfigError, match="gate_proj without also targeting up_proj"):
+            add_lora(model, lora_config("olmoe", target_modules=["gate_proj"]))
+        with pytest.raises(ConfigError, match="save_lora needs a model of add_lora"):
+            save_lora(model, tmp_path)
+        adapted = add_lora(model, lora_config("olmoe"))
+        with pytest.raises(ConfigError, match="would leave out the factors of experts"):
+            adapted.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match="the experts have LoRA factors"):
+            save_pretrained(model, tmp_path)
+        with pytest.raises(ConfigError, match="have factors already"):
+            moe_layers(model)[0].expert_weights.add_lora({}, 0)
+        etp = EPContext.from_groups(ParallelConfig(tp=2, ep=1, etp=2), device=rank_device())
+        model = load_pretrained(models / "olmoe", etp, experts="reference", progress=False)
+        with pytest.raises(ConfigError, match="each expert is cut over 2 ranks"):
+            add_lora(model, lora_config("olmoe"))
+        etp.destroy()
+
+
+def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    quiet()
+    plain_twin(models, "olmoe").save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
+    attention = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    for changed, text in (
+        ({k: v for k, v in tensors.items() if k != key}, f"{key} is missing"),
+        (tensors | {key: tensors[key][1:]}, f"{key} and .* must be of"),
+        ({k: v for k, v in tensors.items() if k != attention}, f"{attention} is missing"),
+        (tensors | {f"{key}.more": tensors[key].clone()}, "more is in no module"),
+        (
+            tensors | {key.replace("lora_A", "3.up_proj.lora_A"): tensors[key].clone()},
+            "PEFT cannot put the factors",
+        ),
+    ):
+        save_file(changed, file)
+        model = load_pretrained(models / "olmoe", EPContext.local(rank_device()), progress=False)
+        with pytest.raises(CheckpointError, match=text):
+            load_lora(model, tmp_path)

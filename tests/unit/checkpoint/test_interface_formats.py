@@ -1,0 +1,216 @@
+"""Formats of codes in checkpoints of models whose experts alone are replaced, against the numbers that they stand for.
+
+Codes and numbers are made here, entry by entry as the formats define them, and never by the package.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ep_moe import EPContext
+from ep_moe.checkpoint.source import SINGLE
+from ep_moe.checkpoint.stored_words import GptqMatrix
+from ep_moe.errors import CheckpointError
+from ep_moe.integrations.transformers import load_pretrained, moe_layers
+from tests.fixtures.checkpoint_files import quiet, save, saved_twice
+from tests.fixtures.interface_models import FORMATS, interface_model
+from tests.fixtures.packed_codes import awq, channel, gptq, int4, nvfp4
+
+BOUND = 1e-5  # of the largest logit: weights are equal bit for bit, sums in float32 are not
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+}
+
+
+def written(folder, kind, form, make, how, **options):
+    """Folders "quantised" and "plain"; of tensors of all experts, one expert after another."""
+    quiet()
+    save(interface_model(kind, **SIZES), folder / "source", save_original_format=FORMATS[form])
+    generator, stored, plain = torch.Generator().manual_seed(0), {}, {}
+    for name, tensor in load_file(folder / "source" / SINGLE).items():
+        stored[name] = plain[name] = tensor
+        if "experts" not in name and "linear" not in name:
+            continue
+        del stored[name]
+        made = [make(*one.shape, generator, **options) for one in (tensor if tensor.dim() == 3 else [tensor])]
+        plain[name] = numbers = torch.stack([one for _, one in made]).view(tensor.shape)
+        assert numbers.std() > 0
+        for end in made[0][0]:
+            parts = [parts[end] for parts, _ in made]
+            whole = parts[0] if tensor.dim() == 2 else torch.stack(parts)
+            stem, own = name.removesuffix("weight"), name.endswith("weight")
+            stored[f"{stem}{end if own else end.removeprefix('weight')}"] = whole.contiguous()
+    plain = {name: tensor.contiguous() for name, tensor in plain.items()}
+    saved_twice(folder, stored, plain, how)
+    return stored
+
+
+def loaded(folder):
+    return load_pretrained(folder, EPContext.local(torch.device("cpu")), dtype=torch.float32, progress=False)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(torch.arange(3, 23)[None], use_cache=False).logits
+
+
+def compressed(kind, **weights):
+    group = {"weights": weights, "targets": ["Linear"]} if weights else {}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group} if weights else {},
+    }
+
+
+def of_awq(group, **more):
+    return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"} | more
+
+
+def of_gptq(group, **more):
+    return {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False} | more
+
+
+def packed(group):
+    return compressed("pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=group)
+
+
+V2 = {"checkpoint_format": "gptq_v2"}
+CASES = {
+    "channel": (channel, {}, compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
+    "nvfp4": (nvfp4, {"packed": True}, compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)),
+    "nvfp4-modelopt": (nvfp4, {"packed": False}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "int4-32": (int4, {"group": 32}, packed(32)),
+    "int4-128": (int4, {"group": 128}, packed(128)),
+    "awq-32": (awq, {"group": 32}, of_awq(32)),
+    "awq-128": (awq, {"group": 128}, of_awq(128)),
+    "gptq-32": (gptq, {"group": 32}, of_gptq(32)),
+    "gptq-128": (gptq, {"group": 128}, of_gptq(128, checkpoint_format="gptq")),
+    "gptq-v2": (gptq, {"group": 128, "less": 0}, of_gptq(128, **V2)),
+    "gptq-zeros": (gptq, {"group": 32, "symmetric": False}, of_gptq(32, sym=False)),
+    "gptq-zeros-v2": (gptq, {"group": 32, "symmetric": False, "less": 0}, of_gptq(32, sym=False, **V2)),
+    "gptq-reordered": (gptq, {"group": 32, "reordered": True}, of_gptq(32, desc_act=True)),
+}
+FAMILIES = [("olmoe", "per_expert"), ("granitemoe", "per_expert"), ("olmoe", "fused")]  # the latter two: all experts
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "case"),
+    [
+        (*family, case)
+        for family in FAMILIES
+        for case, (make, *_) in CASES.items()
+        if make not in (awq, gptq) or family != ("olmoe", "fused")  # these name codes after modules
+    ],
+)
+def test_numbers_are_those_of_the_codes(kind, form, case, tmp_path):
+    make, options, how = CASES[case]
+    written(tmp_path, kind, form, make, how, **options)
+    plain, model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), loaded(tmp_path / "quantised")
+    expected = logits(plain)
+    assert expected.std() > 0.1
+    experts = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
+    for layer, theirs in zip(moe_layers(model), experts, strict=True):
+        for expert, slots in layer.expert_weights.held.items():
+            whole = layer.expert_weights.whole(slots[0])
+            assert torch.equal(whole["w13"], theirs.gate_up_proj[expert])
+            assert torch.equal(whole["w2"], theirs.down_proj[expert])
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=BOUND * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("case", ["channel", "nvfp4", "int4-32", "awq-32", "gptq-32"])
+def test_one_wrong_factor_is_seen(case, tmp_path):
+    make, options, how = CASES[case]
+    stored = written(tmp_path, "olmoe", "per_expert", make, how, **options)
+    name = next(name for name in stored if "0.down_proj" in name and name.endswith(("scale", "scales")))
+    stored[name] = (stored[name].float() * 2).to(stored[name].dtype)
+    save_file(stored, tmp_path / "quantised" / SINGLE, {"format": "pt"})
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+    apart = (logits(loaded(tmp_path / "quantised")) - expected).abs().max()
+    assert apart > 100 * BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", ["awq-32", "gptq-zeros", "gptq-32"])
+def test_zero_points_count(case, tmp_path):
+    make, options, how = CASES[case]
+    stored = written(tmp_path, "olmoe", "per_expert", make, how, **options)
+    name = next(name for name in stored if name.endswith("0.down_proj.qzeros"))
+    stored[name] = stored[name] ^ (1 if case == "gptq-32" else 0x44444444)  # of one of eight; by 4, of all
+    save_file(stored, tmp_path / "quantised" / SINGLE, {"format": "pt"})
+    if case == "gptq-32":
+        with pytest.raises(CheckpointError, match=r"0\.down_proj\.qzeros has zero points 7 to 8, .* states sym: true"):
+            loaded(tmp_path / "quantised")
+        return
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+    apart = (logits(loaded(tmp_path / "quantised")) - expected).abs().max()
+    assert apart > 100 * BOUND * expected.abs().max()
+
+
+def without(name):
+    return lambda stored, config: [stored.pop(each) for each in list(stored) if each.endswith(f"0.up_proj.{name}")]
+
+
+def stating(**changes):
+    return lambda stored, config: config["quantization_config"].update(changes)
+
+
+def groups_beyond(stored, config):
+    for name in stored:
+        if name.endswith("g_idx"):
+            stored[name] = stored[name] + 1
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "sentence"),
+    [
+        ("awq-32", stating(version="gemv"), r"qweight is AWQ in the packing 'gemv', which is not read; dequantise"),
+        (
+            "awq-32",
+            stating(zero_point=False),
+            r"qweight is AWQ without zero points \(zero_point: false\), which is not",
+        ),
+        ("awq-32", stating(bits=8), r"qweight is AWQ with 8 bits, and 4 bits alone are read"),
+        ("awq-32", stating(group_size=64), r"factor for each 32 columns, and config\.json states group_size 64"),
+        ("awq-32", stating(quant_method="gptq", version=""), r"(qzeros|scales) must have shape"),
+        ("awq-32", without("qzeros"), r"0\.up_proj\.qzeros is missing; .*qweight is INT4 in groups of 32 \(AWQ\)"),
+        ("awq-32", without("scales"), r"0\.up_proj\.scales is missing"),
+        ("awq-32", without("qweight"), r"0\.up_proj.* is missing"),
+        (
+            "gptq-128",
+            stating(checkpoint_format="marlin"),
+            r"qweight is GPTQ in the packing 'marlin', which is not read",
+        ),
+        ("gptq-128", stating(checkpoint_format="gptq_v2"), r"zero points 7 to 7, and config\.json states sym: true"),
+        ("gptq-128", stating(quant_method="auto-round"), r"is quantised by AutoRound, which is not read"),
+        ("gptq-128", stating(quant_method=None), r"AWQ or GPTQ, and config\.json does not state which"),
+        ("gptq-128", stating(quant_method="awq", checkpoint_format="", sym=None), r"(qzeros|scales) must have shape"),
+        ("gptq-reordered", without("g_idx"), r"0\.up_proj\.g_idx is missing, and config\.json states desc_act: true"),
+        ("gptq-reordered", groups_beyond, r"g_idx must be groups of columns in \[0, \d\), got 1 to \d"),
+    ],
+)
+def test_what_would_be_misread_is_refused(case, change, sentence, tmp_path):
+    make, options, how = CASES[case]
+    stored = written(tmp_path, "olmoe", "per_expert", make, how, **options)
+    file = tmp_path / "quantised" / "config.json"
+    config = json.loads(file.read_text())
+    change(stored, config)
+    file.write_text(json.dumps(config))
+    save_file(stored, tmp_path / "quantised" / SINGLE, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=sentence):
+        loaded(tmp_path / "quantised")
+
+
+def test_a_forgotten_offset_of_zero_points_would_be_seen(tmp_path, monkeypatch):
+    make, options, how = CASES["gptq-zeros"]
+    written(tmp_path, "olmoe", "per_expert", make, how, **options)
+    monkeypatch.setattr(GptqMatrix, "_offset", lambda self, stored: stored)
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+    apart = (logits(loaded(tmp_path / "quantised")) - expected).abs().max()
+    assert apart > 100 * BOUND * expected.abs().max()
