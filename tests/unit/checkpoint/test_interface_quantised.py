@@ -123,3 +123,15 @@ def test_codes_without_factors_are_refused(tmp_path):
     written(tmp_path, "olmoe", "per_expert", half, BLOCKS)
     with pytest.raises(CheckpointError, match=r"experts.3.up_proj.weight is float8 .* can be read, got nothing"):
         loaded(tmp_path / "quantised")
+
+
+def test_a_matrix_in_other_codes_than_those_beside_it_is_refused(tmp_path):
+    """Its numbers would be rounded a second time, where the bytes of the others are kept."""
+
+    def mixed(name, tensor):
+        other = name == "model.layers.1.mlp.experts.3.up_proj.weight"
+        return (fp8_matrices if other else fp8_blocks)(name, tensor)
+
+    written(tmp_path, "olmoe", "per_expert", mixed, BLOCKS)
+    with pytest.raises(CheckpointError, match=r"experts.3.up_proj.weight .* would round these numbers anew"):
+        loaded(tmp_path / "quantised", quantization="fp8_block", experts="reference")
