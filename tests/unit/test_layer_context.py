@@ -57,9 +57,13 @@ def test_recorded_calls_end_with_what_they_stand_for():
         assert not layer._captured._calls
 
 
-def test_destroyed_context_makes_no_dispatcher():
+@pytest.mark.parametrize("called", [False, True])
+def test_destroyed_context_makes_no_dispatcher(called):
+    """Nor does a layer go on with the one that it had."""
     context = EPContext.local(CPU)
     layer = MoELayer(shape(), context)
+    if called:
+        layer(torch.ones(1, HIDDEN))
     context.destroy()
     with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
         _ = layer._dispatcher()

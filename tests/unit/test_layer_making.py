@@ -51,6 +51,7 @@ def test_plan_is_what_is_allocated(context, dtype):
     assert all(tensor.is_meta for tensor in on_meta.parameters())
     layer = on_meta.to_empty(device=CPU)
     assert layer.plan() == before
+    assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
     assert set(before) == {"experts", "router", "placement", "shared_experts", "workspace", "transport"}
     held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*layer.parameters(), *layer.buffers()]}
     assert sum(before.values()) == sum(storage.nbytes() for storage in held.values())
