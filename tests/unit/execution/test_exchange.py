@@ -11,10 +11,12 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.execution.exchange import Exchange
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.runtime.side_stream import SideStream
 from ep_moe.testing.transport_rows import dispatch_shape
-from ep_moe.types import PhysicalIds, PhysicalRouting
+from ep_moe.types import Pending, PhysicalIds, PhysicalRouting
 
 FORMAT = Wire(dispatch="fp8_row")
+IDS = PhysicalIds(torch.zeros(10, 2, dtype=torch.int64))
 
 
 class Refused(Exception):
@@ -65,6 +67,50 @@ def test_rows_in_parts_go_with_their_scales_and_routing():
     assert torch.equal(x.view(torch.uint8), call.x[4:6].view(torch.uint8))
     assert torch.equal(x_scale, call.x_scale[4:6])
     assert (len(routing.ids), len(routing.weights), max_tokens) == (2, 2, 4)
+
+
+def test_parts_are_computed_while_others_travel():
+    """In one order on all ranks, as kernels wait for peers: the last part sets out once the one before has returned."""
+    events, outs = [], []
+
+    def wait(event, value=None):
+        return Pending(lambda: (events.append(event), value)[1])
+
+    def received(x, *_, **__):
+        number = len([event for event in events if event.startswith("send")])
+        events.append(f"send {number}")
+        return SimpleNamespace(x=x, handle=number, out="here", peer_out="peers")
+
+    def give(y, handle, out):
+        events.append(f"give {handle}")
+        outs.append(out.fill_(handle))
+        return wait(f"given {handle}")
+
+    def experts(arrived, out):
+        events.append(f"experts {arrived.handle} {out}")
+        return arrived.x
+
+    call, _ = exchange(10, most=4, bound=12)
+    experts.capabilities = SimpleNamespace(peer_out=True)
+    dispatcher = SimpleNamespace(
+        dispatch_shape=call.dispatcher.dispatch_shape,
+        capabilities=call.dispatcher.capabilities,
+        dispatch=received,
+        dispatch_start=lambda *given, **how: wait(f"sent {len(events)}", received(*given, **how)),
+        combine_start=give,
+        combine=lambda *given: give(*given).wait(),
+    )
+    context = SimpleNamespace(_current_limit=12, _stage_times=None, _compute=SideStream())
+    x = torch.ones(10, 16)
+    out, _ = Exchange(context, dispatcher, experts, x, PhysicalRouting(IDS, torch.ones(10, 2))).run()
+    order = [event for event in events if not event.startswith("sent")]
+    assert order == [
+        "send 0", "send 1", "experts 0 here", "give 0", "send 2", "experts 1 here", "give 1", "given 0",
+        "experts 2 peers", "given 1", "give 2", "given 2",
+    ]  # fmt: skip
+    assert [len(part) for part in outs] == [4, 4, 2]
+    assert out.dtype == torch.float32, "of the layer, whatever travels"
+    assert torch.equal(out[:, 0], torch.tensor([0.0] * 4 + [1] * 4 + [2] * 2))
 
 
 class Noting(LocalDispatcher):
