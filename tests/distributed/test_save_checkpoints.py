@@ -66,12 +66,12 @@ def check_equal(found, wanted):
 @distributed(1, 2, 4)
 def test_files_are_those_of_transformers(folders, world_size):
     quiet()
-    for sizes, expert_map in LAYOUTS[world_size]:
+    for at, (sizes, expert_map) in enumerate(LAYOUTS[world_size]):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
             for kind in KINDS:
                 model = load_pretrained(folders / kind / "per_expert", context, expert_map=expert_map, progress=False)
                 for form, original in FORMATS.items():
-                    to = folders / f"by {world_size}" / kind / form
+                    to = folders / f"by {world_size}" / str(at) / kind / form
                     save_pretrained(model, to, save_original_format=original, max_shard_bytes=60_000)
                     assert (to / INDEX).exists() or rank_device().type == "cuda", "no rank returns before it is there"
                     if dist.get_rank() == 0:  # the folder is not shared by hosts
@@ -114,6 +114,13 @@ def test_a_save_that_fails_leaves_no_files(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"the model cannot be saved: .*no space left"):
         save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
+    """A view would keep the experts of its layer."""
+    writer, whole = saving._Writer(tmp_path, 1000), torch.ones(8, 100)
+    writer.write({"first": whole[0], "all": whole[:1]})
+    assert [tensor.untyped_storage().nbytes() for tensor in writer._pending.values()] == [400, 400]
 
 
 def test_the_dtype_that_is_saved_is_the_models(tmp_path):

@@ -205,7 +205,8 @@ def test_operations_run_on_one_expert_as_on_all(olmoe, checkpoints, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "operations", [[Transpose(0, 1)], [Interleave(dim=0)], [Concatenate(dim=0)], [mapping.PermuteForRope()]]
+    "operations",
+    [[Transpose(0, 1)], [Transpose(1, 0)], [Interleave(dim=0)], [Concatenate(dim=0)], [mapping.PermuteForRope()]],
 )
 def test_operations_across_experts_are_refused_by_name(olmoe, monkeypatch, operations):
     def change(tensors):
@@ -216,6 +217,18 @@ def test_operations_across_experts_are_refused_by_name(olmoe, monkeypatch, opera
     with_operations(monkeypatch, operations)
     with pytest.raises(CheckpointError, match=f"by {type(operations[0]).__name__}.*cannot read one expert"):
         files_of(olmoe(change, "fused"))
+
+
+@pytest.mark.parametrize("change", [{"is_concatenated": False}, {"is_transposed": True}, {"has_gate": False}])
+def test_experts_in_another_order_than_their_files_are_in_no_known_format(checkpoints, change):
+    """Known formats take gate and up of a file as they are."""
+    model = on_meta(checkpoints / "olmoe" / "per_expert")
+    names = [name for name, module in model.named_modules() if is_experts(module)]
+    for name in names[1:]:
+        for attribute, value in change.items():
+            setattr(model.get_submodule(name), attribute, value)
+    found = ExpertFiles(model, CheckpointSource(checkpoints / "olmoe" / "per_expert", called=in_file), names).formats
+    assert [found[name] is None for name in names] == [False, True]
 
 
 def test_a_tensor_may_hold_several_parameters(olmoe, checkpoints, monkeypatch):

@@ -16,7 +16,6 @@ from ep_moe.testing.transport_rows import dispatch_shape
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting
 
 FORMAT = Wire(dispatch="fp8_row")
-IDS = PhysicalIds(torch.zeros(10, 2, dtype=torch.int64))
 
 
 class Refused(Exception):
@@ -69,20 +68,22 @@ def test_rows_in_parts_go_with_their_scales_and_routing():
     assert (len(routing.ids), len(routing.weights), max_tokens) == (2, 2, 4)
 
 
-def test_parts_are_computed_while_others_travel():
-    """In one order on all ranks, as kernels wait for peers: the last part sets out once the one before has returned."""
-    events, outs = [], []
+def in_parts(tokens: int):
+    """An exchange of three parts over a transport that writes down what happens. Returns it, the events, what experts
+    gave for each part, and where its sums were wanted."""
+    events, given, outs = [], [], []
 
     def wait(event, value=None):
         return Pending(lambda: (events.append(event), value)[1])
 
-    def received(x, *_, **__):
+    def dispatch(x, *_, **__):
         number = len([event for event in events if event.startswith("send")])
         events.append(f"send {number}")
-        return SimpleNamespace(x=x, handle=number, out="here", peer_out="peers")
+        return SimpleNamespace(x=torch.zeros(5, 16), handle=number, out=None, peer_out="peers")
 
     def give(y, handle, out):
         events.append(f"give {handle}")
+        given.append(y)
         outs.append(out.fill_(handle))
         return wait(f"given {handle}")
 
@@ -90,27 +91,47 @@ def test_parts_are_computed_while_others_travel():
         events.append(f"experts {arrived.handle} {out}")
         return arrived.x
 
-    call, _ = exchange(10, most=4, bound=12)
+    def refuse(problem):
+        raise Refused(problem)
+
+    call, _ = exchange(tokens, most=4, bound=12)
     experts.capabilities = SimpleNamespace(peer_out=True)
     dispatcher = SimpleNamespace(
         dispatch_shape=call.dispatcher.dispatch_shape,
         capabilities=call.dispatcher.capabilities,
-        dispatch=received,
-        dispatch_start=lambda *given, **how: wait(f"sent {len(events)}", received(*given, **how)),
+        dispatch=dispatch,
+        dispatch_start=lambda *args, **how: wait("sent", dispatch(*args, **how)),
         combine_start=give,
-        combine=lambda *given: give(*given).wait(),
+        combine=lambda *args: give(*args).wait(),
+        refuse=refuse,
     )
     context = SimpleNamespace(_current_limit=12, _stage_times=None, _compute=SideStream())
-    x = torch.ones(10, 16)
-    out, _ = Exchange(context, dispatcher, experts, x, PhysicalRouting(IDS, torch.ones(10, 2))).run()
-    order = [event for event in events if not event.startswith("sent")]
-    assert order == [
-        "send 0", "send 1", "experts 0 here", "give 0", "send 2", "experts 1 here", "give 1", "given 0",
+    routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
+    return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), events, given, outs
+
+
+def test_parts_are_computed_while_others_travel():
+    """In one order on all ranks, as kernels wait for peers: the last part sets out once the one before has returned."""
+    call, events, _, outs = in_parts(10)
+    out, _ = call.run()
+    assert [event for event in events if event != "sent"] == [
+        "send 0", "send 1", "experts 0 None", "give 0", "send 2", "experts 1 None", "give 1", "given 0",
         "experts 2 peers", "given 1", "give 2", "given 2",
     ]  # fmt: skip
     assert [len(part) for part in outs] == [4, 4, 2]
     assert out.dtype == torch.float32, "of the layer, whatever travels"
     assert torch.equal(out[:, 0], torch.tensor([0.0] * 4 + [1] * 4 + [2] * 2))
+
+
+def test_a_refused_call_in_parts_takes_part_in_all_and_gives_nan():
+    call, events, given, outs = in_parts(10)
+    call.to_peers = False
+    with pytest.raises(Refused, match="planted"):
+        call.refuse("planted")
+    assert [event for event in events if event.startswith("send")] == ["send 0", "send 1", "send 2"]
+    assert [event for event in events if event.startswith("given")] == ["given 0", "given 1", "given 2"]
+    assert all(y.shape == (5, 16) and y.isnan().all() for y in given), "no number passes for a peer's result"
+    assert [len(part) for part in outs] == [0, 0, 0]
 
 
 class Noting(LocalDispatcher):
