@@ -13,7 +13,7 @@ from ep_moe.checkpoint import conversion
 from ep_moe.checkpoint.conversion import in_file
 from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.reader import SINGLE, CheckpointSource
-from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton
+from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton, swapped
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.gate_functions import is_experts
 from tests.fixtures.checkpoint_files import quiet
@@ -93,6 +93,7 @@ def test_all_tensors_are_those_of_from_pretrained(checkpoints, kind, form, dtype
 def test_two_experts_of_eight_are_a_quarter_of_the_bytes(checkpoints, kind, form):
     files = files_of(checkpoints / kind / form)
     assert files.source.bytes_read == 0
+    assert not [name for name in files.rest if name.startswith(tuple(f"{module}." for module in files.modules))]
     sizes = {name: tensor.nbytes for name, tensor in files.model.state_dict().items()}
     for module in files.modules:
         before = files.source.bytes_read
@@ -169,6 +170,32 @@ def test_what_a_dtype_cannot_hold_is_refused(olmoe):
     files = files_of(olmoe(change), torch.float16)
     with pytest.raises(CheckpointError, match=r"numbers up to 7e\+04, and torch.float16 ends at"):
         files.read("model.layers.1.mlp.experts", 2)
+
+    def change_rest(tensors):
+        tensors["model.norm.weight"][0] = 70000.0
+
+    with pytest.raises(CheckpointError, match=r"numbers up to 7e\+04, and torch.float16 ends at"):
+        loaded(olmoe(change_rest), torch.float16)
+
+
+def test_only_numbers_of_the_models_dtype_are_kept_in_float32():
+    gate = torch.nn.Module()
+    gate.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    gate.register_buffer("table", torch.ones(2, dtype=torch.int64))
+    model = torch.nn.ModuleDict({"gate": gate, "other": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
+    model._get_dtype_plan = lambda dtype: {"gate.*": torch.float32}
+    keep_in_float32(model, torch.bfloat16)
+    assert (gate.weight.dtype, gate.table.dtype) == (torch.float32, torch.int64)
+    assert model["other"].weight.dtype == torch.bfloat16
+
+
+def test_modules_that_were_swapped_come_back_after_an_error():
+    model = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2)})
+    before = dict(model.named_children())
+    with pytest.raises(KeyError), swapped(model, {"one": torch.nn.Identity()}):
+        assert isinstance(model["one"], torch.nn.Identity)
+        raise KeyError
+    assert dict(model.named_children()) == before
 
 
 # --- operations of the mapping -----------------------------------------------------------------------------------
