@@ -128,6 +128,23 @@ def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
     assert RecordableCall.replays == 2
 
 
+@torch.no_grad()
+def test_replays_are_steps_as_calls_are_and_a_recording_is_none(layer):
+    """Peers may run theirs: by the ledger a rank is neither ahead nor elsewhere."""
+    recorder = layer.context.flight_recorder
+
+    def steps(call) -> tuple:
+        before = recorder.number
+        call()
+        return recorder.number - before, recorder.newest[1:]
+
+    alone = steps(lambda: layer(rows(4)))
+    assert alone[0] > 1
+    assert steps(lambda: layer.capture([4])) == alone, "the warm call's, which peers make too"
+    assert steps(lambda: layer(rows(4))) == alone
+    assert RecordableCall.replays == 1
+
+
 def python_calls(call) -> int:
     made = 0
 

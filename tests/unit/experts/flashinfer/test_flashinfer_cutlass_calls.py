@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_moe import MoEConfig
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES
@@ -48,6 +49,14 @@ def test_a_chunk_needs_less_memory():
     parts, _ = build(shape(), PLAIN, chunk_rows=8)
     assert parts.workspace_bytes() < whole.workspace_bytes()
     assert parts.workspaces.reserved == parts.workspace_bytes()
+
+
+def test_flashinfers_memory_and_ours_lie_side_by_side(monkeypatch):
+    sizes = []
+    for scratch in (1024, 4096):
+        monkeypatch.setattr(cutlass_op, "scratch_bytes", lambda *shape, size=scratch: size)
+        sizes.append(build(shape(), PLAIN)[0].workspace_bytes())
+    assert sizes[1] - sizes[0] == 3072
 
 
 def test_a_chunk_is_never_more_than_the_kernel_can_count():
