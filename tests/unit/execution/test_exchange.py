@@ -134,6 +134,19 @@ def test_a_refused_call_in_parts_takes_part_in_all_and_gives_nan():
     assert [len(part) for part in outs] == [0, 0, 0]
 
 
+def test_beside_other_work_is_while_a_call_is_given_alone():
+    side, cpu = SideStream(), torch.device("cpu")
+
+    def fails():
+        raise KeyError(side.active)
+
+    assert side.start(cpu, lambda: Pending.of(side.active)).wait() is True
+    assert not side.active
+    with pytest.raises(KeyError, match="True"):
+        side.start(cpu, fails)
+    assert not side.active
+
+
 class Noting(LocalDispatcher):
     """Notes the bound and the problem of each call."""
 
