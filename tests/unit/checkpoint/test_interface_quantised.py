@@ -84,6 +84,7 @@ CASES = [
     ("olmoe", "fused", fp8_blocks, BLOCKS, ("fp8_block", "mlp.experts.down_proj")),
     ("granitemoe", "per_expert", fp8_blocks, BLOCKS, ("fp8_block", "block_sparse_moe.output_linear.weight")),
     ("nemotron_h", "per_expert", fp8_blocks, BLOCKS, None),
+    ("nemotron_h", "fused", fp8_blocks, BLOCKS, None),
     ("olmoe", "per_expert", fp8_matrices, MATRICES, None),
     ("olmoe", "per_expert", mxfp4, MXFP4, ("mxfp4", "mlp.experts.5.down_proj.weight_packed")),
 ]

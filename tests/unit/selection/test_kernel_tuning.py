@@ -50,3 +50,18 @@ def test_what_a_layer_returns_is_of_its_first_kernel(context, monkeypatch):
     layer._others = {"another": SimpleNamespace(name="another")}
     monkeypatch.setattr(MoELayer, "_tune_kernel", lambda self, kernel, rows, cache: [kernel.name, *rows])
     assert layer.tune((8,)) == ["reference", 8]
+
+
+def test_kernels_of_equal_layers_are_measured_once_each(context, monkeypatch):
+    kernels = [SimpleNamespace(name=name) for name in ("first", "second")]
+    measured, used = [], []
+    monkeypatch.setattr(MoELayer, "_kernels", property(lambda self: kernels))
+    monkeypatch.setattr(
+        MoELayer, "_tune_kernel", lambda self, kernel, *_: measured.append(kernel.name) or [kernel.name]
+    )
+    monkeypatch.setattr(MoELayer, "_use", lambda self, kernel, found: used.append((self.name, kernel.name, found)))
+    layers = [MoELayer(shape(), context, name=name) for name in ("a", "b")]
+    context.tune((8,))
+    assert measured == ["first", "second"]
+    assert used == [("b", "first", ["first"]), ("b", "second", ["second"])]
+    assert [layer.name for layer in layers] == ["a", "b"]

@@ -213,7 +213,9 @@ def test_what_parameters_carry_goes_with_them():
 
 def test_what_keeps_a_rank_in_the_graph_is_where_the_weights_are():
     weights = ExpertWeights(shape(), REDUNDANT, device=torch.device("meta"))
+    weights.get_submodule("4").w2.requires_grad_(False)
     assert weights.to_empty(device="cpu").anchor.device == weights.device == torch.device("cpu")
+    assert [name for name, p in weights.named_parameters() if not p.requires_grad] == ["4.w2"]
     weights.unstack()
     assert weights.device == torch.device("cpu"), "parameters with memory of their own too"
 
