@@ -135,6 +135,7 @@ BROKEN = [
     (put(NAME.format(5, "gate"), lambda t: torch.zeros(48, 32).int()), "experts.5.gate_proj.weight must be .* int32"),
     (put("model.layers.0.mlp.shared.weight", lambda t: torch.zeros(2)), "shared.weight, which OlmoeForCausalLM"),
     (put(NAME.format(0, "odd"), lambda t: torch.zeros(2)), "experts.0.odd_proj.weight, which .* no place for"),
+    (put("model.layers.0.mlp.experts.0.gate_proj.qweight", lambda t: torch.zeros(2).int()), "by .*, which is not read"),
     (put("model.layers.1.mlp.experts.down_proj", lambda t: torch.zeros(8, 32, 48)), "become .*remove|both .*remove"),
     (drop("model.layers.0.self_attn.q_proj.weight"), "layers.0.self_attn.q_proj.weight is missing in"),
     (drop("model.embed_tokens.weight"), "is missing in"),

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import InputError, Wire
+from ep_moe import ConfigError, InputError, Wire, registry
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
-from ep_moe.execution.exchange import Exchange
+from ep_moe.execution.exchange import Exchange, check_pipeline
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.testing.transport_rows import dispatch_shape
@@ -190,3 +190,15 @@ def test_a_sum_is_wanted_where_it_cannot_be_written_at_once(monkeypatch):
         assert (found == 2).all()
         assert out is None or found is out
     assert [out is None for out in given] == [True, False, True]
+
+
+def test_parts_have_from_one_token_to_all_that_a_rank_sends(monkeypatch):
+    fixed = SimpleNamespace(capabilities=SimpleNamespace(static=True))
+    monkeypatch.setattr(registry, "load", lambda kind, name: fixed)
+    for tokens in (None, 1, 8):
+        check_pipeline(tokens, 8, "fixed")
+    for tokens in (0, 9, True, 2.0):
+        with pytest.raises(ConfigError, match=r"pipeline must be an integer in \[1, 8\]"):
+            check_pipeline(tokens, 8, "fixed")
+    with pytest.raises(ConfigError, match="needs a transport with fixed buffers"):
+        check_pipeline(4, None, "fixed")

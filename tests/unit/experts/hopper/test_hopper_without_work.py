@@ -1,0 +1,53 @@
+"""The Hopper kernels where there is nothing to launch, which needs no Triton, and what is kept of calls."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_moe import ExpertMap, MoEConfig
+from ep_moe.experts.hopper.experts import Bf16TritonExperts
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+from ep_moe.weights.expert_weights import ExpertWeights
+
+CONFIG = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=2)
+
+
+def kernel(monkeypatch, slots: int) -> Bf16TritonExperts:
+    monkeypatch.setattr(Bf16TritonExperts, "workspace_bytes", lambda self: 1)  # made with Triton's help
+    held = ExpertMap.uneven([slots, CONFIG.num_experts - slots])
+    return Bf16TritonExperts(CONFIG, ExpertWeights(CONFIG, held, dtype=torch.bfloat16, trainable=False))
+
+
+def received(rows: int) -> Received:
+    return Received(
+        x=torch.ones(rows, CONFIG.hidden_size).bfloat16(),
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        handle=None,
+        local_ids=LocalIds(torch.zeros(rows, CONFIG.top_k, dtype=torch.int64)),
+        weights=torch.ones(rows, CONFIG.top_k),
+    )
+
+
+@pytest.mark.parametrize(("slots", "rows"), [(0, 3), (2, 0)], ids=["no experts", "no rows"])
+def test_nothing_to_compute(slots, rows, monkeypatch):
+    """Rows are zeros, and peers, who wait, are told that none come."""
+    experts, given = kernel(monkeypatch, slots), received(rows)
+    out = torch.full_like(given.x, torch.nan)
+    assert experts.compute(given, out) is out
+    assert not out.any()
+    assert experts.compute(given, None).dtype == torch.bfloat16
+    told = []
+    experts.compute_to_peers(given, SimpleNamespace(write_nothing=lambda: told.append(True)))
+    assert told == [True]
+
+
+def test_few_places_are_remembered(monkeypatch):
+    experts, given, launched = kernel(monkeypatch, 2), received(3), []
+    monkeypatch.setattr(experts, "_launch", lambda *call: launched.append(call))
+    outs = [torch.empty_like(given.x) for _ in range(100)]
+    for out in outs:
+        experts.compute(given, out)
+    assert len(launched) == 100
+    assert len(experts._recorded) <= 32
