@@ -1,5 +1,6 @@
 """The Hopper kernels where there is nothing to launch, which needs no Triton, and what is kept of calls."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from ep_moe import ExpertMap, MoEConfig
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
-from ep_moe.types import LocalIds, Received, RowLayout, Weighting
+from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 
 CONFIG = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=2)
@@ -51,3 +52,26 @@ def test_few_places_are_remembered(monkeypatch):
         experts.compute(given, out)
     assert len(launched) == 100
     assert len(experts._recorded) <= 32
+
+
+def test_all_that_launches_are_made_of_tells_calls_apart(monkeypatch):
+    experts, given = kernel(monkeypatch, 2), received(3)
+    wire = PhysicalIds(given.local_ids)
+    out, flags = torch.empty_like(given.x), torch.zeros(2, dtype=torch.int32)
+    changes = [
+        {"x": given.x.clone()},
+        {"x": given.x[:2]},
+        {"x_scale": torch.ones(3, 1)},
+        {"format": "fp8_tensor"},
+        {"input_scale": 0.5},
+        {"weighting": Weighting.COMBINE},
+        {"weights": given.weights.clone()},
+        {"local_ids": given.local_ids.clone()},
+        {"local_ids": given.local_ids.view(torch.int32)},
+        {"local_ids": None, "wire_ids": WireIds(wire, 2)},
+        {"local_ids": None, "wire_ids": WireIds(wire, 0, flags, flags)},
+    ]
+    places = {experts._place(dataclasses.replace(given, **change), out, None) for change in [{}, *changes]}
+    places |= {experts._place(given, out.clone(), None), experts._place(given, out, SimpleNamespace(place=(7,)))}
+    assert len(places) == len(changes) + 3
+    assert experts._place(given, out, None) in places
