@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import ExpertMap, MoEConfig
+from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
+from ep_moe.experts.hopper.scaling import Products, Rows
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -75,3 +76,24 @@ def test_all_that_launches_are_made_of_tells_calls_apart(monkeypatch):
     places |= {experts._place(given, out.clone(), None), experts._place(given, out, SimpleNamespace(place=(7,)))}
     assert len(places) == len(changes) + 3
     assert experts._place(given, out, None) in places
+
+
+def test_rows_of_slots_that_only_wider_ranks_have_are_none_of_ours(monkeypatch):
+    experts, given = kernel(monkeypatch, 2), received(12)
+    offsets = torch.tensor([0, 3, 5, 9, 12])  # of 4 slots, and this rank has 2
+    grouped = dataclasses.replace(given, layout=RowLayout.CONTIGUOUS, expert_offsets=offsets)
+    assert [bound.tolist() for bound in experts._bounds(grouped)] == [[0, 3], [3, 5]]
+    batched = dataclasses.replace(
+        given, x=given.x.view(4, 3, -1), layout=RowLayout.BATCHED, expert_counts=torch.tensor([1, 0, 3, 2])
+    )
+    assert [bound.tolist() for bound in experts._bounds(batched)] == [[0, 3], [1, 3]]
+    assert experts._bounds(given) == (None, None)
+
+
+def test_numbers_that_products_are_made_with(monkeypatch):
+    assert kernel(monkeypatch, 2).routes == 16384 * CONFIG.top_k, "rows of one pass times the experts of each"
+    products = Products(None, None, [], torch.bfloat16, Activation.SWIGLU_CLAMPED, 1.3, 5.0, 0, None)
+    assert products.activated == {"activation": Activation.SWIGLU_CLAMPED, "alpha": 1.3, "limit": 5.0}
+    rows = Rows(torch.arange(6).view(3, 2), torch.arange(3.0)).part(slice(1, 3))
+    assert (rows.x.tolist(), rows.scale.tolist()) == ([[2, 3], [4, 5]], [1.0, 2.0])
+    assert Rows(rows.x, 0.5).part(slice(0, 1)).scale == 0.5
