@@ -141,16 +141,15 @@ class MoELayer(LayerParts):
             return call_cast(self, x, routing, mask)
         # a replay gives no router logits, and does not check a mask
         if not self._logit_taps and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
-            if (replayed := self._captured.replay(x, routing, mask)) is not None:
-                return replayed
-            if (replayed := self._automatic_graphs.run(self, x, routing, mask)) is not None:
+            replayed = self._graphs.replay(self, x, routing, mask)
+            if replayed is not None:
                 return replayed
         self._checks.first_call(self)
         problem = call_problem(self, x, routing, mask)
         if problem is not None:
             self._refuse(problem)
         out = self.run(x, routing, mask)
-        self._automatic_graphs.note(self, routing)
+        self._graphs.note(self, routing)
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
@@ -273,7 +272,7 @@ class MoELayer(LayerParts):
             ConfigError: on all ranks, where the layer cannot be captured.
         """
         self._checks.first_call(self)  # what is replayed looks at nothing
-        self._captured.capture(self, tokens, routed=False)
+        self._graphs.capture(self, tokens, routed=False)
 
     def capture_routed(self, tokens: Sequence[int]) -> None:
         """As `capture`, for `forward_routed`.
@@ -285,7 +284,7 @@ class MoELayer(LayerParts):
             ConfigError: on all ranks, where the layer cannot be captured.
         """
         self._checks.first_call(self)
-        self._captured.capture(self, tokens, routed=True)
+        self._graphs.capture(self, tokens, routed=True)
 
     @property
     def _kernel(self) -> Kernel:

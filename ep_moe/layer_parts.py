@@ -16,8 +16,7 @@ from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.execution.automatic_graphs import AutomaticGraphs
-from ep_moe.execution.captured import CapturedCalls
+from ep_moe.execution.graphs import CallGraphs
 from ep_moe.execution.initial_seed import fresh_numbers
 from ep_moe.execution.rank_checks import RankChecks
 from ep_moe.experts.base import Experts, ExpertsOptions
@@ -148,8 +147,7 @@ class LayerParts(nn.Module):
         }
         self._checks = RankChecks(self)
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
-        self._captured = CapturedCalls(context, config)
-        self._automatic_graphs = AutomaticGraphs(context, config, self._kernels)
+        self._graphs = CallGraphs(context, config, self._kernels)
         context._register(self)
 
     def __reduce__(self) -> Any:
@@ -264,13 +262,11 @@ class LayerParts(nn.Module):
     def _use(self, kernel: Kernel, tuned: list[int]) -> None:
         """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
         kernel.use(tuned)
-        self._captured.drop()
-        self._automatic_graphs.drop()
+        self._graphs.drop()
 
     def _release_buffers(self) -> None:
         """Of what the context gives back."""
-        self._captured.drop()  # graphs hold addresses of it
-        self._automatic_graphs.drop()
+        self._graphs.drop()  # they hold addresses of it
         self._dispatchers.clear()
 
     @on_device_of(lambda self: self.context.device)

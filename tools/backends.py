@@ -5,6 +5,8 @@ python tools/backends.py > docs/reference/backends.md
 
 from __future__ import annotations
 
+import textwrap
+
 import torch
 
 from ep_moe import registry
@@ -13,6 +15,7 @@ from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.types import dtype_name
 
+WIDEST = 60  # characters of a cell
 SOURCES = (
     "## Where their libraries come from",
     "",
@@ -92,8 +95,19 @@ def kernel(name: str, kind: type[Experts]) -> list[str]:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    """Lines of a table; cells that are wide become numbers of notes below it."""
+    notes: list[str] = []
+
+    def short(cell: str) -> str:
+        if len(cell) <= WIDEST:
+            return cell
+        if cell not in notes:
+            notes.append(cell)
+        return f"({notes.index(cell) + 1})"
+
+    lines = [columns, ["---"] * len(columns), *[list(map(short, row)) for row in rows]]
+    below = [textwrap.fill(f"{number}. {note}", 120, subsequent_indent="   ") for number, note in enumerate(notes, 1)]
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + [""] * bool(below) + below)
 
 
 def document() -> str:

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherCapabilities:
-    """What a transport can do; one constant per class.
+    """What a transport can do; one constant per class. Defaults promise nothing.
 
     layout, weighting: what it delivers, and who multiplies by the routing weights
     dedup: a token travels once to a rank, however many of its experts are there
@@ -58,13 +58,13 @@ class DispatcherCapabilities:
         come last
     """
 
-    layout: RowLayout
-    weighting: Weighting
-    dedup: bool
-    cuda_graph: bool
-    host_sync: bool
-    deterministic: bool
-    differentiable: bool
+    layout: RowLayout = RowLayout.RANK_MAJOR
+    weighting: Weighting = Weighting.EXPERTS
+    dedup: bool = False
+    cuda_graph: bool = False
+    host_sync: bool = True
+    deterministic: bool = False
+    differentiable: bool = False
     adjoint: bool = False
     max_ranks: int | None = None
     max_top_k: int | None = None

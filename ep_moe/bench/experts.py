@@ -22,15 +22,16 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe import registry
+from ep_moe.bench import floors
 from ep_moe.bench.csv_lines import write
+from ep_moe.bench.floors import Rates
 from ep_moe.bench.start import Where, check_measured, one_sentence, parse
 from ep_moe.bench.timing import eager, replayed
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
-from ep_moe.experts.flashinfer.call_scales import round_rows
+from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, round_rows
 from ep_moe.experts.flashinfer.cutlass_op import tactic_for
-from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces, carve
@@ -54,25 +55,6 @@ VARIANTS = (
     ("flashinfer_cutlass", "mxfp4_fp8"),
     ("flashinfer_cutlass", "int4_fp8"),
 )
-# weight bytes per number, and whether the products run at the fp8 rate
-COST = {
-    "none": (2.0, False),
-    "fp8_static": (1.0, True),
-    "fp8_dynamic": (1.0, True),
-    "fp8_block": (1.0, True),
-    "mxfp4": (0.53, False),
-    "mxfp4_fp8": (0.53, True),
-    "int4_fp8": (0.52, True),
-}
-
-
-@dataclass
-class Rates:
-    """What this GPU does: bytes/s copied (read and written), operations/s in bf16 and fp8."""
-
-    copy: float
-    bf16: float
-    fp8: float
 
 
 @dataclass
@@ -166,10 +148,8 @@ def contiguous_rows(received: Received, slots: int) -> Received:
 def floor_us(config: MoEConfig, scheme: str, received: Received, rates: Rates) -> float:
     assert received.local_ids is not None
     valid = received.local_ids[received.local_ids >= 0]
-    numbers = config.hidden_size * (config.w13_rows + config.intermediate_size)
-    bytes_per_number, fast = COST[scheme]
-    touched = len(valid.unique()) * numbers * bytes_per_number
-    return 1e6 * max(touched / rates.copy, 2 * len(valid) * numbers / (rates.fp8 if fast else rates.bf16))
+    flops = rates.fp8 if floors.WEIGHTS[scheme][1] else rates.bf16
+    return max(floors.expert_times(config, scheme, len(valid.unique()), len(valid), rates.copy, flops))
 
 
 def public_calls(experts: Any, received: Received, tiles: list[int]) -> dict[str, Callable[[], Any]]:
@@ -293,7 +273,7 @@ def table(lines: list[Line], title: str) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--schemes", nargs="+", choices=list(COST), default=list(COST))
+    parser.add_argument("--schemes", nargs="+", choices=list(floors.WEIGHTS), default=list(floors.WEIGHTS))
     parser.add_argument("--csv", type=Path)
     asked = parse(parser, Where.GPU)
     lines = run(asked.models, asked.schemes)

@@ -38,7 +38,8 @@ from torch import Tensor
 from ep_moe.bench import floors, memory, stages
 from ep_moe.bench.all2all import p2p_rate, slowest
 from ep_moe.bench.csv_lines import write
-from ep_moe.bench.experts import Rates, measure_rates
+from ep_moe.bench.experts import measure_rates
+from ep_moe.bench.floors import Rates
 from ep_moe.bench.layer_report import Line, plot, stage_table, table
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
@@ -47,6 +48,7 @@ from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.execution.recorded_calls import CopiedInputs
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
@@ -221,7 +223,7 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
         floor = least[entry.weights]
         line = Line(
             model, context.layout.ep, tokens, entry.owner, entry.name, entry.scheme, entry.weights, entry.rows,
-            torch.nan, torch.inf, floor.apart, floor.overlap,
+            torch.nan, torch.inf, floor.in_turn, floor.overlapped,
         )  # fmt: skip
         lines.append(line)
         if out is None:
@@ -257,7 +259,7 @@ def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELa
         line.combine_us, line.rest_us = split.combine, split.rest
     if attempt(context, f"{what}, by MoELayer.capture_routed", partial(recorded, layer, line.tokens)):
         line.captured_host_us = host_time(context, f"{what}, on the host when captured", call)
-        layer._captured.drop()
+        layer._graphs.drop(CopiedInputs)
 
 
 def recorded(layer: MoELayer, tokens: int) -> bool:
@@ -277,7 +279,8 @@ def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: 
     everyone = ids.new_empty(context.layout.ep * len(ids), ids.shape[1])
     all_gather_single(everyone, ids, group=context.rank_groups["ep"].group)
     load = floors.load_of(everyone.view(context.layout.ep, *ids.shape), config.num_experts)
-    return {name: floors.floor(config, load, kind, machine.rates, machine.p2p) for name, kind in floors.KINDS.items()}
+    kinds = {name: kind.at(machine.rates, machine.p2p) for name, kind in floors.KINDS.items()}
+    return {name: floors.counted_floor(config, load, kind) for name, kind in kinds.items()}
 
 
 def compared(lines: list[Line]) -> list[Line]:

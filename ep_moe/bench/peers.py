@@ -23,8 +23,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.flashinfer import cutlass_op
-from ep_moe.experts.flashinfer.call_scales import round_rows
-from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
+from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, round_rows
 from ep_moe.experts.fused.base import FusedDispatchShape
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
 from ep_moe.layer import MoELayer

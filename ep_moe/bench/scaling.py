@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_moe.bench.all2all import EXPERTS, TOP_K
-from ep_moe.bench.scaling_model import (
+from ep_moe.bench.floors import (
     KINDS,
     PER_HOST,
     deduplicated,

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ep_moe.checkpoint.declared import Declared
 from ep_moe.errors import CheckpointError
-from ep_moe.quant.microscale import E4M3_MAX, e8m0_values
+from ep_moe.quant.fp8 import FP8_MAX
+from ep_moe.quant.microscale import e8m0_values
 
-ALWAYS_FINITE = torch.finfo(torch.float32).max / E4M3_MAX  # times any code
+ALWAYS_FINITE = torch.finfo(torch.float32).max / FP8_MAX  # times any code
 FLOATS = ("F32", "BF16", "F16", "F64")
 EXPONENTS = "F8_E8M0"
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "F8_E8M0": "float8_e8m0fnu"}

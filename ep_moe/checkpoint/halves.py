@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ep_moe.quant.dequantize import FP8
-from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
+from ep_moe.quant.fp8 import rescale_fp8
+from ep_moe.quant.microscale import rescale_nvfp4
 
 Parts = Mapping[str, Tensor]
 _GLOBAL = "_global_scale"
@@ -41,7 +41,7 @@ def _fp8_under(scale: Tensor, half: Parts) -> Tensor:
     if torch.equal(half["_scale"], scale):
         return half[""]
     warnings.warn(_ROUNDED, stacklevel=2)
-    return (half[""].float() * (half["_scale"] / scale)).to(FP8)
+    return rescale_fp8(half[""], half["_scale"], scale)
 
 
 def _nvfp4(gate: Parts, up: Parts) -> dict[str, Tensor]:
@@ -58,4 +58,4 @@ def _nvfp4_under(scale: Tensor, half: Parts) -> tuple[Tensor, Tensor]:
     if torch.equal(half[_GLOBAL], scale):
         return half[""], half["_scale"]
     warnings.warn(_ROUNDED, stacklevel=2)
-    return quantize_nvfp4(dequantize_nvfp4(half[""], half["_scale"], half[_GLOBAL]), scale)
+    return rescale_nvfp4(half[""], half["_scale"], half[_GLOBAL], scale)

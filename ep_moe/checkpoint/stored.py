@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.factors import FLOATS, Tensors, factors, scalar_factor, wrong_dtype
-from ep_moe.quant.microscale import E4M3_MAX
+from ep_moe.quant.fp8 import FP8_MAX
 
 ALL = slice(None)
 # names of a calibrated input range: the decode factor itself, or its reciprocal
@@ -32,7 +32,7 @@ class StoredMatrix(ABC):
     words: str
     quantized = True
     row_block = 1  # rows with a factor in common
-    input_range = E4M3_MAX  # the largest calibrated input in units of `input_scale`
+    input_range = FP8_MAX  # the largest calibrated input in units of `input_scale`
 
     def __init__(self, tensors: Tensors, name: str, data: str, *, transposed: bool = False, stacked: int = 1) -> None:
         self.tensors, self.name, self.data = tensors, name, data

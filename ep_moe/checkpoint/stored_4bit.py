@@ -8,8 +8,8 @@ from torch import Tensor
 from ep_moe.checkpoint.factors import Tensors, check_factors, check_lost, scalar_factor, wrong_dtype
 from ep_moe.checkpoint.stored import ALL, StoredMatrix, beside_of, span
 from ep_moe.errors import CheckpointError
-from ep_moe.quant.dequantize import INT4_GROUP
 from ep_moe.quant.microscale import (
+    INT4_GROUP,
     MX_BLOCK,
     NVFP4_BLOCK,
     NVFP4_RANGE,

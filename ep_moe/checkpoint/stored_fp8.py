@@ -17,7 +17,7 @@ from ep_moe.checkpoint.factors import (
     wrong_dtype,
 )
 from ep_moe.checkpoint.stored import ALL, StoredMatrix, beside_of, span
-from ep_moe.quant.dequantize import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
+from ep_moe.quant.fp8 import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
 from ep_moe.quant.microscale import MX_BLOCK
 
 _MATRIX, _ROWS, _BLOCKS = "matrix", "rows", "blocks"

@@ -27,7 +27,7 @@ from ep_moe.weights.layouts.base import WeightLayout
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCapabilities:
-    """What any kernel says of itself.
+    """What any kernel says of itself. Defaults promise nothing.
 
     schemes: names of `quant.schemes.SCHEMES` it computes with
     biases, etp: of experts, and experts cut over ranks
@@ -43,11 +43,11 @@ class KernelCapabilities:
 
     activations: frozenset[Activation]
     dtypes: frozenset[torch.dtype]
-    biases: bool
-    etp: bool
-    cuda_graph: bool
-    host_sync: bool
-    deterministic: bool
+    biases: bool = False
+    etp: bool = False
+    cuda_graph: bool = False
+    host_sync: bool = True
+    deterministic: bool = False
     differentiable: bool = False
     schemes: frozenset[str] = frozenset({PLAIN.name})
     spare_sms: bool = False
@@ -96,9 +96,9 @@ class ExpertsCapabilities(KernelCapabilities):
     alignment_bytes: rows of H and I (its etp shard) must be multiples of this
     """
 
-    layouts: frozenset[RowLayout]
-    weightings: frozenset[Weighting]
-    alignment_bytes: int
+    layouts: frozenset[RowLayout] = frozenset({RowLayout.RANK_MAJOR})
+    weightings: frozenset[Weighting] = frozenset({Weighting.EXPERTS})
+    alignment_bytes: int = 16
     row_formats: frozenset[str] = frozenset({"plain"})
     wire_ids: bool = False
     peer_out: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ep_moe.checks import check_divides, check_kind
 from ep_moe.errors import ConfigError
-from ep_moe.placement.deferred import RANK_FACTOR, DeferredRouting, Tables
+from ep_moe.placement.deferred import RANK_FACTOR, DeferredRouting, Tables, place
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing, without_rows
@@ -107,8 +107,6 @@ class Placement(nn.Module):
     @staticmethod
     def _placed(routing: Routing, tables: Tables) -> PhysicalRouting:
         if torch.compiler.is_compiling():
-            from ep_moe.placement.place_op import place
-
             placed = place(routing.ids, *tables[:5], tables.seed)
             return PhysicalRouting(cast("PhysicalIds", placed), routing.weights)
         return DeferredRouting(routing.ids, routing.weights, tables)

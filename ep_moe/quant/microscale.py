@@ -1,6 +1,7 @@
 """Block-scaled numbers in plain torch, on any device: NVFP4, MXFP4, MXFP8, and INT4 with a scale per 32.
 
 E2M1 codes and INT4 lie two to a byte, the even column in the low nibble. Scales are linear, [..., c / block].
+`ep_moe.quant.kernels` has Triton forms of NVFP4 and MXFP8.
 """
 
 from __future__ import annotations
@@ -8,25 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ep_moe.quant.fp8 import FP8, FP8_MAX
 from ep_moe.runtime.devices import on_device_of
 
 NVFP4_BLOCK = 16
 MX_BLOCK = 32
 E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-NVFP4_RANGE = E4M3_MAX * E2M1_MAX  # the largest NVFP4 number, in units of its global scale
+INT4_GROUP = 128  # columns of a scale in published checkpoints
+NVFP4_RANGE = FP8_MAX * E2M1_MAX  # the largest NVFP4 number, in units of its global scale
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
-_FP8 = torch.float8_e4m3fn
 _TINY = torch.finfo(torch.float32).tiny
 # torch 2.11's frexp and ldexp read memory that is not there if their tensor lies on a GPU that is not current
 _where_it_lies = on_device_of(lambda x: x.device)
 
 
 def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Tensor]:
-    """E2M1 with an E4M3 scale per 16 columns, under one float32 scale: value = code * scale * global_scale.
+    """Quantize to E2M1 with an E4M3 scale per 16 columns, under one float32 scale: value = code * scale * global_scale.
 
-    x: any float [..., c]; global_scale: decode factor, a scalar or [..., 1], amax / (448 * 6) as ModelOpt's
-    `weight_scale_2` and `input_scale`. Returns data uint8 [..., c / 2] and scale float8_e4m3fn [..., c / 16].
     A block beyond the range saturates; one so small that its scale is zero becomes zeros.
 
     The arithmetic of FlashInfer 0.7.2 (`cvt_warp_fp16_to_fp4`, quantization_utils.cuh), in float32 and in its order:
@@ -35,19 +34,36 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Ten
     step where g * amax / 6 lies within 2**-21 of itself from the middle of two E4M3 numbers, and a code by one where
     x / (scale * global_scale) does so from the middle of two E2M1 numbers. A comparison with a GPU leaves those out,
     and the codes of blocks whose scale is zero, which mean zero whatever they are.
+
+    Args:
+        x: Any float [..., c].
+        global_scale: Decode factor, a scalar or [..., 1], amax / (448 * 6) as ModelOpt's `weight_scale_2` and
+            `input_scale`.
+
+    Returns:
+        data uint8 [..., c / 2] and scale float8_e4m3fn [..., c / 16].
     """
     blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
     encode = 1 / _single(global_scale)
     largest = blocks.abs().amax(-1)
     # versions of torch differ in what a cast of more than 448 gives
-    scale = (encode * (largest * (1 / E2M1_MAX))).clamp(max=E4M3_MAX).to(_FP8)
+    scale = (encode * (largest * (1 / E2M1_MAX))).clamp(max=FP8_MAX).to(FP8)
     factor = 1 / (scale.float() * (1 / encode))
     factor = torch.where(scale.float() == 0, 0.0, factor)
     return pack_nibbles(e2m1_codes(blocks * factor.unsqueeze(-1)).flatten(-2)), scale
 
 
 def dequantize_nvfp4(data: Tensor, scale: Tensor, global_scale: Tensor | float) -> Tensor:
-    """The inverse up to rounding: float32 [..., c]. global_scale: a scalar or [..., 1]."""
+    """Undo `quantize_nvfp4`, up to rounding.
+
+    Args:
+        data: uint8 [..., c / 2].
+        scale: float8_e4m3fn [..., c / 16].
+        global_scale: A scalar or [..., 1].
+
+    Returns:
+        float32 [..., c].
+    """
     return _scaled(e2m1_values(data), scale.float() * _single(global_scale))
 
 
@@ -60,35 +76,53 @@ def _single(global_scale: Tensor | float) -> Tensor:
 
 @_where_it_lies
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 with an E8M0 scale per 32 columns: value = data * 2 ** (scale - 127).
+    """Quantize to E4M3 with an E8M0 scale per 32 columns: value = data * 2 ** (scale - 127).
 
-    x: any finite float [..., c]. Returns data float8_e4m3fn [..., c] and scale uint8 [..., c / 32].
     The exponent is that of amax / 448 rounded up, so that nothing saturates, where the OCP document rounds down; the
     arithmetic of FlashInfer 0.7.2 (`cvt_warp_fp16_to_mxfp8`, quantization_utils.cuh), compiled to take numbers below
     2**-126 as zero. A block whose amax / 448 is that small is zeros with scale 0.
+
+    Args:
+        x: Any finite float [..., c].
+
+    Returns:
+        data float8_e4m3fn [..., c] and scale uint8 [..., c / 32].
     """
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
-    wanted = blocks.abs().amax(-1) * (1 / E4M3_MAX)
+    wanted = blocks.abs().amax(-1) * (1 / FP8_MAX)
     mantissa, exponent = torch.frexp(wanted)  # mantissa in [0.5, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     zero = wanted < _TINY
-    values = torch.ldexp(blocks, -exponent.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX)
+    values = torch.ldexp(blocks, -exponent.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     values = torch.where(zero.unsqueeze(-1), 0.0, values)
-    return values.to(_FP8).flatten(-2), torch.where(zero, 0, exponent + 127).to(torch.uint8)
+    return values.to(FP8).flatten(-2), torch.where(zero, 0, exponent + 127).to(torch.uint8)
 
 
 def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
-    """The inverse up to rounding: float32 [..., c]."""
+    """Undo `quantize_mxfp8`, up to rounding.
+
+    Args:
+        data: float8_e4m3fn [..., c].
+        scale: uint8 [..., c / 32].
+
+    Returns:
+        float32 [..., c].
+    """
     return _scaled(data.float(), e8m0_values(scale))
 
 
 @_where_it_lies
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E2M1 with an E8M0 scale per 32 columns: value = code * 2 ** (scale - 127).
+    """Quantize to E2M1 with an E8M0 scale per 32 columns: value = code * 2 ** (scale - 127).
 
-    x: any float [..., c]. Returns data uint8 [..., c / 2] and scale uint8 [..., c / 32].
     OCP Microscaling Formats 1.0, section 6.3: the shared exponent is that of the largest magnitude, less E2M1's own;
     what lies above 6 then saturates.
+
+    Args:
+        x: Any float [..., c].
+
+    Returns:
+        data uint8 [..., c / 2] and scale uint8 [..., c / 32].
     """
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     largest = blocks.abs().amax(-1)
@@ -99,25 +133,52 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_mxfp4(data: Tensor, scale: Tensor) -> Tensor:
-    """The inverse up to rounding: float32 [..., c]. data: [..., c / 2], or by blocks as GPT-OSS's checkpoints,
-    [..., c / 32, 16]."""
+    """Undo `quantize_mxfp4`, up to rounding.
+
+    Args:
+        data: uint8 [..., c / 2], or by blocks as GPT-OSS's checkpoints, [..., c / 32, 16].
+        scale: uint8 [..., c / 32].
+
+    Returns:
+        float32 [..., c].
+    """
     return _scaled(e2m1_values(data), e8m0_values(scale))
 
 
 def quantize_mxint4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """INT4 with a bf16 scale per 32 columns: data uint8 [..., c / 2], scale bfloat16 [..., c / 32]."""
+    """Quantize to INT4 with a bf16 scale per 32 columns.
+
+    Args:
+        x: Any float [..., c].
+
+    Returns:
+        data uint8 [..., c / 2] and scale bfloat16 [..., c / 32].
+    """
     return quantize_int4(x, MX_BLOCK)
 
 
 def dequantize_mxint4(data: Tensor, scale: Tensor) -> Tensor:
-    """The inverse up to rounding: float32 [..., c]."""
+    """Undo `quantize_mxint4`, up to rounding.
+
+    Args:
+        data: uint8 [..., c / 2].
+        scale: bfloat16 [..., c / 32].
+
+    Returns:
+        float32 [..., c].
+    """
     return dequantize_int4(data, scale)
 
 
 def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Two's complement INT4 in [-7, 7] with a bf16 scale per `group` columns: value = data * scale.
+    """Quantize to two's complement INT4 in [-7, 7] with a bf16 scale per group of columns: value = data * scale.
 
-    x: any float [..., c]. Returns data uint8 [..., c / 2] and scale bfloat16 [..., c / group].
+    Args:
+        x: Any float [..., c].
+        group: Columns with a scale of their own.
+
+    Returns:
+        data uint8 [..., c / 2] and scale bfloat16 [..., c / group].
     """
     groups = x.float().unflatten(-1, (-1, group))
     scale = scale_to(groups.abs().amax(-1), 7.0).bfloat16()
@@ -126,23 +187,70 @@ def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int4(data: Tensor, scale: Tensor) -> Tensor:
-    """Two's complement INT4 times a scale per group, whatever its size: float32 [..., c].
+    """Multiply two's complement INT4 by a scale per group, whatever its size.
 
-    data: uint8 [..., c / 2]; scale: [..., c / group].
+    Args:
+        data: uint8 [..., c / 2].
+        scale: [..., c / group].
+
+    Returns:
+        float32 [..., c].
     """
     codes = unpack_nibbles(data).to(torch.int8)
     return _scaled(torch.where(codes > 7, codes - 16, codes).float(), scale.float())
 
 
+def rescale_nvfp4(data: Tensor, scale: Tensor, global_scale: Tensor, larger: Tensor) -> tuple[Tensor, Tensor]:
+    """Round NVFP4 numbers a second time, under a larger global scale.
+
+    Args:
+        data: uint8 [..., c / 2].
+        scale: float8_e4m3fn [..., c / 16].
+        global_scale: A scalar or [..., 1].
+        larger: As `global_scale`, and nowhere below it.
+
+    Returns:
+        data and scale, as `quantize_nvfp4`.
+    """
+    return quantize_nvfp4(dequantize_nvfp4(data, scale, global_scale), larger)
+
+
+def power_of_two_above(scale: Tensor) -> Tensor:
+    """Round up to powers of two, by the bits of the mantissa.
+
+    Args:
+        scale: float32, normal numbers.
+
+    Returns:
+        The least powers of two that are not below, float32.
+    """
+    return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
+
+
 def scale_to(largest: Tensor, top: float) -> Tensor:
-    """The scale that brings `largest` to `top`; 1 for all zeros, and for numbers so small that the scale would not be a
-    normal number (dividing by it could overflow)."""
+    """Compute the scale that brings `largest` to `top`.
+
+    Args:
+        largest: Magnitudes, float32.
+        top: The largest number of the format.
+
+    Returns:
+        Scales; 1 for zeros, and for numbers so small that the scale would not be a normal number (dividing by it could
+        overflow).
+    """
     scale = largest / top
     return torch.where(scale >= _TINY, scale, torch.ones_like(scale))
 
 
 def e2m1_codes(values: Tensor) -> Tensor:
-    """Nearest E2M1 (ties to the even code, saturating), as 4-bit codes in uint8."""
+    """Round to the nearest E2M1 (ties to the even code, saturating).
+
+    Args:
+        values: Any float.
+
+    Returns:
+        4-bit codes in uint8.
+    """
     magnitude = values.abs()
     # midpoints between neighbours 0 .5 1 1.5 2 3 4 6; a tie belongs to the neighbour whose code is even
     code = torch.zeros_like(values, dtype=torch.uint8)
@@ -153,8 +261,16 @@ def e2m1_codes(values: Tensor) -> Tensor:
 
 @_where_it_lies
 def e2m1_values(packed: Tensor) -> Tensor:
-    """uint8 [..., c / 2] to float32 [..., c]: sign, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0,
-    table 5). No table: a CUDA graph's capture could not bring it to the device."""
+    """Decode E2M1: sign, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0, table 5).
+
+    There is no table: a CUDA graph's capture could not bring it to the device.
+
+    Args:
+        packed: uint8 [..., c / 2].
+
+    Returns:
+        float32 [..., c].
+    """
     code = unpack_nibbles(packed).int()
     exponent, mantissa = (code >> 1) & 3, (code & 1) * 0.5
     size = torch.where(exponent == 0, mantissa, torch.ldexp(1 + mantissa, exponent - 1))
@@ -162,19 +278,40 @@ def e2m1_values(packed: Tensor) -> Tensor:
 
 
 def e8m0_values(scale: Tensor) -> Tensor:
-    """uint8 to float32: 2 ** (scale - 127); 255 is E8M0's NaN."""
+    """Decode E8M0: 2 ** (scale - 127); 255 is its NaN.
+
+    Args:
+        scale: uint8.
+
+    Returns:
+        float32.
+    """
     return scale.view(torch.float8_e8m0fnu).float()
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes [..., c] to [..., c / 2], even columns in the low nibble."""
+    """Put two codes into a byte, even columns in the low nibble.
+
+    Args:
+        codes: uint8 [..., c].
+
+    Returns:
+        uint8 [..., c / 2].
+    """
     low, high = codes[..., 0::2], codes[..., 1::2]
     packed: Tensor = low | (high << 4)
     return packed
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `pack_nibbles`."""
+    """Undo `pack_nibbles`.
+
+    Args:
+        packed: uint8 [..., c / 2].
+
+    Returns:
+        uint8 [..., c].
+    """
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 

@@ -24,8 +24,13 @@ SMALLEST = 1e-10  # of fp8_block and fp8_row: a smaller largest magnitude counts
 
 @dataclass(frozen=True)
 class RowFormat:
-    """number: dtype of a row's elements, None for the layer's; packed: columns in one of them
-    block: columns with a scale of their own, 0 for no scales, WHOLE_ROW for all; scale: their dtype
+    """How the numbers of a row and its scales are stored.
+
+    Args:
+        number: dtype of a row's elements, None for the layer's.
+        packed: Columns in one element.
+        block: Columns with a scale of their own, 0 for no scales, WHOLE_ROW for all.
+        scale: dtype of the scales.
     """
 
     number: torch.dtype | None = None
@@ -34,11 +39,25 @@ class RowFormat:
     scale: torch.dtype = torch.float32
 
     def columns(self, hidden: int) -> int:
-        """Elements of a row."""
+        """Elements of a row.
+
+        Args:
+            hidden: H.
+
+        Returns:
+            H / packed.
+        """
         return hidden // self.packed
 
     def scales(self, hidden: int) -> int:
-        """Of a row."""
+        """Scales of a row.
+
+        Args:
+            hidden: H.
+
+        Returns:
+            Their number, 0 for a format without.
+        """
         return 1 if self.block == WHOLE_ROW else hidden // self.block if self.block else 0
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.quant.dequantize import FP8, FP8_BLOCK, INT4_GROUP
+from ep_moe.quant.fp8 import FP8, FP8_BLOCK, FP8_MAX, to_fp8
 from ep_moe.quant.microscale import (
+    INT4_GROUP,
     MX_BLOCK,
     NVFP4_BLOCK,
     NVFP4_RANGE,
@@ -32,12 +33,15 @@ from ep_moe.quant.microscale import (
     scale_to,
 )
 
-FP8_MAX = 448.0  # largest finite E4M3
-
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one expert's tensor."""
+    """Shape and dtype of one expert's tensor.
+
+    Args:
+        shape: Its sizes.
+        dtype: Its dtype.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,15 +58,39 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """dtype: of the activations."""
+        """Describe the tensors of one matrix.
+
+        Args:
+            rows: Of the matrix.
+            columns: Of the matrix.
+            dtype: Of the activations.
+
+        Returns:
+            Their shapes and dtypes by part.
+        """
 
     @abstractmethod
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """weight: any float [..., rows, columns]. Returns the parts, with the same leading sizes."""
+        """Quantize matrices.
+
+        Args:
+            weight: Any float [..., rows, columns].
+            dtype: Of the activations.
+
+        Returns:
+            The parts, with the same leading sizes.
+        """
 
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The inverse up to rounding: float32 [..., rows, columns]."""
+        """Undo `quantize`, up to rounding.
+
+        Args:
+            parts: As `quantize` returns them.
+
+        Returns:
+            float32 [..., rows, columns].
+        """
 
 
 class Plain(WeightFormat):
@@ -86,7 +114,7 @@ class Fp8Tensor(WeightFormat):
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         scale = scale_to(weight.float().abs().amax((-2, -1)), FP8_MAX)
-        return {"": (weight.float() / scale[..., None, None]).to(FP8), "_scale": scale}
+        return {"": to_fp8(weight, scale[..., None, None]), "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts[""].float() * parts["_scale"][..., None, None]
@@ -104,7 +132,7 @@ class Fp8Blocks(WeightFormat):
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         tiles = _tiles(weight.float())
         scale = scale_to(tiles.abs().amax((-3, -1)), FP8_MAX)
-        return {"": (tiles / scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2).to(FP8), "_scale": scale}
+        return {"": to_fp8(tiles, scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2), "_scale": scale}
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         return (_tiles(parts[""].float()) * parts["_scale"][..., :, None, :, None]).flatten(-4, -3).flatten(-2)
@@ -171,8 +199,11 @@ class Nvfp4(WeightFormat):
 
 
 class Int4Groups(WeightFormat):
-    """Two's complement INT4 in [-8, 7], two to a byte (even column in the low nibble), a bf16 scale per `group`
-    columns."""
+    """Two's complement INT4, two to a byte (even column in the low nibble), with a bf16 scale per group of columns.
+
+    Args:
+        group: Columns with a scale of their own.
+    """
 
     def __init__(self, group: int) -> None:
         self.group = group
@@ -228,7 +259,13 @@ class Rounding(enum.Enum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """One quantisation of a layer's experts: a weight format for both matrices, and the rounding of activations."""
+    """One quantisation of a layer's experts: a weight format for both matrices, and the rounding of activations.
+
+    Args:
+        name: As `MoELayer(quantization=)` takes it.
+        weights: The format of both matrices.
+        activations: How a kernel rounds rows before a matrix product.
+    """
 
     name: str
     weights: WeightFormat
@@ -236,10 +273,20 @@ class Scheme:
 
     @property
     def plain(self) -> bool:
+        """Whether weights are numbers of the layer's own dtype."""
         return isinstance(self.weights, Plain)
 
     def expert(self, config: MoEConfig, dtype: torch.dtype, etp: int = 1) -> dict[str, TensorSpec]:
-        """One expert's tensors by canonical name: whole, or an etp rank's piece."""
+        """Describe one expert's tensors: whole, or an etp rank's piece.
+
+        Args:
+            config: The layer.
+            dtype: Of the layer.
+            etp: Ranks that share an expert.
+
+        Returns:
+            Shapes and dtypes by canonical name.
+        """
         rows, inner, hidden = config.w13_rows // etp, config.intermediate_size // etp, config.hidden_size
         specs: dict[str, TensorSpec] = {}
         for name, shape in (("w13", (rows, hidden)), ("w2", (hidden, inner))):
@@ -251,20 +298,44 @@ class Scheme:
         return specs
 
     def quantize(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Float tensors w13, w2 (and biases, input scales: kept as they are) to this scheme's."""
+        """Quantize the matrices of experts.
+
+        Args:
+            tensors: Float w13 and w2; biases and input scales are kept as they are.
+            dtype: Of the layer.
+
+        Returns:
+            This scheme's tensors by name.
+        """
         parts = {name: tensor for name, tensor in tensors.items() if name not in ("w13", "w2")}
         for name in ("w13", "w2"):
             parts |= {name + part: tensor for part, tensor in self.weights.quantize(tensors[name], dtype).items()}
         return parts
 
     def dequantize(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-        """w13 or w2 in float32."""
+        """Undo `quantize` for one matrix, up to rounding.
+
+        Args:
+            tensors: This scheme's, by name.
+            name: "w13" or "w2".
+
+        Returns:
+            float32, of the matrix's shape.
+        """
         return self.weights.dequantize(
             {part: tensors[name + part] for part in ("", "_scale", "_global_scale") if name + part in tensors}
         )
 
     def problem(self, config: MoEConfig, etp: int) -> str | None:
-        """None, or why a layer of this shape cannot be stored so."""
+        """Say why a layer of this shape cannot be stored so.
+
+        Args:
+            config: The layer.
+            etp: Ranks that share an expert.
+
+        Returns:
+            None, or the reason.
+        """
         row, column = self.weights.unit
         inner = config.intermediate_size // etp
         for name, size, unit in (
@@ -296,6 +367,17 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def scheme_of(name: str) -> Scheme:
+    """Look up a scheme.
+
+    Args:
+        name: One of `SCHEMES`.
+
+    Returns:
+        The scheme.
+
+    Raises:
+        ConfigError: there is none of this name; lists those that there are.
+    """
     if name not in SCHEMES:
         raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, got {name!r}")
     return SCHEMES[name]

@@ -6,14 +6,22 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Wire
-from ep_moe.quant.fp8_rows import round_fp8, widen_blocks, widen_by
-from ep_moe.quant.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.quant.fp8 import round_fp8, widen_blocks, widen_by
+from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
 from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4
 from ep_moe.quant.row_format import ROW_FORMATS
 
 
 def round_rows(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
-    """x [T, H] as `wire.dispatch` says: numbers [T, H / packed], and scales [T, its number], None where it has none."""
+    """Round rows as they travel (`Wire.dispatch`).
+
+    Args:
+        x: [T, H].
+        wire: The format, and its `input_scale` where it has one.
+
+    Returns:
+        Numbers [T, H / packed], and scales [T, scales per row], None where the format has none.
+    """
     if wire.dispatch == "plain":
         return x, None
     if wire.dispatch in ("fp8_block", "fp8_row", "fp8_tensor"):
@@ -30,7 +38,17 @@ def round_rows(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
 
 
 def widen_rows(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
-    """The inverse, rounded to `dtype`: [..., H]."""
+    """Undo `round_rows`, up to rounding.
+
+    Args:
+        data: [..., H / packed].
+        scale: [..., scales per row], or None.
+        wire: As for `round_rows`.
+        dtype: Of the result.
+
+    Returns:
+        [..., H].
+    """
     if wire.dispatch == "plain":
         return data
     if wire.dispatch == "fp8_tensor":

@@ -13,11 +13,9 @@ kernels ahead of it have ended then, since the one ahead has waited for its own 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ep_moe.runtime import devices
+from ep_moe.runtime.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 def pdl_launch(device: torch.device, soon: bool = True) -> dict[str, bool]:

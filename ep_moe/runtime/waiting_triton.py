@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-import triton
-from triton.runtime.jit import JITFunction
-
 from ep_moe.errors import BackendUnavailable
+from ep_moe.runtime.triton_compat import JITFunction, triton
 from ep_moe.runtime.versions import IN_PART, ON_GPUS
 from ep_moe.runtime.warp_paths import parting_branch
 

@@ -24,9 +24,13 @@ from ep_moe.selection.tuned import Measured, Tuned, bucket_index
 
 @dataclass(frozen=True)
 class TableEntry:
-    """What serves calls of up to `tokens` tokens per rank (None: of any number).
+    """What serves calls of up to `tokens` tokens per rank.
 
-    pipeline: as `MoELayer`'s; room: tokens that the transport's buffers are made for, None for any number
+    Args:
+        tokens: None for any number.
+        choice: Transport and kernel.
+        pipeline: As `MoELayer` takes it.
+        room: Tokens that the transport's buffers are made for, None for any number.
     """
 
     tokens: int | None
@@ -39,7 +43,11 @@ class TableEntry:
 
 
 class BackendTable:
-    """entries: tokens ascending"""
+    """What serves a layer's calls, by the bound on their tokens.
+
+    Args:
+        entries: Tokens ascending.
+    """
 
     def __init__(self, entries: Sequence[TableEntry]) -> None:
         self._entries = tuple(entries)
@@ -47,15 +55,23 @@ class BackendTable:
 
     @property
     def last(self) -> TableEntry:
+        """The entry for the most tokens."""
         return self._entries[-1]
 
     @property
     def kernels(self) -> list[str]:
-        """Without repetition, that of the most tokens first."""
+        """Names of kernels without repetition, that of the most tokens first."""
         return list(dict.fromkeys(entry.choice.experts for entry in reversed(self._entries)))
 
     def at(self, bound: int | None) -> TableEntry:
-        """For calls of at most `bound` tokens per rank: the first entry that holds them, the last one for more."""
+        """Find what serves calls under a bound.
+
+        Args:
+            bound: The most tokens of any rank, None for any number.
+
+        Returns:
+            The first entry that holds them, the last one for more.
+        """
         if bound is None or len(self._entries) == 1:
             return self._entries[-1]
         return self._entries[bucket_index(self._bounds, bound)]
@@ -78,7 +94,19 @@ class BackendTable:
         options: ExpertsOptions,
         wire: Wire,
     ) -> str | None:
-        """None, or which backend cannot serve the layer in another dtype than it was made with."""
+        """Say which backend cannot serve the layer in another dtype than it was made with.
+
+        Args:
+            dtype: The other one.
+            config: The layer.
+            layout: Of the ranks.
+            scheme: Of the layer.
+            options: Of the kernel.
+            wire: Of the layer.
+
+        Returns:
+            None, or the backend and its reason.
+        """
         for entry in self._entries:
             if entry.choice.all2all == INSIDE:
                 return f"experts={entry.choice.experts} has buffers of the dtype that the layer was made with"
@@ -94,7 +122,14 @@ class BackendTable:
     def transport_bytes(
         self, dispatch_shape: Callable[[TableEntry], DispatchShape]
     ) -> dict[tuple[str, DispatchShape], int]:
-        """Buffers by transport and geometry."""
+        """Count the buffers of transports.
+
+        Args:
+            dispatch_shape: The shape that an entry's transport is made for.
+
+        Returns:
+            Bytes by transport and shape.
+        """
         found: dict[tuple[str, DispatchShape], int] = {}
         for entry in self._entries:
             kind: type[Dispatcher] = registry.load("dispatchers", entry.choice.all2all)
@@ -104,7 +139,14 @@ class BackendTable:
         return found
 
     def explained(self, table: Sequence[explain.BackendChoice]) -> list[explain.BackendChoice]:
-        """`select.explain`'s table with these as "chosen"."""
+        """Mark these pairs as chosen.
+
+        Args:
+            table: As `explain` gives it.
+
+        Returns:
+            The same rows, with this table's pairs as "chosen".
+        """
         own = {(entry.choice.all2all, entry.choice.experts): entry.choice for entry in self._entries}
         rest = [dataclasses.replace(row, status="possible") if row.status == "chosen" else row for row in table]
         return [own.get((row.all2all, row.experts), row) for row in rest]
@@ -121,9 +163,22 @@ def tuned_table(
     dtype: torch.dtype,
     keywords: Mapping[str, Any],
 ) -> BackendTable:
-    """A file's buckets, as far as calls of this context go. keywords: of `select.explain`.
+    """Take the buckets of a file as far as calls of this context go.
 
-    Raises where a pair cannot run here, or the kernels cannot share weights."""
+    Args:
+        tuned: The file.
+        config: The layer.
+        layout: Of the ranks.
+        device: Of the layer.
+        dtype: Of the layer.
+        keywords: Of `explain`.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigError: a pair cannot run here, or the kernels cannot share weights.
+    """
     most = keywords["max_tokens"]
     last = bucket_index([bucket.tokens for bucket in tuned.buckets], most)
     used = [*tuned.buckets[:last], dataclasses.replace(tuned.buckets[last], tokens=most)]

@@ -30,7 +30,14 @@ _MOST_RANKS = 1_000_000  # of a layout on paper: all of them are listed
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """One pair. status: "chosen", "possible" or "refused"; reason: why."""
+    """One pair of transport and kernel.
+
+    Args:
+        all2all: The transport's name.
+        experts: The kernel's name.
+        status: "chosen", "possible" or "refused".
+        reason: Why.
+    """
 
     all2all: str
     experts: str
@@ -64,14 +71,26 @@ def explain(
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
 ) -> list[BackendChoice]:
-    """Every pair of transport and kernel with its status. A name other than "auto" admits only that backend.
+    """List every pair of transport and kernel with its status.
 
-    scheme: how the experts are quantised; options: how the kernel shall run
-    max_tokens: the most tokens that a rank sends in one call, None for any number
-    wire: how rows are written while they travel
-    expert_map: where experts are; any fused kernel serves some only
+    Args:
+        config: The layer.
+        layout: Of the ranks.
+        device: Of the layer; one of a kind that is not here is explained too.
+        dtype: Of the layer.
+        all2all: A transport's name, which admits only that one, or "auto".
+        experts: A kernel's name, which admits only that one, or "auto".
+        scheme: How the experts are quantized.
+        options: How the kernel shall run.
+        max_tokens: The most tokens that a rank sends in one call, None for any number.
+        wire: How rows are written while they travel.
+        expert_map: Where experts are; any fused kernel serves some maps only. Default: not considered.
 
-    Raises ConfigError for an unknown name.
+    Returns:
+        A row per pair, the best first.
+
+    Raises:
+        ConfigError: a name is unknown.
     """
     options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
     if not isinstance(device, torch.device):  # one of a kind that is not here is explained too
@@ -127,7 +146,28 @@ def choose(
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
 ) -> BackendChoice:
-    """The chosen pair; BackendUnavailable, with the reasons and the pairs that can run, if what was named cannot."""
+    """Choose the best pair of transport and kernel.
+
+    Args:
+        config: The layer.
+        layout: Of the ranks.
+        device: Of the layer; one of a kind that is not here is explained too.
+        dtype: Of the layer.
+        all2all: A transport's name, which admits only that one, or "auto".
+        experts: A kernel's name, which admits only that one, or "auto".
+        scheme: How the experts are quantized.
+        options: How the kernel shall run.
+        max_tokens: The most tokens that a rank sends in one call, None for any number.
+        wire: How rows are written while they travel.
+        expert_map: Where experts are; any fused kernel serves some maps only. Default: not considered.
+
+    Returns:
+        The row whose status is "chosen".
+
+    Raises:
+        ConfigError: a name is unknown.
+        BackendUnavailable: what was named cannot run; with the reasons, and the pairs that can.
+    """
     rest: dict[str, Any] = {
         "scheme": scheme,
         "options": options,
@@ -179,7 +219,24 @@ def explain_model(
     max_tokens: int | None = None,
     wire: Wire | None = None,
 ) -> list[BackendChoice]:
-    """`explain` for a bundled model config (or TOML file) on this machine, from names as a command line has them."""
+    """Run `explain` for a model config on this machine, from names as a command line has them.
+
+    Args:
+        config: The name of a bundled config, or a TOML file.
+        parallel: Sizes of the groups of ranks.
+        all2all: As for `explain`.
+        experts: As for `explain`.
+        quantization: A scheme's name.
+        dtype: "bfloat16", "float16" or "float32".
+        max_tokens: The most tokens of a rank, None for any number.
+        wire: As for `explain`.
+
+    Returns:
+        A row per pair, the best first.
+
+    Raises:
+        ConfigError: a name or a number is wrong.
+    """
     dtypes = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
     if dtype not in dtypes:
         raise ConfigError(f"dtype must be one of {', '.join(dtypes)}, got {dtype!r}")
@@ -250,18 +307,9 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
 
 
 def _refusal(
-    backends: _Backends,
-    config: MoEConfig,
-    layout: RankLayout,
-    device: torch.device,
-    dtype: torch.dtype,
-    transport: str,
-    kernel: str,
-    scheme: Scheme,
-    options: ExpertsOptions,
-    max_tokens: int | None,
-    wire: Wire,
-) -> str | None:
+    backends: _Backends, config: MoEConfig, layout: RankLayout, device: torch.device, dtype: torch.dtype,
+    transport: str, kernel: str, scheme: Scheme, options: ExpertsOptions, max_tokens: int | None, wire: Wire,
+) -> str | None:  # fmt: skip
     problem = scheme.problem(config, layout.etp)
     if problem is not None:
         return problem
@@ -304,17 +352,9 @@ def _refusal(
 
 
 def _fused_refusal(
-    config: MoEConfig,
-    layout: RankLayout,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernel: str,
-    scheme: Scheme,
-    options: ExpertsOptions,
-    max_tokens: int | None,
-    wire: Wire,
-    expert_map: ExpertMap | None,
-) -> str | None:
+    config: MoEConfig, layout: RankLayout, device: torch.device, dtype: torch.dtype, kernel: str, scheme: Scheme,
+    options: ExpertsOptions, max_tokens: int | None, wire: Wire, expert_map: ExpertMap | None,
+) -> str | None:  # fmt: skip
     problem = scheme.problem(config, layout.etp)
     if problem is not None:
         return problem
@@ -336,7 +376,15 @@ def _fused_refusal(
 
 
 def untried(kernel: str, device: torch.device) -> str | None:
-    """None, or that a kernel which can serve here was not run on this kind of GPU by those who wrote it."""
+    """Say whether a kernel was run on a kind of GPU by those who wrote it.
+
+    Args:
+        kernel: A name.
+        device: Where it would run.
+
+    Returns:
+        None, or a sentence that it was not.
+    """
     if device.type != "cuda":
         return None
     kind: registry.Kind = "experts" if kernel in registry.targets("experts") else "fused"

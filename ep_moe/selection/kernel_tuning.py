@@ -22,7 +22,19 @@ def tuned_on_one_rank(
     cache: str | Path | None,
     name: str,
 ) -> list[int]:
-    """What `kernel.tune` finds on the rank with the most experts. Collective. name: of the layer, for errors"""
+    """Let the rank with the most experts tune a kernel. Collective.
+
+    Args:
+        kernel: The layer's, on each rank.
+        context: Its ranks.
+        placed: Which rank has how many experts.
+        rows: Numbers of received rows to measure.
+        cache: A folder that keeps findings, None for none.
+        name: Of the layer, for errors.
+
+    Returns:
+        What `kernel.tune` found there, on all ranks.
+    """
     busiest = max(range(placed.num_ranks), key=placed.num_slots)
     found: list[int] = context.consensus.share(
         f"tune {name}",

@@ -28,7 +28,21 @@ from ep_moe.types import dtype_name
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """What a user named for a layer; fields as those of `MoELayer`."""
+    """What a user named for a layer.
+
+    Args:
+        all2all: As `MoELayer` takes it, as all fields.
+        experts: A kernel's name, or "auto".
+        quantization: A scheme's name.
+        wire: How rows travel.
+        pipeline: Tokens of a part, or None.
+        options: Of the kernel.
+        dtype: Of the layer.
+        router: A module, or None for the layer's own.
+        tuned: A file of `ep-moe tune`, or None.
+        shared: Shared experts, or None.
+        device: Which must be the context's, or None.
+    """
 
     all2all: str
     experts: str
@@ -44,7 +58,14 @@ class LayerRequest:
 
 
 def device_of(context: EPContext) -> torch.device:
-    """A context's device."""
+    """Check a context and take its device.
+
+    Args:
+        context: What `MoELayer` was given.
+
+    Returns:
+        Its device.
+    """
     check_kind("MoELayer: context", context, EPContext)
     return context.device
 
@@ -52,9 +73,20 @@ def device_of(context: EPContext) -> torch.device:
 def agree(
     context: EPContext, name: str, config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None
 ) -> tuple[BackendTable, ExpertMap, dict[str, Any]]:
-    """Choose backends and check that all ranks were given the same layer; all raise alike.
+    """Choose backends and check that all ranks were given the same layer. All raise alike.
 
-    Returns what serves which calls, the map, and the keywords of `select.explain` that led to it.
+    Args:
+        context: The ranks.
+        name: Of the layer.
+        config: The layer.
+        asked: What the user named.
+        expert_map: Default: experts in order over the ranks.
+
+    Returns:
+        What serves which calls, the map, and the keywords of `explain` that led to it.
+
+    Raises:
+        EPMoEError: on all ranks, where the layer cannot be served, or ranks were given different ones.
     """
     nothing = explain.BackendChoice("", "", "refused", "")
     table, problem, keywords = BackendTable([TableEntry(None, nothing, None, None)]), None, dict[str, Any]()

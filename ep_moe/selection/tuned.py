@@ -153,16 +153,43 @@ class Tuned:
 
 
 def bucket_index(bounds: Sequence[int], tokens: int) -> int:
-    """Of the first of ascending bounds that holds `tokens`; of the last one for more than any holds."""
+    """Find the bucket that serves a number of tokens.
+
+    Args:
+        bounds: Ascending.
+        tokens: Of the call.
+
+    Returns:
+        The index of the first bound that holds them, of the last one for more than any holds.
+    """
     return min(bisect_left(bounds, tokens), len(bounds) - 1)
 
 
 def as_row(line: Measured) -> dict[str, Any]:
-    """Plain JSON, without what is None."""
+    """Write a line as plain JSON.
+
+    Args:
+        line: What was measured.
+
+    Returns:
+        Its fields, without those that are None.
+    """
     return {name: value for name, value in dataclasses.asdict(line).items() if value is not None}
 
 
 def from_row(row: Any, where: str) -> Measured:
+    """Read a line of JSON.
+
+    Args:
+        row: An object.
+        where: Names the line in errors.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        ConfigError: it is no object, or has wrong fields.
+    """
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be an object, got {row!r}; tune again")
     return from_table(Measured, row, where=where)
@@ -175,7 +202,17 @@ def _rows(value: Any, where: str) -> tuple[Measured, ...]:
 
 
 def layer_facts(config: MoEConfig, scheme: str, wire: Wire, dtype: torch.dtype) -> dict[str, Any]:
-    """What of a layer its times depend on; a scale of calibrated rows is no part of it."""
+    """Describe what of a layer its times depend on. A scale of calibrated rows is no part of it.
+
+    Args:
+        config: The layer.
+        scheme: Its quantization's name.
+        wire: How rows travel.
+        dtype: Of the layer.
+
+    Returns:
+        Values by name.
+    """
     facts = flat_facts(config, "MoEConfig")
     shape = {name: facts[f"MoEConfig.{name}"] for name in _SHAPE}
     rows = {"Wire.dispatch": wire.dispatch, "Wire.combine": wire.combine}
@@ -183,11 +220,22 @@ def layer_facts(config: MoEConfig, scheme: str, wire: Wire, dtype: torch.dtype) 
 
 
 def machine_facts(device: torch.device, ep: int, etp: int) -> dict[str, Any]:
+    """Describe what of a machine times depend on.
+
+    Args:
+        device: Of a rank.
+        ep: Ranks of the EP group.
+        etp: Ranks that share an expert.
+
+    Returns:
+        Values by name.
+    """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"device": gpu, "ep": ep, "etp": etp}
 
 
 def versions() -> dict[str, Any]:
+    """Versions of the installed software by name."""
     try:
         flashinfer = version("flashinfer-python")
     except PackageNotFoundError:
@@ -196,11 +244,20 @@ def versions() -> dict[str, Any]:
 
 
 def choose(lines: Sequence[Measured], layouts: Mapping[str, Hashable]) -> tuple[Measured, ...]:
-    """The fastest line of each bucket, among kernels that can share one layer's weights.
+    """Choose the fastest line of each bucket, among kernels that can share one layer's weights.
 
-    layouts: kernel -> the layout that it reads weights in, in order of preference. Prepared weights are held once: of
-    the layouts that were timed in every bucket, the one with the least sum over buckets of (its best time / the best
-    time of all), ties to the earlier. Within it the kernel may differ per bucket.
+    Prepared weights are held once: of the layouts that were timed in every bucket, the one with the least sum over
+    buckets of (its best time / the best time of all), ties to the earlier. Within it the kernel may differ per bucket.
+
+    Args:
+        lines: What was measured.
+        layouts: Kernel -> the layout that it reads weights in, in order of preference.
+
+    Returns:
+        A line per bucket, tokens ascending.
+
+    Raises:
+        ConfigError: no kernel was timed in every bucket.
     """
     buckets = sorted({line.tokens for line in lines})
     fastest: dict[Hashable, dict[int, Measured]] = {layout: {} for layout in layouts.values()}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.activations import activate
-from ep_moe.quant.dequantize import FP8_BLOCK
+from ep_moe.quant.fp8 import FP8_BLOCK, FP8_MAX
 from ep_moe.quant.microscale import (
     E2M1_MAX,
     MX_BLOCK,
@@ -31,7 +31,6 @@ from ep_moe.quant.schemes import Nvfp4, Rounding, Scheme
 from ep_moe.weights.layouts.cutlass_sm90 import activation_bound
 
 Z = 7.0
-FP8_MAX = 448.0
 
 
 def random_expert(

@@ -9,7 +9,7 @@ from torch import Tensor
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.experts.layouts import localized, widened
-from ep_moe.quant.fp8_rows import round_by
+from ep_moe.quant.fp8 import round_by
 from ep_moe.quant.wire import round_rows
 from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting
 

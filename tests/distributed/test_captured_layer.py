@@ -24,14 +24,14 @@ from tests.fixtures.distributed_cases import everywhere, ran, same_error
 def watched(layer: MoELayer) -> Iterator[list[bool]]:
     """Of each of its calls within, whether it was a replay."""
     found: list[bool] = []
-    replay = layer._captured.replay
+    replay = layer._graphs.replay
 
     def seen(*arguments: object) -> Tensor | None:
         out = replay(*arguments)
         found.append(out is not None)
         return out
 
-    with mock.patch.object(layer._captured, "replay", seen):
+    with mock.patch.object(layer._graphs, "replay", seen):
         yield found
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Tokens
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
-from ep_moe.execution import captured as captured_calls
+from ep_moe.execution import graphs, recorded_calls
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.parallel.rank_group import barrier
@@ -88,7 +88,7 @@ def test_calls_in_parts(world_size):
             tokens = (9, 0, 6, 3)[(rank + step) % 4]
             check(layer, tokens, 10 * step + rank, replays=True)
             if step % 2 == rank:
-                layer._captured.drop()
+                layer._graphs.drop()
             check(layer, tokens, 11 * step + rank, replays=step % 2 != rank)
             assert len(set(everywhere(context.flight_recorder._step))) == 1
             assert not any(buffer_slot.busy for buffer_slot in buffer_pool)
@@ -194,9 +194,9 @@ def test_captures_that_cannot_be(world_size):
         busy.made[0].busy = True
         assert "a call of all2all=nvlink_p2p is under way" in same_error(ConfigError, lambda: layer.capture([4]))
         busy.made[0].busy = False
-        captured_calls.capturing = lambda device: True
+        recorded_calls.capturing = lambda device: True
         assert "a capture is under way on this stream" in same_error(ConfigError, lambda: layer.capture([4]))
-        captured_calls.capturing = lambda device: False
+        recorded_calls.capturing = lambda device: False
         transport, buffer_pool = layer._dispatcher(), layer._dispatcher().buffer_pool
         transport.buffer_pool = None
         found = same_error(ConfigError, lambda: layer.capture([4]))
@@ -219,7 +219,7 @@ def test_captures_that_cannot_be(world_size):
         NVLinkP2PDispatcher.capabilities = buffer_pool
         ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=False)
         assert "experts=reference cannot be captured" in same_error(ConfigError, lambda: layer.capture([4]))
-        captured_calls.Recorder = GRAPHS
+        graphs.Recorder = GRAPHS
         found = same_error(ConfigError, lambda: layer.capture([4]))
         assert "the layer is on cpu, and CUDA graphs need a GPU" in found
 

@@ -1,4 +1,4 @@
-"""Layers where torch makes new tensors elsewhere than on the host unless told, as after
+"""Layers where torch makes new tensors elsewhere than on the host by default, as after
 `torch.set_default_device("cuda")` or under `torch.device("cuda")`: what is kept on the host says so itself."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.quant.dequantize import dequantize_fp8_blocks
+from ep_moe.quant.fp8 import dequantize_fp8_blocks
 from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import check_dispatcher, check_experts, distributed, rank_device
 from tests.fixtures.eplb_cases import CONFIG, on_request, random_map

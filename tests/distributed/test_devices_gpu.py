@@ -54,7 +54,7 @@ def same(found, wanted):
 
 
 @pytest.fixture(autouse=True)
-def _nobody_sets_the_device():
+def _device_is_not_set():
     assert torch.cuda.current_device() == 0
     yield
     assert torch.cuda.current_device() == 0

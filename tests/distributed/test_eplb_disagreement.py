@@ -67,7 +67,7 @@ def test_a_step_that_is_skipped_just_before_a_commit(world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("first", ["that rank", "the others"])
 def test_weights_that_one_rank_alone_writes(first, world_size):
-    """After it has told the others that it is ready: nothing but the store can tell what they have done."""
+    """After it has reported to the others that it is ready: nothing but the store can tell what they have done."""
     with context_of(10.0) as context:
         layers = make_layers(context)
         before, rank = layers[0].placement.expert_map, dist.get_rank()
@@ -102,7 +102,7 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
         before, after = layers[0].placement.expert_map, new_map(layers[0])
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
         balancer.move_to([after])
-        # then all have told that they are ready, and will hear it at the next step
+        # then all have reported that they are ready, and will hear it at the next step
         step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
         rank, hear = dist.get_rank(), StatusExchange.hear
 

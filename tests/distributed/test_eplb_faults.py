@@ -1,5 +1,5 @@
 """A rebalance in which something goes wrong: the old maps stay in force on all ranks, or the new ones on all, and each
-rank is told. Nothing hangs and nothing is lost."""
+rank raises or warns. Nothing hangs and nothing is lost."""
 
 import os
 import re

@@ -151,7 +151,7 @@ class KeptToItself(FlashInferMegaBf16):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
-def test_the_suite_sees_a_refusal_that_nobody_hears_of(world_size):
+def test_the_suite_sees_a_refusal_that_reaches_no_peer(world_size):
     on_the_cpu(KeptToItself)
     with pytest.raises(AssertionError, match=r"one token too many .*: the refusal did not reach the other ranks"):
         one_token_too_many(KeptToItself, 3, 24, rank_device())

@@ -356,7 +356,7 @@ def test_planted(names, world_size):
 
 @distributed(2)
 def test_planted_in_the_preparation_and_in_memory(world_size):
-    """Rows that were not put in turns; and tensors that went elsewhere, which FlashInfer must be told."""
+    """Rows that were not put in turns; and tensors that went elsewhere, whose addresses FlashInfer must get."""
     kinds()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=MOST) as context:
         layer = build(context)

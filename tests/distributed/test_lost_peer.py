@@ -423,7 +423,7 @@ def test_an_overdue_step_is_aborted_and_named():
 
 
 class Reached:
-    """A mark that the device comes to when it is told."""
+    """A mark that the device reaches when the test says so."""
 
     def __init__(self, device):
         self.reached = True

@@ -80,7 +80,7 @@ def a_weight_applied_twice(layer: MoELayer) -> None:
     wrapped(layer, lambda experts, received: experts(dataclasses.replace(received, weights=received.weights.square())))
 
 
-def memory_nobody_wrote(layer: MoELayer) -> None:
+def unwritten_memory(layer: MoELayer) -> None:
     def poisoned(experts: Experts, received: Received) -> torch.Tensor:
         y = experts(received)
         y[:1] = float("nan")
@@ -107,7 +107,7 @@ def logical_ids_taken_for_physical(layer: MoELayer) -> None:
         one_row_lost,
         rows_in_another_order,
         a_weight_applied_twice,
-        memory_nobody_wrote,
+        unwritten_memory,
         a_stale_replica,
         logical_ids_taken_for_physical,
     ],

@@ -1,5 +1,5 @@
 """A layer that picks by token bucket gives the same output under each bound, by the pair that its file names; ranks
-that measure other times agree, and ranks that have other files are told."""
+that measure other times agree, and ranks that have other files raise."""
 
 from __future__ import annotations
 

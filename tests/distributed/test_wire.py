@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, registry
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
-from ep_moe.quant.fp8_rows import round_blocks, round_by, widen_blocks
+from ep_moe.quant.fp8 import round_blocks, round_by, widen_blocks
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows, widen_rows

@@ -19,7 +19,7 @@ from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
-from ep_moe.execution import automatic_graphs
+from ep_moe.execution import graphs
 from ep_moe.experts.hopper.experts import (
     Bf16TritonExperts,
     Fp8BlockTritonExperts,
@@ -59,7 +59,7 @@ class Allocations(TorchDispatchMode):
 class Recording:
     """In the place of a `Recorder`, and of its graphs. recorded: how many there were"""
 
-    here, recorded = True, 0
+    handle, recorded = 0, 0
     unsupported_reason = staticmethod(lambda device: None)
 
     def __init__(self, made: Driver) -> None:
@@ -112,7 +112,7 @@ def driver(monkeypatch):
             return tables(self, expert_map)
 
     monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(automatic_graphs, "Recorder", Recording(made))
+    monkeypatch.setattr(graphs, "Recorder", Recording(made))
     monkeypatch.setattr(Placement, "_tables", unpinned)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(dispatcher, "make_memory", make_memory)
@@ -146,7 +146,7 @@ def layer(driver, context):
     made = built(context)
     for _ in range(2):
         forward(made, *given(1))
-    assert len(made._automatic_graphs) == 1
+    assert len(made._graphs) == 1
     return made
 
 

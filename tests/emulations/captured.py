@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.execution import captured as captured_calls
+from ep_moe.execution import graphs
+from ep_moe.execution.recorded_calls import CopiedInputs
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.types import Routing
 from tests.emulations.graph import RecordableCall
@@ -23,7 +24,7 @@ COUNTED = 1  # where the router's routes are made inside, the number of tokens i
 @pytest.fixture
 def layer(monkeypatch):
     """On one rank, in float32, with random numbers: sums in another order would show."""
-    monkeypatch.setattr(captured_calls, "Recorder", RecordableCall)
+    monkeypatch.setattr(graphs, "Recorder", RecordableCall)
     monkeypatch.setattr(RecordableCall, "replays", 0)
     able = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
     monkeypatch.setattr(ReferenceExperts, "capabilities", able)
@@ -42,12 +43,12 @@ def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool
     with torch.no_grad():
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
         count = RecordableCall.replays - before
-        calls = layer._captured._calls.get((None, routing is not None))
+        calls = layer._graphs._calls.get((CopiedInputs, None, routing is not None))
         call = calls.serving(tokens) if count and calls is not None else None
-        if call is None or call.inputs.most == tokens:
+        if call is None or call.most == tokens:
             assert_same(y, layer.run(x, routing))
         else:
-            assert_same(y, among(layer, call.inputs.most, x, routing))
+            assert_same(y, among(layer, call.most, x, routing))
     assert y.shape == x.shape
     assert y.is_contiguous()
     return count == 1
@@ -65,6 +66,6 @@ def among(layer: MoELayer, most: int, x: Tensor, routing: Routing | None) -> Ten
 
 
 def served(layer: MoELayer) -> list:
-    ((_, calls),) = layer._captured._calls.items()
-    assert calls.sizes == [call.inputs.most for call in calls.calls]
+    ((_, calls),) = layer._graphs._calls.items()
+    assert calls.sizes == [call.most for call in calls.calls]
     return calls.calls

@@ -7,18 +7,19 @@ import dataclasses
 import torch
 
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
-from ep_moe.execution import captured
+from ep_moe.errors import BackendUnavailable
+from ep_moe.execution import graphs
 from ep_moe.execution.graph_inputs import InputMemory
 from ep_moe.experts.reference import ReferenceExperts
 from tests.fixtures.layer_static import on_the_cpu
 
-GRAPHS = captured.Recorder
+GRAPHS = graphs.Recorder
 
 
 class RecordableCall:
     """A `Recorder`. replays: how many there were"""
 
-    replays, here, among = 0, True, vars(GRAPHS)["among"]
+    replays, here, handle, among = 0, True, 0, vars(GRAPHS)["among"]
 
     def __init__(self, device: torch.device, workspaces) -> None:
         self.stream = None
@@ -42,9 +43,12 @@ class RecordableCall:
 
         return replay, out
 
+    def graph_of(self, launch, first, last):
+        raise BackendUnavailable("there are no kernels here")
+
 
 def stand_in() -> None:
     """Within a rank's process."""
     on_the_cpu(NVLinkP2PDispatcher)
-    captured.Recorder, RecordableCall.replays = RecordableCall, 0
+    graphs.Recorder, RecordableCall.replays = RecordableCall, 0
     ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)

@@ -146,15 +146,15 @@ def test_scales_of_experts_that_differ_by_factors(scheme, tuned):
 
 
 @pytest.mark.parametrize("scheme", SM90_SCHEMES)
-def test_no_rows_and_rows_for_nobody(scheme):
+def test_no_rows_and_rows_without_an_expert(scheme):
     experts, _ = build(*SMALL, scheme)
     assert experts(rows(*SMALL, 0)).shape == (0, 256)
     received = rows(*SMALL, 50)
-    nobody = dataclasses.replace(received, local_ids=LocalIds(torch.full_like(received.local_ids, -1)))
-    assert (experts(nobody, torch.full_like(received.x, torch.nan)) == 0).all()
+    without = dataclasses.replace(received, local_ids=LocalIds(torch.full_like(received.local_ids, -1)))
+    assert (experts(without, torch.full_like(received.x, torch.nan)) == 0).all()
 
 
-def test_garbage_in_rows_for_nobody_and_repeated_ids():
+def test_garbage_in_rows_without_an_expert_and_repeated_ids():
     for scheme in ("none", "fp8_dynamic", "int4_fp8"):
         experts, _ = build(*SMALL, scheme)
         received = rows(*SMALL, 300)

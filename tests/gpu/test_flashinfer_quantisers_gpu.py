@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_moe.quant.microscale import E2M1_MAX, E4M3_MAX, NVFP4_RANGE, quantize_mxfp8, quantize_nvfp4, unpack_nibbles
+from ep_moe.quant.fp8 import FP8_MAX
+from ep_moe.quant.microscale import E2M1_MAX, NVFP4_RANGE, quantize_mxfp8, quantize_nvfp4, unpack_nibbles
 from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange
 
 if not torch.cuda.is_available():
@@ -105,7 +106,7 @@ def reciprocal(x, out, size: tl.constexpr):
 def test_approximate_reciprocals():
     """`rcp.approx.ftz.f32` of 6 and 448 is the nearest number, so that scales are equal; of powers of two it is exact,
     so that MXFP8 is equal to the bit; of other numbers it is a last bit off at most."""
-    constants = torch.tensor([E2M1_MAX, E4M3_MAX], device="cuda")
+    constants = torch.tensor([E2M1_MAX, FP8_MAX], device="cuda")
     powers = torch.exp2(torch.arange(-125.0, 126.0, device="cuda"))
     others = torch.rand(4096 - 2 - len(powers), device="cuda") + 0.5
     x = torch.cat([constants, powers, others])

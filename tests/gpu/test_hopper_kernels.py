@@ -21,7 +21,7 @@ from ep_moe.experts.base import Experts
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.experts import ACTIVATIONS, Fp8BlockTritonExperts, Fp8DynamicTritonExperts
 from ep_moe.experts.hopper.scaling import Scaling
-from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import Received

@@ -18,9 +18,8 @@ from ep_moe.experts.hopper import gemm_grouped as kernels
 from ep_moe.experts.hopper.gemm_grouped import Tiles
 from ep_moe.experts.hopper.gemm_streaming import Ring, product
 from ep_moe.experts.hopper.route_sort import Lists
-from ep_moe.quant.dequantize import FP8
-from ep_moe.quant.fp8_row_kernels import RowScales
-from ep_moe.quant.fp8_tensor_kernels import MatrixScales
+from ep_moe.quant.fp8 import FP8
+from ep_moe.quant.kernels import MatrixScales, RowScales
 from tests.fixtures.bf16_triton import BF16
 from tests.fixtures.hopper_gpu import COUNTS, FORMS, exact_sums, operands
 

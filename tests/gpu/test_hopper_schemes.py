@@ -19,7 +19,7 @@ from ep_moe import ExpertMap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.experts import Fp8BlockTritonExperts, Fp8DynamicTritonExperts
-from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst

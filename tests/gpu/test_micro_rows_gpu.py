@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.quant import micro_rows
+from ep_moe.quant import kernels
 from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,7 +41,7 @@ def test_nvfp4(global_scale, size, dtype):
     x, factor = rows(*size, dtype), torch.tensor(global_scale, device="cuda")
     data = torch.full((size[0], size[1] // 2), 255, dtype=torch.uint8, device="cuda")
     scale = torch.empty(size[0], size[1] // 16, dtype=torch.float8_e4m3fn, device="cuda")
-    micro_rows.nvfp4_rows(x, factor, data, scale)
+    kernels.nvfp4_rows(x, factor, data, scale)
     wanted, wanted_scale = quantize_nvfp4(x.cpu(), factor.cpu())
     same(scale.cpu(), wanted_scale)
     same(data.cpu(), wanted)
@@ -53,7 +53,7 @@ def test_mxfp8(size, dtype):
     x = rows(*size, dtype)
     data = torch.empty(size, dtype=torch.float8_e4m3fn, device="cuda")
     scale = torch.full((size[0], size[1] // 32), 255, dtype=torch.uint8, device="cuda")
-    micro_rows.mxfp8_rows(x, data, scale)
+    kernels.mxfp8_rows(x, data, scale)
     wanted, wanted_scale = quantize_mxfp8(x.cpu())
     same(scale.cpu(), wanted_scale)
     same(data.cpu(), wanted)
@@ -63,9 +63,9 @@ def test_nothing_is_allocated():
     x = rows(64, 1024, torch.bfloat16)
     data, scale = torch.empty(64, 512, dtype=torch.uint8, device="cuda"), torch.empty(64, 64, device="cuda")
     scale, factor = scale.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
-    micro_rows.nvfp4_rows(x, factor, data, scale)
+    kernels.nvfp4_rows(x, factor, data, scale)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    micro_rows.nvfp4_rows(x, factor, data, scale)
+    kernels.nvfp4_rows(x, factor, data, scale)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -76,12 +76,12 @@ def test_nan_stays():
     x[1, 96:100] = x[2, :32] = 0
     found = torch.empty(3, 64, dtype=torch.uint8).cuda(), torch.empty(3, 8, dtype=torch.float8_e4m3fn).cuda()
     factor = torch.tensor(0.002)
-    micro_rows.nvfp4_rows(x.cuda(), factor.cuda(), *found)
+    kernels.nvfp4_rows(x.cuda(), factor.cuda(), *found)
     back = dequantize_nvfp4(*(part.cpu() for part in found), factor)
     wanted = dequantize_nvfp4(*quantize_nvfp4(x, factor), factor)
     torch.testing.assert_close(back, wanted, rtol=0, atol=0, equal_nan=True)
     assert back.isnan().sum() == 32
     found = torch.empty(3, 128, dtype=torch.float8_e4m3fn).cuda(), torch.empty(3, 4, dtype=torch.uint8).cuda()
-    micro_rows.mxfp8_rows(x.cuda(), *found)
+    kernels.mxfp8_rows(x.cuda(), *found)
     back = dequantize_mxfp8(*(part.cpu() for part in found))
     assert torch.equal(back.isnan(), x.isnan())

@@ -5,8 +5,7 @@ whether it is this call's."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ep_moe.runtime.triton_compat import tl, triton
 
 
 @triton.jit

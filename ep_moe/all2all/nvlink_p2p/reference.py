@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.nvlink_p2p.buffers import ANSWERED, CHOSEN, SENT, Workspace, answer_dtype
-from ep_moe.quant.fp8_rows import round_by, round_fp8
+from ep_moe.quant.fp8 import round_by, round_fp8
 from ep_moe.types import PhysicalRouting
 
 _PACKET_PLACES = ("row_packets", "answer_packets")

@@ -8,8 +8,7 @@ stores. Numbers may overflow."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ep_moe.runtime.triton_compat import tl, triton
 
 
 @triton.jit

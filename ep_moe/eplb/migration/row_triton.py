@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ep_moe.runtime.grids import cdiv, next_power_of_2
+from ep_moe.runtime.triton_compat import tl, triton
 
 _BLOCK = 4096  # words of a program
 _WARPS = 8

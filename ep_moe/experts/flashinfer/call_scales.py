@@ -1,15 +1,60 @@
-"""The scales of one call (`tensor_scales`), and rows rounded by them. Plain torch, and Triton on GPUs.
+"""Per-tensor fp8 scales of one call of `cutlass_op`, and rows rounded by them. Plain torch, and Triton on GPUs.
 
 The torch forms are the definition, and what runs on a CPU; the Triton forms are one launch each, allocate nothing and
 never wait.
 """
 
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ep_moe.experts.flashinfer.tensor_scales import FP8_MAX, Inputs, TensorScales
+from ep_moe.quant.fp8 import FP8_MAX, to_fp8
+from ep_moe.quant.microscale import power_of_two_above
+from ep_moe.runtime.grids import cdiv, next_power_of_2
+from ep_moe.runtime.triton_compat import tl, triton
+
+TINY = 1e-12  # the scale of rows that are all zeros
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where the scales of both products' inputs come from.
+
+    Static: `first` and `second` are the checkpoint's, float32 [L] each, and the first product takes the largest.
+    Dynamic: `first` holds the rows' extremes (float32 [2], as `row_extremes` leaves them), `second` is `w13_bound`
+    (float32 [L]: what an activation cannot exceed per squared length), `cap` what it cannot exceed at all, 0 for none.
+    """
+
+    first: Tensor
+    second: Tensor
+    dynamic: bool
+    cap: float = 0.0
+
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """float32 scalar and float32 [L]: value = fp8 * scale."""
+        if not self.dynamic:
+            return self.first.amax(0), self.second
+        largest, square = self.first
+        bound = self.second * (square + 1)
+        if self.cap > 0:
+            bound = bound.clamp(max=self.cap)
+        return (largest / FP8_MAX).clamp(min=TINY), (bound / FP8_MAX).clamp(min=TINY)
+
+
+@dataclass(frozen=True)
+class TensorScales:
+    """`cutlass_fused_moe`'s quant_scales of weights and rows that are fp8: what `round_rows` fills."""
+
+    alpha1: Tensor  # float32 [L]: scale of w13 times scale of the rows
+    quant2: Tensor  # float32 [L]: one over the scale of the second product's input
+    alpha2: Tensor  # float32 [L]: scale of w2 times that scale
+    input_scale: Tensor  # float32 scalar: of the rows
 
 
 def round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: Tensor, scales: TensorScales) -> None:
@@ -18,10 +63,10 @@ def round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: Tensor, 
     x: [N, H]; w13, w2: float32 [L], scales of the weights; out: float8_e4m3fn [N, H]
     """
     if x.is_cuda:
-        _triton().round_rows(x, w13, w2, inputs, out, scales)
+        launch_round_rows(x, w13, w2, inputs, out, scales)
         return
     first, second = inputs.scales()
-    out.copy_((x.float() / first).clamp(-FP8_MAX, FP8_MAX).to(out.dtype))
+    out.copy_(to_fp8(x, first))
     scales.alpha1.copy_(w13 * first)
     scales.quant2.copy_(1 / second)
     scales.alpha2.copy_(w2 * second)
@@ -35,23 +80,137 @@ def column_scales(inputs: Inputs, act1: Tensor, act2: Tensor, alpha1: Tensor, al
     act1: [H]; act2: [I]; alpha1, alpha2: float32 [L]
     """
     if act1.is_cuda:
-        _triton().column_scales(inputs, act1, act2, alpha1, alpha2)
+        launch_column_scales(inputs, act1, act2, alpha1, alpha2)
         return
     first, second = inputs.scales()
     for scale, act, alpha in ((first, act1, alpha1), (second.amax(), act2, alpha2)):
-        rounded = _power_of_two(scale)
+        rounded = power_of_two_above(scale)
         if act.dtype == torch.float16:
             rounded = rounded.clamp(2.0**-15, 2.0**14)  # its reciprocal is a normal number of half precision
         act.fill_(1 / rounded)
         alpha.fill_(rounded)
 
 
-def _power_of_two(scale: Tensor) -> Tensor:
-    """The least power of two that is not below `scale` (float32, normal): round the mantissa's bits up."""
-    return ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
+def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:
+    """All of `scales`, as `round_rows` leaves them, for rows that came rounded.
+
+    w13, w2, second: float32 [L], scales of the weights and of the second product's input
+    """
+    if w13.is_cuda:
+        launch_fill_scales(input_scale, w13, w2, second, scales)
+        return
+    scales.alpha1.copy_(w13 * input_scale)
+    scales.quant2.copy_(1 / second)
+    scales.alpha2.copy_(w2 * second)
+    scales.input_scale.fill_(input_scale)
 
 
-def _triton():  # type: ignore[no-untyped-def]
-    from ep_moe.experts.flashinfer import call_scales_triton
+# --- Triton ---------------------------------------------------------------------------------------------------------
 
-    return call_scales_triton
+_BLOCK = 1024
+_E4M3_MAX = tl.constexpr(448.0)
+_TINY = tl.constexpr(TINY)
+
+
+def launch_round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: Tensor, scales: TensorScales) -> None:
+    rows, hidden = x.shape
+    slots = len(w13)
+    _round_rows[(rows, cdiv(hidden, _BLOCK))](
+        x, w13, w2, inputs.first, inputs.second, inputs.cap, out,
+        scales.alpha1, scales.quant2, scales.alpha2, scales.input_scale,
+        hidden, x.stride(0), slots,
+        DYNAMIC=inputs.dynamic, SLOTS=next_power_of_2(slots), BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+def launch_column_scales(inputs: Inputs, act1: Tensor, act2: Tensor, alpha1: Tensor, alpha2: Tensor) -> None:
+    slots = len(alpha1)
+    _column_scales[(2,)](
+        inputs.first, inputs.second, inputs.cap, act1, act2, alpha1, alpha2, len(act1), len(act2), slots,
+        DYNAMIC=inputs.dynamic, HALF=act1.dtype == torch.float16, SLOTS=next_power_of_2(slots), BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _first_scale(first, slot, slots, DYNAMIC: tl.constexpr):
+    if DYNAMIC:
+        scale = tl.maximum(tl.div_rn(tl.load(first), _E4M3_MAX), _TINY)
+    else:
+        scale = tl.max(tl.load(first + slot, mask=slot < slots, other=0.0))
+    return scale
+
+
+@triton.jit
+def _second_scale(first, second, cap, slot, slots, DYNAMIC: tl.constexpr):
+    scale = tl.load(second + slot, mask=slot < slots, other=0.0)
+    if DYNAMIC:
+        scale = scale * (tl.load(first + 1) + 1.0)
+        scale = tl.where(cap > 0, tl.minimum(scale, cap), scale)
+        scale = tl.maximum(tl.div_rn(scale, _E4M3_MAX), _TINY)
+    return scale
+
+
+@triton.jit
+def _round_rows(
+    x, w13, w2, first, second, cap, out, alpha1, quant2, alpha2, input_scale, hidden, row_stride, slots,
+    DYNAMIC: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    scale = _first_scale(first, slot, slots, DYNAMIC)
+    value = tl.div_rn(tl.load(x + row * row_stride + at, mask=at < hidden, other=0.0).to(tl.float32), scale)
+    value = tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX)
+    tl.store(out + row * hidden + at, value.to(tl.float8e4nv), mask=at < hidden)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        inside = slot < slots
+        inner = _second_scale(first, second, cap, slot, slots, DYNAMIC)
+        tl.store(alpha1 + slot, tl.load(w13 + slot, mask=inside, other=0.0) * scale, mask=inside)
+        tl.store(quant2 + slot, tl.div_rn(1.0, inner), mask=inside)
+        tl.store(alpha2 + slot, tl.load(w2 + slot, mask=inside, other=0.0) * inner, mask=inside)
+        tl.store(input_scale, scale)
+
+
+@triton.jit
+def _column_scales(
+    first, second, cap, act1, act2, alpha1, alpha2, hidden, inner, slots,
+    DYNAMIC: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.arange(0, SLOTS)
+    if tl.program_id(0) == 0:
+        _fill(_first_scale(first, slot, slots, DYNAMIC), act1, alpha1, hidden, slot, slots, HALF, BLOCK)
+    else:
+        scale = tl.max(_second_scale(first, second, cap, slot, slots, DYNAMIC))
+        _fill(scale, act2, alpha2, inner, slot, slots, HALF, BLOCK)
+
+
+@triton.jit
+def _fill(scale, act, alpha, columns, slot, slots, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    rounded = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
+    if HALF:
+        rounded = tl.minimum(tl.maximum(rounded, 0.000030517578125), 16384.0)
+    reciprocal = tl.div_rn(1.0, rounded)
+    tl.store(alpha + slot, rounded + tl.zeros_like(slot).to(tl.float32), mask=slot < slots)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(act + at, (reciprocal + tl.zeros_like(at).to(tl.float32)).to(act.dtype.element_ty), mask=at < columns)
+
+
+def launch_fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:
+    _fill_scales[(1,)](
+        input_scale, w13, w2, second, scales.alpha1, scales.quant2, scales.alpha2, scales.input_scale, len(w13),
+        SLOTS=next_power_of_2(len(w13)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _fill_scales(
+    input_scale, w13, w2, second, alpha1, quant2, alpha2, out_scale, slots, SLOTS: tl.constexpr
+):  # fmt: skip
+    slot = tl.arange(0, SLOTS)
+    inside = slot < slots
+    inner = tl.load(second + slot, mask=inside, other=1.0)
+    tl.store(alpha1 + slot, tl.load(w13 + slot, mask=inside, other=0.0) * input_scale, mask=inside)
+    tl.store(quant2 + slot, tl.div_rn(1.0, inner), mask=inside)
+    tl.store(alpha2 + slot, tl.load(w2 + slot, mask=inside, other=0.0) * inner, mask=inside)
+    tl.store(out_scale, input_scale)

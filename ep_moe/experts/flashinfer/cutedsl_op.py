@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ep_moe.experts.flashinfer.row_kernels import clean_ids
 from ep_moe.experts.hopper.operator import operator
-from ep_moe.quant.micro_rows import nvfp4_rows
+from ep_moe.quant.kernels import nvfp4_rows
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 from ep_moe.weights.layouts.cutedsl import mma_view
 

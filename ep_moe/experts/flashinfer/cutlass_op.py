@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.flashinfer.call_scales import column_scales, round_rows
-from ep_moe.experts.flashinfer.fp8_tensor_rows import fill_scales
+from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, column_scales, fill_scales, round_rows
 from ep_moe.experts.flashinfer.row_kernels import clean_ids, row_extremes
-from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
 from ep_moe.experts.hopper.operator import operator
-from ep_moe.quant.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 
 # parameters of FusedMoeRunner::runMoe, flashinfer_cutlass_fused_moe_binding.cu, FlashInfer 0.7.2.post1

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from ep_moe.experts.flashinfer.row_kernels import clean_ids
 from ep_moe.experts.hopper.operator import operator
-from ep_moe.quant.fp8_rows import round_blocks
-from ep_moe.quant.micro_rows import mxfp8_rows, nvfp4_rows
+from ep_moe.quant.fp8 import FP8, round_blocks, to_fp8
+from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
 from ep_moe.quant.microscale import MX_BLOCK, NVFP4_BLOCK
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 
 # flashinfer.tllm_enums
 SWIGLU, RELU2 = 3, 6  # ActivationType
@@ -116,7 +113,7 @@ def quantize_rows(
     rows, scales = own["rows"][: len(x)], own["row_scales"][: len(x)] if "row_scales" in own else None
     if scales is None:
         assert input_scale is not None
-        return rows.copy_((x.float() / input_scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)), None
+        return rows.copy_(to_fp8(x, input_scale)), None
     if input_scale is None:
         mxfp8_rows(x, rows, scales)
     else:

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.hopper import gemm_fp8_block_triton as kernels
+from ep_moe.experts.hopper.gemm_fp8_block_gluon import multiply
+from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.grids import cdiv, next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.runtime.triton_compat import HAS_GLUON
 from ep_moe.types import Activation
 
 BLOCK = 128
-SMALLEST_AMAX = 1e-10  # below it a group's scale is SMALLEST_AMAX / 448, so that zeros have a scale
 # tuned on an H200
 TILE = 4096  # values of a tile of the kernels that quantise
 PROGRAMS = 64  # of such a kernel, a multiprocessor
@@ -126,8 +128,6 @@ def _gluon(
     starts: Tensor | None, config: GemmConfig, launch: Launch, activation: str, up_first: bool = False,
     alpha: float = 0.0, limit: float = 0.0,
 ) -> None:  # fmt: skip
-    from ep_moe.experts.hopper.gemm_fp8_block_gluon import multiply
-
     experts, n, k = b.shape
     capacity = a.shape[1] if a.dim() == 3 else 0
     a = a.view(-1, k)
@@ -136,7 +136,7 @@ def _gluon(
     multiply(
         a, a_scale, b, b_scale, out, out_scale, starts, ends, capacity, config.block_m, config.block_n, config.group_m,
         config.stages, _programs(a.shape[0], experts, n, config, b.device), config.wide, activation, up_first, alpha,
-        limit, SMALLEST_AMAX, launch,
+        limit, SMALLEST, launch,
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def quantize_rows(
     launch(
         kernels.quantize, (programs,),
         x, rows, counts, out, scale, total, total // _groups(counts), k, x.stride(-2),
-        SMALLEST=SMALLEST_AMAX, GATHER=rows is not None, COUNTED=counts is not None,
+        SMALLEST=SMALLEST, GATHER=rows is not None, COUNTED=counts is not None,
         ONE=_groups(counts) == 1, ROWS=tall, COLUMNS=columns,
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, laun
     launch(
         kernels.quantize_pairs, (programs,),
         x, slots, out, scale, total, out.shape[0], size, x.stride(0),
-        SMALLEST=SMALLEST_AMAX, TOP_K=slots.shape[1], ROWS=tall, COLUMNS=columns,
+        SMALLEST=SMALLEST, TOP_K=slots.shape[1], ROWS=tall, COLUMNS=columns,
     )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def activate_and_quantize(
     launch(
         kernels.activate, (programs,),
         h, counts, out, scale, total, total // _groups(counts), size, h.stride(-2), alpha, limit,
-        SMALLEST=SMALLEST_AMAX, ACTIVATION=activation.value, UP_FIRST=up_first, COUNTED=counts is not None,
+        SMALLEST=SMALLEST, ACTIVATION=activation.value, UP_FIRST=up_first, COUNTED=counts is not None,
         ONE=_groups(counts) == 1, ROWS=tall, COLUMNS=columns,
     )  # fmt: skip
 
@@ -241,10 +241,4 @@ def _groups(counts: Tensor | None) -> int:
 @cache
 def has_hopper(device: torch.device) -> bool:
     """Whether the Gluon kernels run there."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        import ep_moe.experts.hopper.gemm_fp8_block_gluon  # noqa: F401
-    except ImportError:  # Gluon is not in this Triton, or not as it was in 3.6
-        return False
-    return True
+    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

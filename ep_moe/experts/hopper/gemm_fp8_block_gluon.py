@@ -14,13 +14,17 @@ to: (out, its scales or None, columns, alpha and limit of the clamped activation
 from __future__ import annotations
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ep_moe.experts.hopper.hopper_parts_triton import activate, next_stage
 from ep_moe.runtime.launch_cache import Launch
+from ep_moe.runtime.triton_compat import (
+    TensorDescriptor,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 def multiply(
@@ -301,3 +305,35 @@ def store_tile(to, acc, row, end, column, WIDE: gl.constexpr, MMA: gl.constexpr)
     c = column + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
     at = out + r.to(gl.int64).expand_dims(1) * n + c.expand_dims(0)
     gl.store(at, value, mask=(r < end).expand_dims(1) & (c < n).expand_dims(0))
+
+
+# --- for every Gluon kernel of this folder --------------------------------------------------------------------------
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Of a ring of buffers, whose barriers change their phase with each round."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def activate(to, gate, up, ACTIVATION: gl.constexpr):
+    if ACTIVATION == "relu2":
+        positive = gl.where(gate < 0.0, 0.0, gate)
+        return positive * positive
+    elif ACTIVATION == "swiglu":  # noqa: RET505  (the compiler wants one chain)
+        return gate / (1.0 + gl.exp(-gate)) * up
+    elif ACTIVATION == "geglu":
+        return 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476)) * up
+    else:
+        gl.static_assert(ACTIVATION == "swiglu_clamped")
+        alpha = to[3]
+        limit = to[4]
+        gate = gl.where(gate > limit, limit, gate)
+        up = gl.where(up > limit, limit, up)
+        up = gl.where(up < -limit, -limit, up)
+        return (up + 1.0) * (gate / (1.0 + gl.exp(-alpha * gate)))

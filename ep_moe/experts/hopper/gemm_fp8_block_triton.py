@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from ep_moe.quant.fp8_rows_triton import e4m3_blocks
+from ep_moe.quant.fp8 import e4m3_blocks
+from ep_moe.runtime.triton_compat import tl, triton
 
 
 @triton.jit

@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ep_moe.quant.fp8_row_kernels import RowScales
-from ep_moe.quant.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.quant.kernels import NO_SCALES, MatrixScales, RowScales
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.launch_cache import Launch, at_once

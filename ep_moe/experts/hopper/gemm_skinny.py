@@ -8,19 +8,22 @@ Nothing here allocates or waits for the device. launch: how kernels are launched
 Letters: N received rows, K routes of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
 """
 
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# ruff: noqa: N806  (constants of the compiler are upper case)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_skinny_triton as kernels
-from ep_moe.experts.hopper.gemm_fp8_block import SMALLEST_AMAX
-from ep_moe.experts.hopper.route_sort import Lists
-from ep_moe.quant.fp8_row_kernels import RowScales
-from ep_moe.quant.fp8_tensor_kernels import MatrixScales
+from ep_moe.experts.hopper.route_sort import Lists, local_experts
+from ep_moe.quant.kernels import MatrixScales, RowScales, saturated
+from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime.grids import next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import Activation
 
 DEPTH = 128  # of a tile
@@ -125,7 +128,7 @@ def first_product(
     strides = tuple(x_scale.stride()) if x_scale is not None and x_scale.dim() == 2 else (1, 0)
     by_pick = lists is None and pairs <= experts
     launch(
-        kernels.first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
+        _first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
         w13_scale, out, factor, step, *strides, 0 if w13_scale is None else w13_scale.stride(0), to, base, pairs,
         experts, hidden, inner, alpha, limit,
@@ -148,11 +151,11 @@ def second_product(
     factor, act_scale, step, w2_scale, _ = (None, None, None, w2_scale, None) if scales is None else scales.given()
     by_pick = lists is None and pairs <= experts
     launch(
-        kernels.second_product, ((pairs if by_pick else experts) * (hidden // cut.block_n),),
+        _second_product, ((pairs if by_pick else experts) * (hidden // cut.block_n),),
         act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, out, factor, act_scale, step, base,
         pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_ROUTE=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,
-        SMALLEST=SMALLEST_AMAX,
+        SMALLEST=SMALLEST,
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
 
@@ -169,3 +172,207 @@ def _looked_through(pairs: int, lists: Lists | None) -> int:
     if lists is not None:
         return 1
     return FEWEST if pairs <= FEWEST else max(UNSORTED, next_power_of_2(pairs))
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.constexpr, BY_ROUTE: tl.constexpr):
+    """The expert that a program is asked for, and which pairs are its: `asked` itself, or that of this route, and then
+    no pairs unless the route is the first of them."""
+    local = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
+    if BY_ROUTE:
+        expert = local_experts(ids, weights, base, asked, pairs, WEIGHTED)
+        mine = (local == expert) & (expert >= 0) & (expert < experts)
+        mine = mine & (tl.min(tl.where(mine, pair, asked)) == asked)
+    else:
+        expert = asked
+        mine = local == expert
+    return expert, mine
+
+
+@triton.jit
+def _listed(mine, pair, first, ROWS: tl.constexpr):
+    """Pairs `first` to `first` + ROWS of those that are mine, -1 where there are fewer."""
+    place = tl.cumsum(mine.to(tl.int32), 0) - 1
+    wanted = first + tl.arange(0, ROWS)
+    hit = mine[None, :] & (place[None, :] == wanted[:, None])
+    return tl.max(tl.where(hit, pair[None, :], -1), 1)
+
+
+@triton.jit
+def _activate(gate, up, alpha, bound, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "relu2":
+        positive = tl.where(gate < 0.0, 0.0, gate)
+        value = positive * positive
+    elif ACTIVATION == "swiglu":
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "geglu":
+        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:
+        tl.static_assert(ACTIVATION == "swiglu_clamped")
+        gate = tl.where(gate > bound, bound, gate)
+        up = tl.where(up > bound, bound, up)
+        up = tl.where(up < -bound, -bound, up)
+        value = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    return value
+
+
+@triton.jit
+def _rounded(value, SMALLEST: tl.constexpr):
+    """A block of 128 columns as `gemm_fp8_block.quantize_rows` rounds it: E4M3, and the scale of each row."""
+    wide = value.to(tl.float32)
+    step = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), 1), SMALLEST), 448.0)
+    return (wide * tl.div_rn(1.0, step)[:, None]).to(tl.float8e4nv), step
+
+
+@triton.jit
+def _scale_of(factor, rows_scale, step, weights_scale, expert):
+    """What sums are multiplied by; see `MatrixScales.given`."""
+    scale = factor * tl.load(weights_scale + expert)
+    if rows_scale is not None:
+        scale *= tl.load(rows_scale + expert * step)
+    return scale
+
+
+@triton.jit
+def _first_product(
+    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, scale_row, scale_block, w_step,
+    out_scale, base, pairs, experts, hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_ROUTE: tl.constexpr,
+    TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[p] = activation(w13[e] @ x[p // TOP_K]) for each pair p of expert e; a program has BLOCK_N columns of one.
+
+    SORTED: `source` holds the pairs by expert, `ends` one past each expert's last, and out's rows are in that order;
+    else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs. BY_ROUTE: programs belong to
+    routes, of which the first of an expert stands for it; else to experts.
+    SCALES: of x and w13 in E4M3, one for each "block" of them or each "matrix", or for each matrix of w13 and "row" of
+    x; "" in bf16 or fp16."""
+    columns = inner // BLOCK_N
+    asked = tl.program_id(0) // columns
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    column = first_column + tl.arange(0, BLOCK_N)
+    pair = tl.arange(0, PAIRS)
+    if SORTED:
+        expert = asked
+        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        count = tl.load(ends + expert) - start
+    else:
+        start = 0
+        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
+        count = tl.sum(mine.to(tl.int32))
+    k = tl.arange(0, BLOCK_K)
+    GATED: tl.constexpr = ACTIVATION != "relu2"
+    BLOCKS: tl.constexpr = SCALES == "block"
+    rows = inner * 2 if GATED else inner
+    w_at = w13 + expert.to(tl.int64) * rows * hidden + column[None, :] * hidden + k[:, None]
+    k_blocks = hidden // 128
+    s_at = w13_scale
+    if BLOCKS:
+        s_at += (expert * (rows // 128) + first_column // 128) * k_blocks
+    for first in range(0, count, BLOCK_M):
+        if SORTED:
+            at = first + tl.arange(0, BLOCK_M)
+            row = tl.load(source + start + at, mask=at < count, other=-1)
+            to = start + at
+        else:
+            listed = _listed(mine, pair, first, BLOCK_M)
+            row = tl.where(listed >= 0, listed // TOP_K, -1)
+            to = listed
+        valid = row >= 0
+        safe = tl.maximum(row, 0).to(tl.int64)
+        x_at = x + safe[:, None] * hidden + k[None, :]
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if BLOCKS:
+            tl.static_assert(BLOCK_K == 128)
+            gate_scale = tl.load(s_at)
+            up_scale = tl.load(s_at + inner // 128 * k_blocks) if GATED else gate_scale
+            step_at = x_scale + safe * scale_row
+            step = tl.load(step_at)
+        for i in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
+            left = tl.load(x_at + i, mask=valid[:, None], other=0.0)
+            if BLOCKS:
+                # the next block's scales travel while this block is multiplied
+                block = tl.minimum(i // 128 + 1, k_blocks - 1)
+                next_gate = tl.load(s_at + block)
+                next_up = tl.load(s_at + inner // 128 * k_blocks + block) if GATED else next_gate
+                next_step = tl.load(step_at + block * scale_block)
+                gate += tl.dot(left, tl.load(w_at + i)) * (step * gate_scale)[:, None]
+                if GATED:
+                    up += tl.dot(left, tl.load(w_at + inner * hidden + i)) * (step * up_scale)[:, None]
+                gate_scale = next_gate
+                up_scale = next_up
+                step = next_step
+            else:
+                gate = tl.dot(left, tl.load(w_at + i), gate)
+                if GATED:
+                    up = tl.dot(left, tl.load(w_at + inner * hidden + i), up)
+        if SCALES == "matrix":
+            scale = _scale_of(x_factor, x_scale, x_step, w13_scale, expert)
+            gate *= scale
+            up *= scale
+        if SCALES == "row":
+            scales = (tl.load(x_scale + safe * scale_row) * tl.load(w13_scale + expert * w_step))[:, None]
+            gate *= scales
+            up *= scales
+        value = _activate(gate, up, alpha, bound, ACTIVATION)
+        if SCALES == "matrix":
+            value = saturated(value * tl.div_rn(1.0, tl.load(out_scale + expert)))
+        out_at = out + to.to(tl.int64)[:, None] * inner + column[None, :]
+        tl.store(out_at, value.to(out.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _second_product(
+    act, ids, weights, ends, w2, w2_scale, out, act_factor, act_scale, act_step, base, pairs, experts, hidden, inner,
+    SCALES: tl.constexpr, BY_ROUTE: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[r] = w2[e] @ act[r] for each row r of expert e, in the order that `first_product` left them in."""
+    columns = hidden // BLOCK_N
+    asked = tl.program_id(0) // columns
+    first_column = tl.program_id(0) % columns * BLOCK_N
+    column = first_column + tl.arange(0, BLOCK_N)
+    pair = tl.arange(0, PAIRS)
+    if SORTED:
+        expert = asked
+        start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        count = tl.load(ends + expert) - start
+    else:
+        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
+        count = tl.sum(mine.to(tl.int32))
+    k = tl.arange(0, BLOCK_K)
+    BLOCKS: tl.constexpr = SCALES == "block"
+    w_at = w2 + expert.to(tl.int64) * hidden * inner + column[None, :] * inner + k[:, None]
+    k_blocks = inner // 128
+    s_at = w2_scale
+    if BLOCKS:
+        s_at += (expert * (hidden // 128) + first_column // 128) * k_blocks
+    for first in range(0, count, BLOCK_M):
+        if SORTED:
+            at = first + tl.arange(0, BLOCK_M)
+            row = tl.where(at < count, start + at, -1)
+        else:
+            row = _listed(mine, pair, first, BLOCK_M)
+        valid = row >= 0
+        a_at = act + tl.maximum(row, 0).to(tl.int64)[:, None] * inner + k[None, :]
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if BLOCKS:
+            tl.static_assert(BLOCK_K == 128)
+            scale = tl.load(s_at)
+        for i in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
+            left = tl.load(a_at + i, mask=valid[:, None], other=0.0)
+            if BLOCKS:
+                following = tl.load(s_at + tl.minimum(i // 128 + 1, k_blocks - 1))
+                left, step = _rounded(left, SMALLEST)
+                total += tl.dot(left, tl.load(w_at + i)) * (step * scale)[:, None]
+                scale = following
+            else:
+                total = tl.dot(left, tl.load(w_at + i), total)
+        if SCALES == "matrix":
+            total *= _scale_of(act_factor, act_scale, act_step, w2_scale, expert)
+        out_at = out + row.to(tl.int64)[:, None] * hidden + column[None, :]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=valid[:, None])

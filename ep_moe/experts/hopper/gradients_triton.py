@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from ep_moe.runtime.triton_compat import tl, triton
 
 
 @triton.jit

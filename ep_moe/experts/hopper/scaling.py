@@ -8,8 +8,7 @@ multiply into their sums.
 | `row` | E4M3, one scale an expert | E4M3, one scale a row | E4M3, one scale a row |
 | `block` | E4M3, one scale for 128 x 128 | E4M3, one scale for 128 columns | the same |
 
-Scratch memory is the caller's. Nothing allocates or waits for the device. Kernels that need Triton or a compiler are
-imported when a step runs.
+Scratch memory is the caller's. Nothing allocates or waits for the device.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming
+from ep_moe.experts.hopper.gemm_skinny import TileConfig
+from ep_moe.experts.hopper.gemm_streaming import Ring
+from ep_moe.experts.hopper.route_sort import Lists, copy_rows
+from ep_moe.quant.fp8 import FP8
+from ep_moe.quant.kernels import MatrixScales, RowScales, round_rows, round_rows_by_tensor
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes
 from ep_moe.types import Activation
 
-if TYPE_CHECKING:
-    from ep_moe.experts.hopper.gemm_skinny import TileConfig
-    from ep_moe.experts.hopper.gemm_streaming import Ring
-    from ep_moe.experts.hopper.route_sort import Lists
-
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 BLOCK = 128  # columns, and rows of weights, of a scale of the `block` scaling
 
 
@@ -99,7 +99,7 @@ class Scaling(ABC):
         """Rows as the products read them, in the order of `lists`."""
 
     def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
-        """The second product's rows. counts: int32 [1], how many there are; soon: as `quant.fp8_row_kernels`"""
+        """The second product's rows. counts: int32 [1], how many there are; soon: as `quant.kernels`"""
         return Rows(own["act"])
 
     def of_first(self, rows: Rows) -> dict[str, Any]:
@@ -115,8 +115,6 @@ class Scaling(ABC):
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         """Both products of few rows, into own["y"]. found: ids, weights and base"""
-        from ep_moe.experts.hopper import gemm_skinny
-
         p, act = self.products, own["act"]
         gemm_skinny.first_product(
             rows.x, *found, p.w13, act, p.activation, cut.first, lists=lists, alpha=p.alpha, limit=p.limit,
@@ -128,8 +126,6 @@ class Scaling(ABC):
 
     def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
         """Both products of some rows, which are gathered, into own["y"]."""
-        from ep_moe.experts.hopper import gemm_streaming
-
         p = self.products
         gemm_streaming.product(
             rows.x, p.w13, lists, own["act"], ring, gather=True, **p.activated, **self.of_first(rows), launch=p.launch
@@ -139,14 +135,13 @@ class Scaling(ABC):
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
         """Both products of many rows, sorted ones, into own["y"]. expected: rows of all experts"""
-        from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for
-
         p, spare = self.products, self.products.spare_sms
-        first, second = (tiles_for(each, w, spare) for w in (p.w13, p.w2))
+        first, second = (gemm_grouped.tiles_for(each, w, spare) for w in (p.w13, p.w2))
         how: dict[str, Any] = {"spare_sms": spare, "launch": p.launch}
-        grouped_gemm(rows.x, p.w13, lists.ends, own["act"], first, **p.activated, **self.of_first(rows), **how)
+        given = {**p.activated, **self.of_first(rows), **how}
+        gemm_grouped.grouped_gemm(rows.x, p.w13, lists.ends, own["act"], first, **given)
         act = self.between(own, lists.ends[-1:], False)
-        grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
+        gemm_grouped.grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
 
 
 class Unscaled(Scaling):
@@ -157,16 +152,12 @@ class Unscaled(Scaling):
         return {"act": ((routes, inner), BF16), "y": ((routes, hidden), BF16)}
 
     def skinny(self, routes: int, each: float) -> TileConfig | None:
-        from ep_moe.experts.hopper.gemm_skinny import TileConfig
-
         return TileConfig.of(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
         return rows
 
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        from ep_moe.experts.hopper.route_sort import copy_rows
-
         # into the room of y, which is written after they are read
         copy_rows(rows.x, lists.slots, own["y"], launch=self.products.launch)
         return Rows(own["y"])
@@ -189,16 +180,12 @@ class MatrixScaled(Scaling):
         return {"scale": ((1,), torch.float32), "act": ((routes, inner), FP8), "y": ((routes, hidden), BF16)}
 
     def skinny(self, routes: int, each: float) -> TileConfig | None:
-        from ep_moe.experts.hopper.gemm_skinny import TileConfig
-
         return TileConfig.of_matrices(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
         return rows if rows.scale is not None else self._round(rows, _numbers(own, len(rows.x)), own)
 
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        from ep_moe.experts.hopper.route_sort import copy_rows
-
         out = _numbers(own, lists.slots.numel())
         if rows.scale is None:
             return self._round(rows, out, own, lists.slots)
@@ -206,21 +193,16 @@ class MatrixScaled(Scaling):
         return Rows(out, rows.scale)
 
     def _round(self, rows: Rows, out: Tensor, own: Mapping[str, Tensor], slots: Tensor | None = None) -> Rows:
-        from ep_moe.quant.fp8_tensor_kernels import round_rows
 
-        round_rows(rows.x, self.products.scales[1], out, own["scale"], slots, launch=self.products.launch)
+        round_rows_by_tensor(rows.x, self.products.scales[1], out, own["scale"], slots, launch=self.products.launch)
         return Rows(out, own["scale"])
 
     def of_first(self, rows: Rows) -> dict[str, Any]:
-        from ep_moe.quant.fp8_tensor_kernels import MatrixScales
-
         assert rows.scale is not None
         w13_scale, _, _, w2_input_scale = self.products.scales
         return {"scales": MatrixScales(rows.scale, w13_scale, w2_input_scale)}
 
     def of_second(self, rows: Rows) -> dict[str, Any]:
-        from ep_moe.quant.fp8_tensor_kernels import MatrixScales
-
         _, _, w2_scale, w2_input_scale = self.products.scales
         return {"scales": MatrixScales(w2_input_scale, w2_scale)}
 
@@ -244,8 +226,6 @@ class RowScaled(Scaling):
         }
 
     def skinny(self, routes: int, each: float) -> TileConfig | None:
-        from ep_moe.experts.hopper.gemm_skinny import TileConfig
-
         return TileConfig.of_rows(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
@@ -262,8 +242,6 @@ class RowScaled(Scaling):
         return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]), counts=counts, soon=soon)
 
     def _round(self, rows: Rows, to: Rows, **how: Any) -> Rows:
-        from ep_moe.quant.fp8_row_kernels import round_rows
-
         assert isinstance(to.scale, Tensor)
         round_rows(rows.x, to.x, to.scale, **how, launch=self.products.launch)
         return to
@@ -277,8 +255,6 @@ class RowScaled(Scaling):
         return self._scales(rows, 1)
 
     def _scales(self, rows: Rows, which: int) -> dict[str, Any]:
-        from ep_moe.quant.fp8_row_kernels import RowScales
-
         assert isinstance(rows.scale, Tensor)
         return {"scales": RowScales(rows.scale, self.products.scales[which][:, 0, 0])}
 
@@ -302,28 +278,22 @@ class BlockScaled(Scaling):
         }
 
     def skinny(self, routes: int, each: float) -> TileConfig | None:
-        from ep_moe.experts.hopper.gemm_skinny import TileConfig
-
         return TileConfig.of_blocks(routes, each, self.products.w2.shape[1], self.products.w2.numel())
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
-        from ep_moe.experts.hopper.gemm_fp8_block import quantize_rows
-
         if rows.scale is not None:
             return rows
         count = len(rows.x)
-        quantize_rows(rows.x, own["rows"][:count], own["row_scale"][:count], launch=self.products.launch)
+        gemm_fp8_block.quantize_rows(rows.x, own["rows"][:count], own["row_scale"][:count], launch=self.products.launch)
         return Rows(own["rows"][:count], own["row_scale"][:count])
 
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        from ep_moe.experts.hopper.gemm_fp8_block import copy_pairs, quantize_pairs
-
         out, scale = own["rows"], own["row_scale"]
         if rows.scale is None:
-            quantize_pairs(rows.x, lists.slots, out, scale, launch=self.products.launch)
+            gemm_fp8_block.quantize_pairs(rows.x, lists.slots, out, scale, launch=self.products.launch)
         else:
             assert isinstance(rows.scale, Tensor)
-            copy_pairs(rows.x, rows.scale, lists.slots, out, scale, launch=self.products.launch)
+            gemm_fp8_block.copy_pairs(rows.x, rows.scale, lists.slots, out, scale, launch=self.products.launch)
         return Rows(out, scale)
 
     def few(
@@ -352,24 +322,22 @@ class BlockScaled(Scaling):
 
         starts, ends: int32 [L], each expert's rows, without starts one's begin where the last one's end
         """
-        from ep_moe.experts.hopper import gemm_fp8_block as kernels
-
         p, (w13_scale, w2_scale), routes = self.products, self.products.scales, max(1, int(expected))
-        hopper, slots, launch = kernels.has_hopper(out.device), len(p.w2), p.launch
-        config = kernels.config_for(routes, slots, *p.w13.shape[1:], hopper=hopper, activated=hopper)
+        hopper, slots, launch = gemm_fp8_block.has_hopper(out.device), len(p.w2), p.launch
+        config = gemm_fp8_block.config_for(routes, slots, *p.w13.shape[1:], hopper=hopper, activated=hopper)
         config = dataclasses.replace(config, spare_sms=p.spare_sms)
         assert isinstance(rows.scale, Tensor)
         first = (rows.x, rows.scale, p.w13, w13_scale, ends)
         act = (own["act_numbers"], own["act_scale"])
         how: dict[str, Any] = {"alpha": p.alpha, "limit": p.limit, "launch": launch}
         if hopper:
-            kernels.grouped_gemm_activate(*first, *act, p.activation, starts=starts, config=config, **how)
+            gemm_fp8_block.grouped_gemm_activate(*first, *act, p.activation, starts=starts, config=config, **how)
         else:
-            kernels.grouped_gemm(*first, own["h"], starts=starts, config=config, launch=launch)
-            kernels.activate_and_quantize(own["h"], *act, p.activation, counts=counts, **how)
-        config = kernels.config_for(routes, slots, *p.w2.shape[1:], hopper=hopper)
+            gemm_fp8_block.grouped_gemm(*first, own["h"], starts=starts, config=config, launch=launch)
+            gemm_fp8_block.activate_and_quantize(own["h"], *act, p.activation, counts=counts, **how)
+        config = gemm_fp8_block.config_for(routes, slots, *p.w2.shape[1:], hopper=hopper)
         config = dataclasses.replace(config, spare_sms=p.spare_sms)
-        kernels.grouped_gemm(*act, p.w2, w2_scale, ends, out, starts=starts, config=config, launch=launch)
+        gemm_fp8_block.grouped_gemm(*act, p.w2, w2_scale, ends, out, starts=starts, config=config, launch=launch)
 
 
 SCALINGS: dict[str, type[Scaling]] = {

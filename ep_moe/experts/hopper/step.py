@@ -7,19 +7,18 @@ weights stream by (`gemm_streaming`), many are sorted before (`gemm_grouped`, `g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ep_moe.experts.hopper import route_sort
+from ep_moe.experts.hopper.gemm_streaming import ring_for
 from ep_moe.experts.hopper.operator import launching_operator
+from ep_moe.experts.hopper.route_sort import Home, IdsReady, list_shapes, passes
 from ep_moe.experts.hopper.scaling import SCALINGS, BlockScaled, Products, Rows, Scaling
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 from ep_moe.types import Activation
-
-if TYPE_CHECKING:
-    from ep_moe.experts.hopper.route_sort import Home, IdsReady
 
 
 def shapes(
@@ -36,8 +35,6 @@ def shapes(
     """Scratch of one pass. sort: rows are sorted and summed up; else they are grouped by expert already"""
     found = SCALINGS[scaling].scratch(routes, hidden, inner, gated, dtype)
     if sort:
-        from ep_moe.experts.hopper.route_sort import list_shapes
-
         return found | list_shapes(routes, slots)
     del found["y"]
     return found | dict.fromkeys(("starts", "ends"), ((slots,), torch.int32))
@@ -113,8 +110,6 @@ def hopper_moe(
         if weights is not None:
             out.mul_(weights.unsqueeze(1))
         return
-    from ep_moe.experts.hopper.route_sort import Home, passes
-
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
     coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
@@ -128,9 +123,6 @@ def _pass(
     coming: IdsReady | None, out: Tensor, home: Home | None, expected: float,
 ) -> None:  # fmt: skip
     """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
-    from ep_moe.experts.hopper import route_sort
-    from ep_moe.experts.hopper.gemm_streaming import ring_for
-
     p, (count, top_k) = step.products, found[0].shape
     launch, (slots, hidden, inner) = p.launch, p.w2.shape
     total = count * expected

@@ -25,6 +25,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ep_moe.quant.microscale import MX_BLOCK, e2m1_values, pack_nibbles, unpack_nibbles
 from ep_moe.runtime.devices import on_device_of
 
 HUMMING_RANGE = 11
@@ -32,8 +33,6 @@ HUMMING_RANGE = 11
 
 HUMMING_COMPENSATION = 64.0
 """FlashInfer wants `fold_humming`'s residual times this: its E4M3 weights come out 2 ** 6 too small."""
-
-_MXFP4_BLOCK = 32
 
 # the kernel turns E2M1 into bfloat16 by masks and shifts. Of each four nibbles: their bits, and how far they move left
 _BF16_BITS = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 11), (6, 9), (1, 13)))
@@ -47,7 +46,9 @@ def interleave_mxfp4_bf16(data: Tensor) -> Tensor:
     """
     # row: block of 16, half, row of 8; byte: block of 32, pair, destination half, quad, thread
     x = _split(data, (2, 8), (2, 2, 2, 4))
-    nibbles = _nibbles(_reorder(x, 0, 5, 2, 3, 4, 7, 6, 1).flatten(-2))  # [..., 4 bytes, low and high]
+    nibbles = unpack_nibbles(_reorder(x, 0, 5, 2, 3, 4, 7, 6, 1).flatten(-2)).unflatten(
+        -1, (-1, 2)
+    )  # [..., 4 bytes, low and high]
     word = torch.zeros_like(nibbles[..., 0, :], dtype=torch.int32)
     for i, parts in enumerate(_BF16_BITS):
         for mask, shift in parts:
@@ -64,7 +65,7 @@ def deinterleave_mxfp4_bf16(weight: Tensor) -> Tensor:
         nibbles = torch.zeros_like(word)
         for mask, shift in parts:
             nibbles |= word >> shift & mask
-        data.append((nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8))
+        data.append(pack_nibbles(nibbles).squeeze(-1).to(torch.uint8))
     x = torch.stack(data, dim=-1).unflatten(-1, (2, 2))
     return _reorder(x, 0, 7, 2, 3, 4, 1, 6, 5).reshape(weight.shape)
 
@@ -96,7 +97,7 @@ def interleave_mxfp4_fp8(data: Tensor) -> Tensor:
     data: uint8 [..., rows, cols / 2]. Returns the same shape and dtype.
     """
     x: Tensor = interleave_int4_fp8(data).unflatten(-1, (-1, 4))
-    signs: Tensor = (_nibbles(x) >> 3).flatten(-2).unflatten(-1, (2, 4))  # of the thread's four columns in two rows
+    signs: Tensor = (unpack_nibbles(x) >> 3).unflatten(-1, (2, 4))  # of the thread's four columns in two rows
     return (x & 0x77 | signs[..., 0, :] << 7 | signs[..., 1, :] << 3).reshape(data.shape)
 
 
@@ -198,7 +199,7 @@ def _humming_offsets(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @cache
 def _humming_tables() -> tuple[Tensor, Tensor]:
     """For depth 0 .. 5 and a byte of two codes: the byte that replaces it, and whether its numbers stay. [6 * 256]"""
-    grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    grid = e2m1_values(pack_nibbles(torch.arange(8, dtype=torch.uint8, device="cpu"))).tolist()
     new, kept = [], []
     for depth in range(6):
         nearest = []
@@ -215,8 +216,8 @@ def _humming_tables() -> tuple[Tensor, Tensor]:
 
 def _look_up(table: Tensor, data: Tensor, depth: Tensor) -> Tensor:
     assert data.dtype is torch.uint8
-    assert data.shape[-1] * 2 == depth.shape[-1] * _MXFP4_BLOCK
-    index = data.unflatten(-1, (-1, _MXFP4_BLOCK // 2)) + (depth.clamp(max=5) * 256).unsqueeze(-1)
+    assert data.shape[-1] * 2 == depth.shape[-1] * MX_BLOCK
+    index = data.unflatten(-1, (-1, MX_BLOCK // 2)) + (depth.clamp(max=5) * 256).unsqueeze(-1)
     return table.to(data.device).index_select(0, index.flatten()).reshape(data.shape)
 
 
@@ -231,11 +232,6 @@ def _reorder(x: Tensor, *order: int) -> Tensor:
     """Permute the last dimensions."""
     lead = x.dim() - len(order)
     return x.permute(*range(lead), *(lead + i for i in order))
-
-
-def _nibbles(x: Tensor) -> Tensor:
-    """[...] bytes as [..., low and high]."""
-    return torch.stack([x & 0xF, x >> 4], dim=-1)
 
 
 def _fold(scale: Tensor, slices: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ep_moe.quant.dequantize import FP8_BLOCK
+from ep_moe.quant.fp8 import FP8_BLOCK
 from ep_moe.quant.schemes import TensorSpec
 from ep_moe.weights.layouts.base import WeightLayout
 

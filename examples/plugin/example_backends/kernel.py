@@ -5,33 +5,21 @@ from torch.nn.functional import linear
 
 from ep_moe.experts.activations import activate
 from ep_moe.experts.base import Experts, ExpertsCapabilities
-from ep_moe.types import Activation, RowLayout, Weighting
+from ep_moe.types import Activation, Weighting
 
 
 class ExpertLoop(Experts):
     name = "expert_loop"
     capabilities = ExpertsCapabilities(
-        layouts=frozenset({RowLayout.RANK_MAJOR}),
-        weightings=frozenset(Weighting),
-        activations=frozenset(Activation),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        biases=False,
-        etp=True,
-        alignment_bytes=1,
-        cuda_graph=False,
-        host_sync=True,
-        deterministic=True,
-        differentiable=True,
-    )
+        activations=frozenset(Activation), weightings=frozenset(Weighting), etp=True,
+        dtypes=frozenset({torch.float32, torch.bfloat16}), deterministic=True, differentiable=True,
+    )  # fmt: skip
 
     def compute(self, received, out):
-        w13, w2 = self.weights.dense("w13"), self.weights.dense("w2")
         total = torch.zeros_like(received.x, dtype=torch.float32)
-        for slot in range(self.weights.num_slots):
+        for slot, matrices in enumerate(zip(self.weights.dense("w13"), self.weights.dense("w2"), strict=True)):
             row, column = (received.local_ids == slot).nonzero(as_tuple=True)
-            y = linear(activate(linear(received.x[row], w13[slot]), self.config), w2[slot]).float()
-            if received.weights is not None:
-                y = y * received.weights[row, column].unsqueeze(1)
-            total = total.index_add(0, row, y)
-        y = total.to(received.x.dtype)
-        return y if out is None else out.copy_(y)
+            y = linear(activate(linear(received.x[row], matrices[0]), self.config), matrices[1]).float()
+            weight = 1 if received.weights is None else received.weights[row, column].unsqueeze(1)
+            total = total.index_add(0, row, y * weight)
+        return total.to(received.x.dtype) if out is None else out.copy_(total)

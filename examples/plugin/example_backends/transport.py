@@ -2,20 +2,12 @@
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.parallel.collectives import all_to_all_rows, gather_rows
-from ep_moe.types import LocalIds, Pending, Received, RowLayout, Weighting
+from ep_moe.types import LocalIds, Pending, Received
 
 
 class GatherSumDispatcher(Dispatcher):
     name = "gather_sum"
-    capabilities = DispatcherCapabilities(
-        layout=RowLayout.RANK_MAJOR,
-        weighting=Weighting.EXPERTS,
-        dedup=True,
-        cuda_graph=False,
-        host_sync=True,
-        deterministic=True,
-        differentiable=True,
-    )
+    capabilities = DispatcherCapabilities(dedup=True, deterministic=True, differentiable=True)
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
         if problem is not None:  # raises on all ranks; the other arguments may be malformed

@@ -12,7 +12,7 @@ from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.nvlink_p2p import reference
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.config import Wire
-from ep_moe.quant.fp8_rows import round_by
+from ep_moe.quant.fp8 import round_by
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.quant.wire import round_rows
 from ep_moe.testing.transport_rows import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
@@ -22,7 +22,7 @@ from tests.fixtures.fp8_block_kernels import DEVICE
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.all2all.nvlink_p2p import bulk, low_latency
-from ep_moe.quant import fp8_rows_triton
+from ep_moe.quant import fp8
 from tests.fixtures.p2p_kernels import FEW, signal_all_others, workspaces
 
 
@@ -225,10 +225,10 @@ def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | N
     """By the kernels, in a launch of their own: `round_rows` on GPUs."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     if wire.input_scale is not None:
-        fp8_rows_triton.round_by(x, wire.input_scale, out)
+        fp8.launch_round_by(x, wire.input_scale, out)
         return out, None
     scale = torch.empty(len(x), ROW_FORMATS[wire.dispatch].scales(x.shape[1]), device=DEVICE)
-    fp8_rows_triton.round_blocks(x, out, scale)
+    fp8.launch_round_blocks(x, out, scale)
     return out, scale
 
 

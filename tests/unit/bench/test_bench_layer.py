@@ -1,5 +1,5 @@
 """`bench/layer` and what it stands on, as far as a CPU can tell: floors, stages, tables, and that a line which fails or
-is wrong is told."""
+is wrong is reported."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich.console import Console
 
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.all2all import flashinfer_nvlink
-from ep_moe.bench import all2all, csv_lines, floors, layer, layer_report, memory, peers, scaling_model, stages, timing
-from ep_moe.bench.experts import Rates
+from ep_moe.bench import all2all, csv_lines, floors, layer, layer_report, memory, peers, stages, timing
+from ep_moe.bench.floors import Rates
 from ep_moe.bench.layer_report import Line
 from ep_moe.bench.overlap import beside
 from ep_moe.config import load_model_config
@@ -51,8 +51,8 @@ FLOORS = {
 
 def expected_load(num_experts: int, top_k: int, ranks: int, tokens: int) -> floors.Load:
     """Under uniform routing, of any rank."""
-    touched = scaling_model.experts_touched(num_experts, top_k, num_experts // ranks, ranks * tokens)
-    rows = tokens * scaling_model.remote_ranks(num_experts, top_k, ranks)
+    touched = floors.experts_touched(num_experts, top_k, num_experts // ranks, ranks * tokens)
+    rows = tokens * floors.remote_ranks(num_experts, top_k, ranks)
     return floors.Load(touched, tokens * top_k, rows, 2 * rows)
 
 
@@ -61,17 +61,19 @@ def test_floors_are_those_worked_out_by_hand(model):
     config = load_model_config(model).moe
     for tokens, (apart, overlap, fp8) in FLOORS[model].items():
         load = expected_load(config.num_experts, config.top_k, 4, tokens)
-        plain = floors.floor(config, load, floors.KINDS["bf16"], H200, P2P)
-        rounded = floors.floor(config, load, floors.KINDS["fp8"], H200, P2P)
-        found = (plain.apart, plain.overlap, rounded.overlap)
+        plain = floors.counted_floor(config, load, floors.KINDS["bf16"].at(H200, P2P))
+        rounded = floors.counted_floor(config, load, floors.KINDS["fp8"].at(H200, P2P))
+        found = (plain.in_turn, plain.overlapped, rounded.overlapped)
         if (model, tokens) == ("qwen3-30b-a3b", 1024):  # 96.6 us of products in bf16; in fp8 52.7
-            assert rounded.overlap == rounded.products
-        assert found == pytest.approx((apart, overlap, fp8), abs=0.51, rel=2e-4)
+            assert rounded.overlapped == rounded.products
+        assert found[:2] == pytest.approx((apart, overlap), abs=0.51, rel=2e-4)
+        # by hand without the scales of fp8 weights, a float32 for 128 x 128 of them
+        assert found[2] == pytest.approx(fp8, abs=0.51 + fp8 * 4 / 128**2)
 
 
 def test_fp8_rows_travel_out_and_bf16_rows_back():
     config = load_model_config("deepseek-v3").moe
-    found = floors.floor(config, floors.Load(1, 1, 1000, 2000), floors.KINDS["fp8"], H200, P2P)
+    found = floors.counted_floor(config, floors.Load(1, 1, 1000, 2000), floors.KINDS["fp8"].at(H200, P2P))
     row = 7168 + 4 * 56 + 2 * 7168  # with 56 scales out
     assert found.wire == found.link == pytest.approx(1e6 * 1000 * row / P2P)
 
@@ -422,7 +424,7 @@ def test_what_fails_or_is_wrong_takes_no_other_with_it(world_size):
         assert all(line.captured_host_us is None for line in lines), "there are no CUDA graphs here"
         captured: list[list[int]] = []
         dropped: list[object] = []
-        MoELayer.capture_routed = lambda self, tokens: (captured.append(tokens), dropped.append(self._captured))
+        MoELayer.capture_routed = lambda self, tokens: (captured.append(tokens), dropped.append(self._graphs))
         own = [line for line in lines_of(context, peers=False) if line.owner == "ours"]
         assert all(line.captured_host_us > 0 for line in own)
         assert captured == [[1]] * len(own)

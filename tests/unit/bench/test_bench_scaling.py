@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap, MoEConfig
 from ep_moe.bench import all2all, scaling
-from ep_moe.bench.scaling_model import (
+from ep_moe.bench.floors import (
     KINDS,
     Floor,
     deduplicated,

@@ -122,7 +122,7 @@ def test_configurations_that_do_not_fit(fields, family, sentence, context, tmp_p
         load(MoELayer(config(**fields), context), tensors, tmp_path, family)
 
 
-def test_shared_experts_that_nobody_asked_for_are_named(context, tmp_path):
+def test_shared_experts_that_were_not_asked_for_are_named(context, tmp_path):
     tensors = plain() | {f"{P}.shared_experts.gate_proj.weight": torch.randn(I, H)}
     with pytest.warns(UserWarning, match="shared_experts is not loaded"):
         load(MoELayer(config(), context), tensors, tmp_path, "deepseek_v3")

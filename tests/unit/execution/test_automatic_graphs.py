@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe import ExpertMap, MoELayer, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
-from ep_moe.execution import automatic_graphs
+from ep_moe.execution import recorded_calls
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.placement import Placement
@@ -135,23 +135,23 @@ def test_a_router_of_ours_chooses_before(layer, driver):
 
     layer.router = Other(CONFIG, dtype=torch.bfloat16)
     assert not repeats(layer, x, None)
-    layer._automatic_graphs.drop()
+    layer._graphs.drop()
     assert [repeats(layer, x, None) for _ in range(3)] == [False] * 3
-    assert len(layer._automatic_graphs) == 0
+    assert len(layer._graphs) == 0
 
 
 @pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 def test_shared_experts_are_called_behind_few_rows(few_bytes, driver, context, monkeypatch):
     """Many travel beside them. Nothing is computed here but what is shared."""
     monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)
-    monkeypatch.setattr(automatic_graphs.torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(recorded_calls.torch, "empty_like", torch.zeros_like)
     config = dataclasses.replace(CONFIG, shared_intermediate_size=64)
     layer = built(context, config)
     x, routing = given(2)
     for _ in range(2):
         forward(layer, x, routing)
     for rows in (x, x.view(2, 1, -1)):
-        assert repeats(layer, rows, routing) == (few_bytes > 0) == (len(layer._automatic_graphs) > 0)
+        assert repeats(layer, rows, routing) == (few_bytes > 0) == (len(layer._graphs) > 0)
         if few_bytes:
             with torch.no_grad():
                 assert torch.equal(forward(layer, rows, routing), layer.shared_experts(x).view(rows.shape))

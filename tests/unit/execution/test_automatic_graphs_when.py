@@ -18,7 +18,8 @@ from ep_moe import ConfigError, EPContext, InputError, MoELayer, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.config import RoutingConfig
 from ep_moe.errors import BackendUnavailable
-from ep_moe.execution import automatic_graphs
+from ep_moe.execution import graphs
+from ep_moe.execution.recorded_calls import CallerInputs, CopiedInputs
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
@@ -63,34 +64,32 @@ def test_calls_unlike_others_have_nothing_recorded_again(layer):
     for _ in range(5):
         assert not repeats(layer, shifted(x), routing)
         assert repeats(layer, x, routing)
-    assert automatic_graphs.Recorder.recorded == 1
+    assert graphs.Recorder.recorded == 1
 
 
 def test_nothing_is_recorded_in_a_capture_of_somebody_elses(driver, context):
     layer = built(context)
-    with mock.patch.object(automatic_graphs, "capturing", return_value=True):
+    with mock.patch.object(graphs, "capturing", return_value=True):
         assert [repeats(layer, *given(1)) for _ in range(4)] == [False] * 4
-    assert automatic_graphs.Recorder.recorded == 0
+    assert graphs.Recorder.recorded == 0
 
 
 def test_memory_that_another_thread_was_given_meanwhile(driver, context):
-    layer, graph_of = built(context), automatic_graphs.Recorder.graph_of
-    with mock.patch.object(
-        automatic_graphs.Recorder, "graph_of", side_effect=[BackendUnavailable("it allocates")] * 2
-    ) as tried:
+    layer, graph_of = built(context), graphs.Recorder.graph_of
+    with mock.patch.object(graphs.Recorder, "graph_of", side_effect=[BackendUnavailable("it allocates")] * 2) as tried:
         assert [repeats(layer, *given(1)) for _ in range(3)] == [False] * 3
     assert tried.call_count == 2
-    assert automatic_graphs.Recorder.graph_of == graph_of
+    assert graphs.Recorder.graph_of == graph_of
     assert [repeats(layer, *given(1)) for _ in range(2)] == [False, True]
 
 
 def test_few_are_kept(driver, context, monkeypatch):
-    monkeypatch.setattr(automatic_graphs, "_CALLS", 2)
+    monkeypatch.setattr(graphs, "_AUTOMATIC", 2)
     layer = built(context)
     for bound in (1, 2, 3):
         with context.token_limit(bound):
             assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
-    assert len(layer._automatic_graphs) == 1
+    assert len(layer._graphs) == 1
     for bound in (1, 2, 1, 2):  # each forgets the other, which was seen once, and not what was recorded
         with context.token_limit(bound):
             assert not repeats(layer, *given(1))
@@ -102,10 +101,10 @@ def test_compiled_graphs_note_nothing(driver, context):
     layer = built(context)
     for _ in range(2):
         forward(layer, *given(1))
-    layer._automatic_graphs.drop()
+    layer._graphs.drop()
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True), torch.no_grad():
-        layer._automatic_graphs.note(layer, given(1)[1])
-    assert len(layer._automatic_graphs) == 0
+        layer._graphs.note(layer, given(1)[1])
+    assert len(layer._graphs) == 0
 
 
 @pytest.mark.parametrize("change", [every_other, shifted])
@@ -165,7 +164,7 @@ def with_shared_experts(layer):
 
 
 def on_another_stream(layer):
-    return mock.patch.object(automatic_graphs, "current_stream", return_value=5)
+    return mock.patch.object(graphs, "current_stream", return_value=5)
 
 
 def after_another_stream(layer):
@@ -173,7 +172,7 @@ def after_another_stream(layer):
 
 
 def captured(layer):
-    return mock.patch.object(automatic_graphs, "capturing", return_value=True)
+    return mock.patch.object(graphs, "capturing", return_value=True)
 
 
 def compiled(layer):
@@ -237,9 +236,33 @@ def test_other_weights_are_noted_anew(layer, driver):
     assert layer.expert_weights.w13.data_ptr() in driver.found[-4]
 
 
+def test_each_mode_ends_by_itself(layer):
+    """A captured call whose router was replaced ends captured calls alone. It comes first where both serve a call."""
+    x, routing = given(1)
+    ((key, automatic),) = layer._graphs._calls.items()
+    copied, keeps = (CopiedInputs, key[1], True), [True]
+    call = SimpleNamespace(
+        form=automatic.calls[0].form, least=0, stream=0, buffer_slots=(), steps=2, left=automatic.calls[0].left,
+        places=SimpleNamespace(kept=lambda layer: keeps[0]),
+        launch=lambda *_: x, result=lambda layer, x, tokens, out: out,
+    )  # fmt: skip
+    layer._graphs._calls[copied] = graphs.Sizes([MOST], [call])
+    assert forward(layer, x, routing) is x
+    keeps[0] = False
+    assert repeats(layer, x, routing)
+    assert list(layer._graphs._calls) == [key]
+    layer._graphs._calls[copied] = graphs.Sizes([MOST], [call])
+    keeps[0] = True
+    layer.expert_weights.w13.data = torch.ones_like(layer.expert_weights.w13)
+    call.launch = lambda *_: None
+    assert not repeats(layer, x, routing)
+    assert layer._graphs.count(CallerInputs) == 0
+    assert copied in layer._graphs._calls
+
+
 def test_what_is_tuned_is_noted_anew(layer):
     layer._use(layer.experts, [])
-    assert len(layer._automatic_graphs) == 0
+    assert len(layer._graphs) == 0
     assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
 
 
@@ -249,7 +272,7 @@ def test_nothing_is_kept_of_a_context_that_ended(driver):
         layer = built(context)
         for _ in range(3):
             forward(layer, *given(1))
-    assert len(layer._automatic_graphs) == 0
+    assert len(layer._graphs) == 0
     with pytest.raises(RuntimeError, match="destroyed"):
         forward(layer, *given(1))
 
@@ -284,5 +307,5 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
         for _ in range(6):
             assert not repeats(layer, x, routing)
-    assert len(layer._automatic_graphs) == 0
-    assert automatic_graphs.Recorder.recorded in (0, 3), "what cannot be recorded is asked no more"
+    assert len(layer._graphs) == 0
+    assert graphs.Recorder.recorded in (0, 3), "what cannot be recorded is asked no more"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ep_moe import InputError, MoELayer
 from ep_moe.all2all.buffer_slots import BufferSlot
+from ep_moe.execution import graphs
 from ep_moe.runtime.profiling import StageTimes
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Routing, TokenMask
@@ -83,7 +84,7 @@ def test_padding_in_a_replay(layer):
 def test_a_later_capture_serves_what_lies_below_it(layer):
     layer.capture([6])
     assert replayed(layer, rows(3))
-    sizes = lambda: [(call.inputs.least, call.inputs.most) for call in served(layer)]  # noqa: E731
+    sizes = lambda: [(call.least, call.most) for call in served(layer)]  # noqa: E731
     assert sizes() == [(0, 6)]
     layer.capture([3, 2])
     assert sizes() == [(0, 2), (3, 3), (0, 6)]
@@ -126,7 +127,7 @@ def test_layers_share_what_is_read(layer):
     twin = MoELayer(CONFIG, layer.context)
     twin.capture([4])
     twin.capture_routed([6])
-    (own,), ((_, other), (_, larger)) = (served(layer), twin._captured._calls.items())
+    (own,), ((_, other), (_, larger)) = (served(layer), twin._graphs._calls.items())
     assert own.inputs is other.calls[0].inputs
     assert larger.calls[0].inputs.x.data_ptr() != own.inputs.x.data_ptr(), "no room for 6 rows in 4"
     for seed in range(3):
@@ -137,7 +138,7 @@ def test_layers_share_what_is_read(layer):
 
 def test_copies_of_few_numbers_of_tokens_are_kept_ready(layer):
     layer.capture_routed([100])
-    ((_, calls),) = layer._captured._calls.items()
+    ((_, calls),) = layer._graphs._calls.items()
     for tokens in range(100):
         assert replayed(layer, rows(tokens), integer_routing(tokens, CONFIG, tokens))
     assert len(calls.calls[0].inputs._copies) <= 64
@@ -191,7 +192,8 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
         layer(rows(4))
         assert "experts" in times.milliseconds()
         layer.context._stage_times = None
-        compiled = torch.compile(lambda x: (layer._captured.replay(x, None), x + 1), backend="eager", fullgraph=True)
+        replay = lambda x: (layer._graphs.replay(layer, x, None), x + 1)  # noqa: E731
+        compiled = torch.compile(replay, backend="eager", fullgraph=True)
         assert compiled(rows(4))[0] is None
         sentence = "not re-entrant: moe0 was called inside other"
         with pytest.raises(RuntimeError, match=sentence), layer.context._entered("other"):
@@ -263,19 +265,22 @@ def test_bad_routings_raise_as_before(change, sentence, layer):
 def test_streams_and_workspaces(layer, monkeypatch):
     """A replay waits for a call that ended on another stream, and the next call for the replay."""
     layer.capture([4])
-    ((_, calls),) = layer._captured._calls.items()
+    ((_, calls),) = layer._graphs._calls.items()
     followed, buffer_slot = [], BufferSlot(None, stream="elsewhere")
     monkeypatch.setattr(BufferSlot, "follow", lambda self, device: followed.append((self.stream, device)))
-    recorder = SimpleNamespace(stream="its own", here=True)
-    calls.calls[0] = dataclasses.replace(calls.calls[0], buffer_pool=(buffer_slot,), recorder=recorder)
+    recorder = SimpleNamespace(stream="its own")
+    calls.calls[0] = dataclasses.replace(calls.calls[0], buffer_slots=(buffer_slot,), recorder=recorder)
     assert replayed(layer, rows(4))
     assert followed == [("elsewhere", CPU)]
     assert buffer_slot.stream == "its own"
     assert replayed(layer, rows(4, seed=1))
     assert len(followed) == 1, "nothing to wait for"
-    recorder.here = False
-    assert not replayed(layer, rows(4)), "another stream is current"
-    recorder.here, buffer_slot.busy = True, True
+    for name in ("current_stream", "capturing"):
+        with monkeypatch.context() as other:
+            other.setattr(graphs, name, lambda device: 5)
+            assert not replayed(layer, rows(4)), "another stream is current, or being captured"
+    assert replayed(layer, rows(4))
+    buffer_slot.busy = True
     assert not replayed(layer, rows(4)), "the workspace has a call under way"
 
 
@@ -319,7 +324,7 @@ class Cuda:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
 
 
-def test_what_cuda_is_told(monkeypatch):
+def test_what_cuda_is_asked(monkeypatch):
     cuda = Cuda(monkeypatch)
     spaces = Workspaces(torch.device("cuda", 3))
     recorder = GRAPHS(torch.device("cuda", 3), spaces)

@@ -14,7 +14,7 @@ from ep_moe import InputError, MoELayer
 from ep_moe.types import Routing
 from tests.emulations.captured import CONFIG, layer, replayed, rows  # noqa: F401 (a fixture)
 from tests.emulations.graph import RecordableCall
-from tests.fixtures.helpers import fill, integer_routing
+from tests.fixtures.helpers import assert_same, fill, integer_routing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
 
@@ -65,7 +65,7 @@ def test_a_new_capture_forgets_what_is_gone(layer):
     layer.capture([2])
     assert not replayed(layer, rows(4))
     assert replayed(layer, rows(2))
-    assert len(layer._captured) == 1
+    assert len(layer._graphs) == 1
 
 
 def test_another_dtype(layer):
@@ -85,13 +85,30 @@ def test_what_changes_in_place_is_seen(layer):
         assert replayed(layer, rows(4, seed=seed))
 
 
+def test_a_parameter_of_an_expert_that_is_replaced_is_seen(layer):
+    """Its numbers go to where the graph reads them."""
+    layer.capture([4])
+    assert replayed(layer, rows(4))
+    for name in ("w1", "w2"):
+        before = layer(rows(4)).detach()
+        for expert in range(CONFIG.num_experts):
+            parameter = layer.expert_weights.get_parameter(f"{expert}.{name}")
+            parameter.data = torch.randn_like(parameter)
+        with torch.no_grad():
+            count = RecordableCall.replays
+            y = layer(rows(4))
+            assert RecordableCall.replays == count + 1
+        assert not torch.equal(y, before), name
+        assert_same(y, layer.run(rows(4), None))
+
+
 def test_the_context_tunes_all_its_layers(layer):
     twin = MoELayer(CONFIG, layer.context)
     for each in (layer, twin):
         each.capture([4])
     layer.context.tune([4])
-    assert not len(layer._captured)
-    assert not len(twin._captured), "of the same shape, and so not measured"
+    assert not len(layer._graphs)
+    assert not len(twin._graphs), "of the same shape, and so not measured"
 
 
 def test_the_context_captures_all_its_layers(layer):
@@ -99,7 +116,7 @@ def test_the_context_captures_all_its_layers(layer):
     layer.context.capture([4])
     layer.context.capture_routed([2, 1])
     for each in (layer, twin):
-        assert len(each._captured) == 3
+        assert len(each._graphs) == 3
         assert replayed(each, rows(3))
         assert replayed(each, rows(2), integer_routing(2, CONFIG, 0))
         assert not replayed(each, rows(3), integer_routing(3, CONFIG, 0))
@@ -108,7 +125,7 @@ def test_the_context_captures_all_its_layers(layer):
 def test_after_the_context(layer):
     layer.capture([4])
     layer.context.destroy()
-    assert not len(layer._captured)
+    assert not len(layer._graphs)
     assert not layer.context._recorders
     with torch.no_grad(), pytest.raises(RuntimeError, match="this EPContext was destroyed"):
         layer(rows(4))
@@ -168,7 +185,7 @@ def python_calls(call) -> int:
 
 
 def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
-    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 25 are
+    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 29 are
     within the 60 us that an eager call may cost."""
     routing = integer_routing(4, CONFIG, 0)
     x = rows(4)
@@ -179,5 +196,5 @@ def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
         layer.capture_routed([4])
         layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
         replayed = python_calls(lambda: layer.forward_routed(x, routing))
-    assert replayed <= 26, replayed
+    assert replayed <= 29, replayed
     assert uncaptured > 4 * replayed, uncaptured

@@ -1,4 +1,4 @@
-"""RankLayout: tables written by hand, properties of every layout, and what a wrong one is told."""
+"""RankLayout: tables written by hand, properties of every layout, and the error of a wrong one."""
 
 import dataclasses
 import math

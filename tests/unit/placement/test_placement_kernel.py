@@ -11,7 +11,7 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import ExpertMap, Placement, Routing
-from ep_moe.placement.placement_triton import place
+from ep_moe.placement.deferred import place_ids_once as place
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAPS = [

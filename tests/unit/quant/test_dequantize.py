@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_moe.quant.dequantize import dequantize_fp8_blocks
+from ep_moe.quant.fp8 import dequantize_fp8_blocks
 from ep_moe.quant.microscale import dequantize_mxfp4
 from tests.fixtures.dequantize import block_loop, mxfp4_loop
 

@@ -10,8 +10,8 @@ from tests.fixtures.interpreter import interpreter_problem
 if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
-from ep_moe.quant import fp8_row_kernels
-from ep_moe.quant.fp8_row_kernels import round_rows
+from ep_moe.quant import kernels
+from ep_moe.quant.kernels import round_rows
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -19,10 +19,10 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    monkeypatch.setattr(fp8_row_kernels, "PROGRAMS", 1)
-    monkeypatch.setattr(fp8_row_kernels, "TILE", 2048)
+    monkeypatch.setattr(kernels, "PROGRAMS", 1)
+    monkeypatch.setattr(kernels, "TILE", 2048)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(fp8_row_kernels, "multiprocessors", lambda device: 3)  # each has several rows
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)  # each has several rows
 
 
 def rows(count: int, size: int) -> torch.Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.quant import fp8_rows
+from ep_moe.quant import fp8
 from tests.fixtures.fp8_block_kernels import DEVICE, E4M3
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.experts.hopper.gemm_fp8_block import quantize_rows
-from ep_moe.quant import fp8_rows_triton
-from ep_moe.quant.fp8_row_kernels import round_rows
+from ep_moe.quant.kernels import round_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -25,21 +24,21 @@ def test_numbers(size, dtype):
     if size[0] > 1:
         x[1, 700:705] = torch.tensor([torch.nan, torch.inf, -torch.inf, 6e4, -113])
     found = torch.full(size, 1.0, device=DEVICE).to(E4M3)
-    fp8_rows_triton.round_by(x.to(DEVICE), 0.25, found)
-    wanted = fp8_rows.round_by(x, 0.25)
+    fp8.launch_round_by(x.to(DEVICE), 0.25, found)
+    wanted = fp8.round_by(x, 0.25)
     assert torch.equal(found.cpu().float().nan_to_num(999.0), wanted.float().nan_to_num(999.0))
 
 
 def test_nothing_beyond_the_end_is_written():
     found = torch.full((2048,), 1.0, device=DEVICE).to(E4M3)
-    fp8_rows_triton.round_by(torch.full((1030,), 3.0, device=DEVICE), 1.0, found[:1030])
+    fp8.launch_round_by(torch.full((1030,), 3.0, device=DEVICE), 1.0, found[:1030])
     assert found.float().tolist() == [3.0] * 1030 + [1.0] * 1018
 
 
 @pytest.mark.parametrize("scale", [1, 2])
 def test_a_scale_that_is_a_whole_number(scale):
     found = torch.zeros(8, device=DEVICE).to(E4M3)
-    fp8_rows_triton.round_by(torch.full((8,), 3.0, device=DEVICE), scale, found)
+    fp8.launch_round_by(torch.full((8,), 3.0, device=DEVICE), scale, found)
     assert found.float().tolist() == [3 / scale] * 8
 
 
@@ -58,8 +57,8 @@ def test_blocks(size, block, dtype):
     rows, blocks = size[0], size[1] // block
     found = torch.full((rows + 1, size[1]), 5.0, device=DEVICE).to(E4M3)
     scale = torch.full((rows + 1, blocks), 7.0, device=DEVICE)
-    fp8_rows_triton.round_blocks(x.to(DEVICE), found[:rows], scale[:rows])
-    wanted, wanted_scale = fp8_rows.round_blocks(x, block)
+    fp8.launch_round_blocks(x.to(DEVICE), found[:rows], scale[:rows])
+    wanted, wanted_scale = fp8.round_blocks(x, block)
     assert torch.equal(found[:rows].cpu().view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale[:rows].cpu(), wanted_scale)
     assert (found[rows:].float() == 5).all(), "beyond the end"
@@ -76,7 +75,7 @@ def test_the_bits_that_kernels_round_to(kernel, scales, dtype):
     x = x.to(DEVICE)
     found, wanted = (torch.full(x.shape, 1.0, device=DEVICE).to(E4M3) for _ in range(2))
     scale, wanted_scale = (torch.full((9, scales), 7.0, device=DEVICE) for _ in range(2))
-    fp8_rows_triton.round_blocks(x, found, scale)
+    fp8.launch_round_blocks(x, found, scale)
     kernel(x, wanted, wanted_scale)
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32))

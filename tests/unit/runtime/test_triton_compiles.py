@@ -25,7 +25,6 @@ from ep_moe.experts.hopper import (
     gemm_fp8_block_gluon,
     gemm_grouped,
     gemm_streaming,
-    gemm_streaming_triton,
 )
 from ep_moe.experts.hopper.experts import (
     Bf16TritonExperts,
@@ -33,8 +32,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
 )
-from ep_moe.quant.fp8_row_kernels import RowScales
-from ep_moe.quant.fp8_tensor_kernels import NO_SCALES, MatrixScales
+from ep_moe.quant.kernels import NO_SCALES, MatrixScales, RowScales
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows
 from ep_moe.runtime import devices
@@ -88,15 +86,15 @@ def test_streamed_products_fit(activation, rows, kind):
     first, second = (NO_SCALES if own is None else own.given() for own in scales)
     ring, ends = gemm_streaming.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
-    compiled = Compiled(gemm_streaming_triton._stream)
+    compiled = Compiled(gemm_streaming._stream)
     early = {"PDL": True, "launch_pdl": True}
     with (
-        mock.patch.object(gemm_streaming_triton, "_stream", compiled),
-        mock.patch.object(gemm_streaming_triton, "pdl_launch", return_value=early),
+        mock.patch.object(gemm_streaming, "_stream", compiled),
+        mock.patch.object(gemm_streaming, "pdl_launch", return_value=early),
     ):
         how = (ring.rows, ring.stages, 132)
-        gemm_streaming_triton.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
-        gemm_streaming_triton.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows)
+        gemm_streaming.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
+        gemm_streaming.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows)
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
 
@@ -169,6 +167,6 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
     ):
         built(kind, scheme)(received, out)
-    assert names[-1] == "reduce"
+    assert names[-1] == "_reduce"
     rounds = kind is not Bf16TritonExperts and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
     assert len(names) + products.call_count >= 3 + rounds, "rounding, two products, sums"

@@ -1,5 +1,5 @@
 """Kernels that write to peers' memory, compiled for Hopper: what they store there is 16 bytes an instruction. Triton
-sees that only where it is told of the pointer itself."""
+sees that only where the pointer itself is stated to be aligned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
 from ep_moe.all2all.nvlink_p2p import bulk, low_latency
-from ep_moe.experts.hopper import route_sort_triton
+from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime.waiting_triton import Waiting
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing")
@@ -61,7 +61,7 @@ TYPES = {
 def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool) -> str:
     """rounded: answers travel in E4M3"""
     names = kernel.arg_names
-    known = TYPES | ({"rows": "i32"} if kernel is route_sort_triton.reduce else {})
+    known = TYPES | ({"rows": "i32"} if kernel is route_sort._reduce else {})
     known |= {"out": "*u8", "answers": "*bf16"} if rounded else {}
     types = {name: "constexpr" if name in constants else known.get(name, _number(name)) for name in names}
     given = {(names.index(name),): constants[name] for name in names if name in constants}
@@ -93,10 +93,10 @@ def _even(name: str) -> bool:
     (low_latency._send, {**PACKETS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
     (low_latency._receive, {**ANSWERS, "ROUNDS": False}, 4, 2),
     (low_latency._receive, {**ANSWERS, "ROUNDS": True}, 4, 2),
-    (route_sort_triton.reduce, {**REDUCE, "number": None}, 2, 2),
-    (route_sort_triton.reduce, {**REDUCE, "number": None, "rounded": True}, 2, 1),
-    (route_sort_triton.reduce, REDUCE, 2, 4),
-    (route_sort_triton.reduce, {**REDUCE, "rounded": True}, 2, 2),
+    (route_sort._reduce, {**REDUCE, "number": None}, 2, 2),
+    (route_sort._reduce, {**REDUCE, "number": None, "rounded": True}, 2, 1),
+    (route_sort._reduce, REDUCE, 2, 4),
+    (route_sort._reduce, {**REDUCE, "rounded": True}, 2, 2),
 ], ids=[
     "send", "give", "give rounded", "send by packets", "receive by packets", "rounded by packets", "reduce", "reduce "
     "rounded",

@@ -204,17 +204,12 @@ def test_recordings_nest(context):
 def test_what_is_recorded_is_not_replayed(context, monkeypatch):
     model, x = Model(context, layers=1).eval(), rows_of(3)
     layer = model.layers[0]
-    monkeypatch.setattr(layer._captured, "replay", lambda *_: torch.zeros(3, HIDDEN))
+    monkeypatch.setattr(layer._graphs, "replay", lambda *_: torch.zeros(3, HIDDEN))
     with torch.no_grad():
         assert not layer(x).any()
         with router_logits(model) as recorded:
             assert layer(x).any()
         assert len(recorded) == 1
-        monkeypatch.undo()
-        monkeypatch.setattr(layer._automatic_graphs, "run", lambda *_: torch.zeros(3, HIDDEN))
-        assert not layer(x).any()
-        with router_logits(model):
-            assert layer(x).any()
 
 
 def test_routers_of_the_users(context):

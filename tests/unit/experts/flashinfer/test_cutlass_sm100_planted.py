@@ -210,7 +210,7 @@ def test_planned_memory_is_what_a_call_takes(name, emulated):  # noqa: F811
 
 @each_scheme
 def test_edges_of_the_contract(name, emulated):  # noqa: F811
-    """No rows, rows of nobody with anything in them, ids as they travelled and out of range, zeros."""
+    """No rows, rows without a local expert, with anything in them, ids as they travelled and out of range, zeros."""
     experts, _ = build(shape(), SCHEMES[name])
     assert experts(rows(shape(), count=0)).shape == (0, 256)
     assert not emulated
@@ -224,8 +224,8 @@ def test_edges_of_the_contract(name, emulated):  # noqa: F811
     wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40)
     travelled = dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40))
     assert torch.equal(experts(travelled), y)
-    nobody = dataclasses.replace(received, local_ids=LocalIds(torch.full_like(received.local_ids, SLOTS)))
-    assert not experts(nobody).any()
+    without = dataclasses.replace(received, local_ids=LocalIds(torch.full_like(received.local_ids, SLOTS)))
+    assert not experts(without).any()
     assert not experts(dataclasses.replace(received, x=torch.zeros_like(received.x))).any()
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ep_moe import Wire
-from ep_moe.experts.flashinfer import call_scales, fp8_tensor_rows
-from ep_moe.quant import fp8_rows
+from ep_moe.experts.flashinfer import call_scales
+from ep_moe.quant import fp8
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
@@ -67,8 +67,8 @@ def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():
     out, wanted, found = torch.empty(x.shape, dtype=E4M3), empty_scales(), empty_scales()
     call_scales.round_rows(x, w13, w2, inputs, out, wanted)
     largest = float(inputs.first.max())
-    assert torch.equal(fp8_rows.round_by(x, largest).view(torch.uint8), out.view(torch.uint8))
-    fp8_tensor_rows.fill_scales(largest, w13, w2, inputs.second, found)
+    assert torch.equal(fp8.round_by(x, largest).view(torch.uint8), out.view(torch.uint8))
+    call_scales.fill_scales(largest, w13, w2, inputs.second, found)
     for name, value in vars(wanted).items():
         assert torch.equal(getattr(found, name), value), name
 
@@ -128,8 +128,8 @@ def test_ids_as_they_travelled_and_rows_without_an_expert():
     absent = (received.local_ids < 0).all(1, keepdim=True)
     junk = arrived.x.float().masked_fill(absent, torch.nan).to(E4M3)
     assert torch.equal(experts(dataclasses.replace(arrived, x=junk)), y)
-    nobody = dataclasses.replace(arrived, local_ids=LocalIds(torch.full_like(received.local_ids, -1)))
-    assert not experts(nobody).any()
+    without = dataclasses.replace(arrived, local_ids=LocalIds(torch.full_like(received.local_ids, -1)))
+    assert not experts(without).any()
 
 
 def test_which_schemes_read_them():

@@ -1,4 +1,4 @@
-"""The Triton forms of `row_kernels` and `fp8_scales` against the torch forms, which define them."""
+"""The Triton forms of `row_kernels` and `call_scales` against the torch forms, which define them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from ep_moe.experts.flashinfer import call_scales, row_kernels
-from ep_moe.experts.flashinfer.tensor_scales import Inputs, TensorScales
+from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales
 from tests.fixtures.fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.experts.flashinfer import call_scales_triton, row_kernels_triton
 
 SLOTS = 6
 
@@ -29,7 +28,7 @@ def test_clean_ids(rows, top_k, weighted, dtype, base):
     expected = torch.empty(rows, top_k, dtype=torch.int32), torch.empty(rows, top_k)
     row_kernels.clean_ids(ids, weights, base, SLOTS, expected[0], expected[1] if weighted else None)
     found = [torch.full_like(tensor, 99, device=DEVICE) for tensor in expected]
-    row_kernels_triton.clean_ids(
+    row_kernels.launch_clean_ids(
         ids.to(DEVICE),
         None if weights is None else weights.to(DEVICE),
         base,
@@ -54,7 +53,7 @@ def test_row_extremes():
     ids[4], ids[7] = -1, -1
     expected, found = torch.zeros(2), torch.zeros(2, device=DEVICE)
     row_kernels.row_extremes(x, ids, expected)
-    row_kernels_triton.row_extremes(x.to(DEVICE), ids.to(DEVICE), found)
+    row_kernels.launch_row_extremes(x.to(DEVICE), ids.to(DEVICE), found)
     torch.testing.assert_close(found.cpu(), expected)
 
 
@@ -69,11 +68,11 @@ def test_rounding_and_its_scales(dynamic, cap):
     x = 5 * torch.randn(4, 1500, generator=torch.Generator().manual_seed(0)).bfloat16()
     w13, w2 = torch.rand(2, SLOTS, generator=torch.Generator().manual_seed(1))
     found = []
-    for device, module in (("cpu", call_scales), (DEVICE, call_scales_triton)):
+    for device, call in (("cpu", call_scales.round_rows), (DEVICE, call_scales.launch_round_rows)):
         out = torch.empty(4, 1500, dtype=torch.float8_e4m3fn, device=device)
         scales = TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.empty((), device=device))
         arguments = (x.to(device), w13.to(device), w2.to(device), inputs_of(dynamic, cap, device), out, scales)
-        module.round_rows(*arguments)
+        call(*arguments)
         found.append((out.cpu().view(torch.uint8), *(value.cpu() for value in vars(scales).values())))
     expected, on_device = found
     for one, other in zip(expected[1:], on_device[1:], strict=True):
@@ -88,14 +87,14 @@ def test_rounding_and_its_scales(dynamic, cap):
 @pytest.mark.parametrize("tiny", [False, True])
 def test_column_scales(dtype, tiny):
     found = []
-    for device, module in (("cpu", call_scales), (DEVICE, call_scales_triton)):
+    for device, call in (("cpu", call_scales.column_scales), (DEVICE, call_scales.launch_column_scales)):
         inputs = inputs_of(True, 0.0, device)
         if tiny:
             inputs.first.zero_()
             inputs.second.zero_()
         acts = [torch.empty(size, dtype=dtype, device=device) for size in (1500, 700)]
         alphas = [torch.empty(SLOTS, device=device) for _ in range(2)]
-        module.column_scales(inputs, *acts, *alphas)
+        call(inputs, *acts, *alphas)
         found.append([tensor.cpu() for tensor in (*acts, *alphas)])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

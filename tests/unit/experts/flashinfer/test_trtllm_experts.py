@@ -107,7 +107,7 @@ def test_no_pick_reaches_the_kernel_as_minus_one(emulated):  # noqa: F811
     assert (call["local_expert_offset"], call["local_num_experts"], call["num_experts"]) == (0, SLOTS, 8)
 
 
-def test_ids_out_of_range_and_weights_of_zero_are_nobodys():
+def test_ids_out_of_range_and_weights_of_zero_have_no_expert():
     experts, _ = build(shape(), "none")
     received = rows()
     clean = experts(received)

@@ -21,7 +21,7 @@ from ep_moe import Activation
 from ep_moe.experts.hopper import gemm_skinny
 from ep_moe.experts.hopper.experts import ACTIVATIONS, Bf16TritonExperts, Fp8BlockTritonExperts
 from ep_moe.experts.hopper.gemm_streaming import FEW, FEW_E4M3, FEW_LARGE, ring_for
-from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
@@ -96,7 +96,7 @@ def test_ids_as_they_travelled(count):
     others = torch.where(torch.arange(local.shape[1], device=DEVICE) % 2 == 0, 3, base + SMALL[1])
     wire = torch.where(local < 0, others, local + base).int()
     weights = received.weights.clone()
-    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])  # ours by its id, nobody's by its weight
+    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])  # ours by its id, without an expert by its weight
     weights[:, 3] = torch.where(local[:, 3] < 0, 0.0, weights[:, 3])
     travelled = dataclasses.replace(
         received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), base), weights=weights

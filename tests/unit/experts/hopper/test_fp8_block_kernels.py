@@ -82,7 +82,7 @@ def test_copy_rows(size):
     x = torch.randn(5, size, device=DEVICE)
     slots = torch.tensor([[3, -1], [0, 6], [-1, -1], [7, 2], [1, -1]], dtype=torch.int32, device=DEVICE)
     room = torch.full((8, size), torch.nan, device=DEVICE)
-    route_sort.copy_rows(x, slots, room[:7])  # place 7 is beyond, places 4 and 5 are nobody's
+    route_sort.copy_rows(x, slots, room[:7])  # place 7 is beyond, no row has places 4 and 5
     assert torch.equal(room[[3, 0, 6, 2, 1]], x[[0, 1, 1, 3, 4]])
     assert bool(room[[4, 5, 7]].isnan().all())
 

@@ -4,18 +4,18 @@ same numbers, bit for bit; on a CPU in Triton's interpreter. More rows: tests/gp
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
-pytest.importorskip("triton", reason="Triton is not installed")
+from tests.fixtures.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
 
 from ep_moe.experts.base import Experts
 from ep_moe.experts.hopper.experts import ACTIVATIONS, Fp8DynamicTritonExperts
-from ep_moe.quant.fp8_rows import round_blocks
+from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime import nvrtc
 from ep_moe.testing.expert_oracle import expected_and_limit, worst

@@ -7,19 +7,19 @@ products.
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
-pytest.importorskip("triton", reason="Triton is not installed")
+from tests.fixtures.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.experts.hopper import gemm_skinny
 from ep_moe.experts.hopper.experts import ACTIVATIONS
-from ep_moe.quant.fp8_tensor_kernels import round_rows
+from ep_moe.quant.kernels import round_rows_by_tensor
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from tests.fixtures.bf16_triton import (
@@ -169,7 +169,7 @@ def test_rows_are_rounded_once(listed):
     guarded = torch.full((11 if listed else 7, hidden), 9.0, device=DEVICE).to(FP8)
     out = guarded[1:-1]
     scale = torch.full((1,), torch.nan, device=DEVICE)
-    round_rows(x, scales, out, scale, slots if listed else None)
+    round_rows_by_tensor(x, scales, out, scale, slots if listed else None)
     numbers = (x.float() / 0.5).clamp(-448, 448)
     expected = torch.full((9, hidden), 9.0, device=DEVICE)
     if listed:

@@ -1,0 +1,225 @@
+"""The cache of a layer's calls that were recorded as CUDA graphs. To the host, a replay is a look at the arguments and
+one launch, instead of a thousand calls of Python and half a dozen launches.
+
+`MoELayer.capture` records calls whose inputs are copied (`CopiedInputs`), for numbers of tokens that the user lists.
+Eager calls over a transport that can repeat its launches are recorded on the second call alike, and read the caller's
+tensors (`CallerInputs`). Every other call runs `MoELayer.run`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import MoEConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import BackendUnavailable, ConfigError
+from ep_moe.execution.cuda_graph import Recorder
+from ep_moe.execution.graph_inputs import Inputs
+from ep_moe.execution.recorded_calls import (
+    CallerInputs,
+    CopiedInputs,
+    Layer,
+    Places,
+    RecordedCall,
+    capture_problem,
+    inputs_of,
+    record_caller,
+    record_copied,
+    run_copied,
+    runs_behind,
+    slots_of,
+)
+from ep_moe.experts.base import Experts
+from ep_moe.parallel.flight_recorder import Step
+from ep_moe.placement.deferred import Placing
+from ep_moe.router import Router
+from ep_moe.runtime.devices import current_stream, on_device_of
+from ep_moe.types import Routing, TokenMask, capturing, dtype_name
+
+_AUTOMATIC = 64  # keys of automatic graphs that are kept at once
+_TRIES = 3  # to record one: another thread may have allocated meanwhile
+
+
+@dataclass
+class Sizes:
+    """Graphs that differ in the number of tokens which they were recorded with, ascending."""
+
+    sizes: list[int] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
+
+    def serving(self, tokens: int) -> RecordedCall | None:
+        """The smallest that has room."""
+        place = bisect_left(self.sizes, tokens)
+        if place == len(self.sizes) or tokens < self.calls[place].least:
+            return None
+        return self.calls[place]
+
+    def add(self, call: RecordedCall) -> None:
+        """Replaces one of as many tokens."""
+        place = bisect_left(self.sizes, call.most)
+        same = self.sizes[place : place + 1] == [call.most]
+        self.sizes[place : place + same], self.calls[place : place + same] = [call.most], [call]
+
+
+class CallGraphs:
+    """One layer's. Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound,
+    the dtype of ids, the stream."""
+
+    def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
+        self._context, self._hidden = context, config.hidden_size
+        recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
+        self._automatic = recordable and context._tokens.whole and not config.routing.weight_on_input
+        self._calls: dict[Any, Sizes | None] = {}  # None: a key that one call had, of which nothing is recorded
+        self._tries = _TRIES
+
+    def __len__(self) -> int:
+        return self.count(RecordedCall)
+
+    def count(self, mode: type[RecordedCall]) -> int:
+        """The number of graphs of one mode."""
+        return sum(isinstance(call, mode) for calls in self._calls.values() if calls for call in calls.calls)
+
+    def drop(self, mode: type[RecordedCall] = RecordedCall) -> None:
+        """Forget graphs, and run calls eagerly until others are recorded."""
+        if mode is RecordedCall:
+            self._calls.clear()
+        for key in [key for key in self._calls if key[0] is mode]:
+            del self._calls[key]
+
+    def replay(self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor | None:
+        """The result of a call that a graph serves, shaped as x; None for any other, wrong ones too.
+
+        Each line of it is host time of an eager call."""
+        if torch.compiler.is_compiling() or not self._calls or torch.is_grad_enabled() or type(x) is not Tensor:
+            return None
+        context, device, routed = self._context, x.device, routing is not None
+        bound, stream, tokens = context._current_limit, current_stream(device), x.numel() // self._hidden
+        for mode in (CopiedInputs, CallerInputs):
+            copied = mode is CopiedInputs
+            found = self._calls.get((mode, bound, routed) if copied else (mode, bound, _ids_dtype(routing), stream))
+            call = None if found is None else found.serving(tokens)
+            if call is None or not call.form.fits(x, routing, tokens):
+                continue
+            if not call.places.kept(layer):
+                self.drop(mode)
+                continue
+            busy = call.stream != stream or not context._idle or context._stage_times is not None or capturing(device)
+            for buffer_slot in call.buffer_slots:
+                busy = busy or buffer_slot.busy
+            if busy:
+                continue
+            flight_recorder = context.flight_recorder
+            flight_recorder.check()
+            number, out = flight_recorder.number, call.launch(layer, x, routing, mask, tokens)
+            if out is None:
+                continue
+            # as `MoELayer.run` leaves it: peers that run theirs must find this rank neither behind nor elsewhere
+            flight_recorder.leave_at(Step(number + call.steps, *call.left))
+            flight_recorder.mark(device)
+            return call.result(layer, x, tokens, out)
+        return None
+
+    # --- what the user lists ------------------------------------------------------------------------------------------
+
+    @on_device_of(lambda self, *_, **__: self._context.device)
+    def capture(self, layer: Layer, tokens: Sequence[int], *, routed: bool) -> None:
+        """As `MoELayer.capture`."""
+        context, what = self._context, f"{layer.name}.{'capture_routed' if routed else 'capture'}"
+        bound = context._current_limit
+        problem = capture_problem(layer, tokens, Recorder.unsupported_reason(layer.device))
+        facts = {"tokens": tokens, "max_tokens": bound, "dtype": dtype_name(layer.dtype)}
+        context.consensus.same(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
+        recorder = Recorder.among(context._recorders, layer.device, context._workspaces)
+        # tensors of inference mode could not be written outside of it
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
+            inputs = inputs_of(layer, sorted(set(tokens)), routed, recorder.memory)
+            made = self._record_all(layer, inputs, recorder, what)
+        earlier = [calls.calls[0] for key, calls in self._calls.items() if key[0] is CopiedInputs and calls is not None]
+        if not all(call.places.kept(layer) for call in earlier):
+            self.drop(CopiedInputs)
+        key = (CopiedInputs, bound, routed)
+        calls = self._calls[key] = self._calls.get(key) or Sizes()
+        for call in made:
+            calls.add(call)
+
+    def _record_all(self, layer: Layer, inputs: Sequence[Inputs], recorder: Recorder, what: str) -> list[CopiedInputs]:
+        """The largest first, whose memory the others then find."""
+        made, problem, flight_recorder = [], None, self._context.flight_recorder
+        with layer.placement.no_stats():
+            for given in inputs:  # together with the peers; recording is each rank's own
+                given.clear()
+                recorder.warm(partial(run_copied, layer, given))
+            before, places = flight_recorder.newest, Places(layer)
+            try:
+                made = [record_copied(layer, given, recorder, places) for given in inputs]
+            except Exception as error:  # whatever a router or shared experts of the user's raise
+                problem = ConfigError(
+                    f"the call could not be captured, {type(error).__name__}: {error}; a router or shared experts that "
+                    f"wait for the device cannot be"
+                )
+                self._context._recorders.remove(recorder)  # its memory may still belong to the capture that failed
+                for buffer_slot in slots_of(layer):  # a failed one may have left its own busy, where peers' are free
+                    buffer_slot.release(layer.device)
+            flight_recorder.leave_at(before)  # no step that peers make too
+        self._context.consensus.healthy(what, problem)
+        return made
+
+    # --- automatic ----------------------------------------------------------------------------------------------------
+
+    def note(self, layer: Layer, routing: Routing | None) -> None:
+        """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
+        bound, device = self._context._current_limit, self._context.device
+        if torch.compiler.is_compiling() or not self._automatic or bound is None:
+            return
+        if routing is None and type(layer.router) is not Router:
+            return
+        if Recorder.unsupported_reason(device) is not None or capturing(device):
+            return
+        if not layer.expert_weights.place:  # sharded parameters are gathered anew for each call
+            return
+        key = (CallerInputs, bound, _ids_dtype(routing), current_stream(device))
+        calls, placing = self._calls.get(key), layer.placement.tables.placing
+        if calls is not None and calls.calls[0].placing == placing:  # type: ignore[attr-defined]  # by its key
+            return  # this one alone was not like it
+        if key in self._calls:
+            call = self._recorded(layer, key[2], bound, placing)
+            self._calls[key] = None if call is None else Sizes([call.most], [call])
+            return
+        self._make_room()
+        self._calls[key] = None
+
+    def _make_room(self) -> None:
+        """Bounds that come once are to leave what was recorded alone."""
+        noted = {key: calls for key, calls in self._calls.items() if key[0] is CallerInputs}
+        if len(noted) >= _AUTOMATIC:
+            for key in [key for key, calls in noted.items() if calls is None] or noted:
+                del self._calls[key]
+
+    def _recorded(self, layer: Layer, ids: torch.dtype, bound: int, placing: Placing) -> CallerInputs | None:
+        again, shared = layer._dispatcher().again(bound), layer.shared_experts
+        if again is None or not (shared is None or runs_behind(shared, again.few)):
+            return None
+        recorder = Recorder.among(self._context._recorders, layer.device, self._context._workspaces)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return record_caller(layer, again, bound, ids, placing, recorder)
+        except (BackendUnavailable, RuntimeError, ImportError) as error:
+            self._tries -= 1
+            if self._tries == 0:
+                self._automatic = False
+                text = f"calls of {layer.name} take the host longer than they could, they cannot be recorded: {error}"
+                warnings.warn(text, stacklevel=2)
+            return None
+
+
+def _ids_dtype(routing: Routing | None) -> Any:
+    """A router of ours chooses in int64."""
+    return torch.int64 if routing is None else getattr(getattr(routing, "ids", None), "dtype", None)

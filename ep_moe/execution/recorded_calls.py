@@ -1,0 +1,323 @@
+"""A layer's call as a CUDA graph, with its inputs in one of two modes.
+
+- `CopiedInputs`: a replay copies the inputs into fixed buffers, and serves calls with fewer tokens than were recorded.
+- `CallerInputs`: the graph's first and last kernel get the addresses of the caller's own tensors. Nothing is copied.
+
+`CallGraphs` (`ep_moe.execution.graphs`) keeps them and chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
+from ep_moe.config import MoEConfig
+from ep_moe.context import EPContext
+from ep_moe.execution.cuda_graph import CallGraph, Recorder
+from ep_moe.execution.graph_inputs import CallSignature, InputMemory, Inputs
+from ep_moe.experts.base import Experts
+from ep_moe.experts.fused.base import FusedExperts
+from ep_moe.experts.shared_experts import SharedExperts
+from ep_moe.placement.deferred import DeferredRouting, Placing, to_place
+from ep_moe.placement.placement import Placement
+from ep_moe.router import Router
+from ep_moe.types import PhysicalRouting, Routing, TokenMask, capturing
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.parts import Expert
+
+_STEPS = 2  # of the flight recorder in a call in one part: dispatch and combine
+_INSTEAD = "choose another, or capture the model around the layer with torch.cuda.graph"
+
+
+class Layer(Protocol):
+    """What graphs use of a MoELayer."""
+
+    name: str
+    config: MoEConfig
+    context: EPContext
+    placement: Placement
+    expert_weights: ExpertWeights
+    router: Any
+    shared_experts: Any
+    _modules: dict[str, nn.Module | None]
+
+    @property
+    def _kernel(self) -> Experts | FusedExperts: ...
+    def _dispatcher(self) -> Dispatcher: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def modules(self) -> Iterator[nn.Module]: ...
+    def run(self, x: Tensor, routing: Routing | None) -> Tensor: ...
+
+
+class Kept(Protocol):
+    """The addresses that a graph reads beside its inputs."""
+
+    def kept(self, layer: Layer) -> bool:
+        """Whether the layer's tensors still lie there."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RecordedCall:
+    """A graph and the calls that it serves. `launch` and then `result` make one replay.
+
+    form: of the arguments; least, most: numbers of tokens; stream: the handle of the one it runs on
+    buffer_slots: workspaces of the transport that the graph uses
+    steps, left: of the flight recorder, how many steps a call takes, and the last one: where, phase, detail, done
+    """
+
+    form: CallSignature
+    least: int
+    most: int
+    stream: int
+    places: Kept
+    buffer_slots: tuple[BufferSlot, ...]
+    steps: int
+    left: tuple[str, str, str, bool]
+
+    def launch(
+        self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None, tokens: int
+    ) -> Tensor | None:
+        """Replay. None, before anything is launched, where this call cannot be a replay."""
+        raise NotImplementedError
+
+    def result(self, layer: Layer, x: Tensor, tokens: int, out: Tensor) -> Tensor:
+        """The result shaped as x, from what `launch` returned."""
+        raise NotImplementedError
+
+
+# --- copied into fixed buffers ----------------------------------------------------------------------------------------
+
+
+class Places:
+    """The addresses of a layer's tensors and the identity of its modules: graphs read there, whatever replaces them."""
+
+    def __init__(self, layer: Layer) -> None:
+        # an expert's parameters lie in its layer's tensors, and their names move with the map
+        modules = [module for module in layer.modules() if not isinstance(module, Expert)]
+        weights = [module for module in modules if isinstance(module, ExpertWeights)]
+        others = [module for module in modules if not isinstance(module, ExpertWeights)]
+        self._children = [(module._modules, list(module._modules.values())) for module in others]
+        self._owners: list[Any] = [tensors for module in others for tensors in (module._parameters, module._buffers)]
+        self._owners += [module.stored_tensors() for module in weights]
+        self._weights = [module for module in weights if module.named]
+        self._sizes = list(map(len, self._owners))
+        self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
+        self._places = self._now()
+
+    def kept(self, layer: Layer) -> bool:
+        for children, parts in self._children:
+            if list(children.values()) != parts:
+                return False
+        for weights in self._weights:
+            if not weights.settled:
+                weights.settle()
+        return self._now() == self._places and list(map(len, self._owners)) == self._sizes
+
+    def _now(self) -> list[int]:
+        return [owner[name].data_ptr() for owner, name in self._tensors]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CopiedInputs(RecordedCall):
+    """A replay reads `inputs` and writes out [N, H], which all replays share."""
+
+    inputs: Inputs
+    recorder: Recorder
+    replay: Callable[[], object]
+    out: Tensor
+
+    def launch(
+        self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None, tokens: int
+    ) -> Tensor | None:
+        if mask is not None and not self.inputs.takes(mask):
+            return None
+        for buffer_slot in self.buffer_slots:
+            if buffer_slot.stream is not self.recorder.stream:
+                buffer_slot.follow(x.device)
+                buffer_slot.stream = self.recorder.stream
+        self.inputs.bring(x, routing, tokens, mask)
+        self.replay()
+        return self.out
+
+    def result(self, layer: Layer, x: Tensor, tokens: int, out: Tensor) -> Tensor:
+        if tokens != self.most:
+            out = out[:tokens]
+        return (out if x.dim() == 2 else out.view(x.shape)).clone()
+
+
+def inputs_of(layer: Layer, sizes: Sequence[int], routed: bool, memory: InputMemory) -> list[Inputs]:
+    """The largest first. Each serves the numbers down to the next smaller one, unless modules of the user's would see
+    rows that are no tokens."""
+    c, shared, found = layer.config, layer.shared_experts, []
+    ours = (routed or isinstance(layer.router, Router)) and (shared is None or isinstance(shared, SharedExperts))
+    for smaller, size in zip([-1, *sizes], sizes, strict=False):
+        least = smaller + 1 if ours else size
+        form = c.hidden_size, c.top_k, layer.dtype, layer.device
+        found.append(memory.inputs(*form, least=least, most=size, routed=routed))
+    return found[::-1]
+
+
+def run_copied(layer: Layer, inputs: Inputs) -> Tensor:
+    """The call that is recorded, eagerly."""
+    if inputs.tokens is None:
+        return layer.run(inputs.x, inputs.routing)
+    return layer.run(inputs.x, inputs.masked(layer.router(inputs.x)))
+
+
+def record_copied(layer: Layer, inputs: Inputs, recorder: Recorder, places: Places) -> CopiedInputs:
+    flight_recorder, before = layer.context.flight_recorder, layer.context.flight_recorder.number
+    replay, out = recorder.record(partial(run_copied, layer, inputs))
+    last = flight_recorder.newest
+    return CopiedInputs(
+        form=inputs.form, least=inputs.least, most=inputs.most, stream=recorder.handle,
+        buffer_slots=tuple(slots_of(layer)), steps=last.number - before, left=last[1:],
+        inputs=inputs, recorder=recorder, replay=replay, out=out, places=places,
+    )  # fmt: skip
+
+
+def slots_of(layer: Layer) -> list[BufferSlot]:
+    buffer_pool = getattr(layer._dispatcher(), "buffer_pool", None)
+    return buffer_pool.made if isinstance(buffer_pool, BufferPool) else []
+
+
+def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) -> str | None:
+    """Why these calls cannot be captured, as far as this rank sees. no_graphs: as `Recorder.unsupported_reason`"""
+    context, bound, kernel = layer.context, layer.context._current_limit, layer._kernel
+    most = "" if bound is None else f" and at most {bound} (the bound in force)"
+    if not (isinstance(tokens, Sequence) and tokens and all(_fits(count, bound) for count in tokens)):
+        return f"tokens must be a list of integers of at least 0{most}, got {tokens!r}"
+    if no_graphs is not None:
+        return no_graphs
+    if capturing(layer.device):
+        return "a capture is under way on this stream, which records the layer's kernels as they are; call it before"
+    if isinstance(kernel, FusedExperts):
+        return f"experts={kernel.name} puts its rounds in order on the host, which a replay passes by; {_INSTEAD}"
+    transport = layer._dispatcher()
+    for asked, part in (("all2all", transport), ("experts", kernel)):
+        if not part.capabilities.cuda_graph:
+            return (
+                f"{asked}={part.name} cannot be captured in a CUDA graph; choose another (docs/reference/backends.md)"
+            )
+    if transport.rank_group.size > 1 and not isinstance(getattr(transport, "buffer_pool", None), BufferPool):
+        return f"all2all={transport.name} puts its calls in order on a stream that a replay passes by; {_INSTEAD}"
+    if context._tokens.checks_input:
+        return (
+            f"in this layout ({context.layout}) all ranks exchange their numbers of tokens before each call, which a "
+            f"replay passes by; use ParallelConfig(tokens=Tokens.SHARDED, etp=1), or {_INSTEAD}"
+        )
+    if context._stage_times is not None:
+        return "stage_times must be None: events of a graph have no times"
+    if any(buffer_slot.busy for buffer_slot in slots_of(layer)):
+        return f"a call of all2all={transport.name} is under way; finish it first"
+    return None
+
+
+def _fits(count: object, bound: int | None) -> bool:
+    return type(count) is int and 0 <= count <= (count if bound is None else bound)
+
+
+# --- the caller's own tensors -----------------------------------------------------------------------------------------
+
+
+class WeightPlaces:
+    """The addresses of a layer's expert weights."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._place = layer.expert_weights.place
+
+    def kept(self, layer: Layer) -> bool:
+        weights = layer.expert_weights
+        return (weights.place if weights.settled else weights.settle()) == self._place
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallerInputs(RecordedCall):
+    """The launches of a transport (`Dispatcher.again`) and of experts: rows in one part over fixed buffers.
+
+    few: as `RecordableCall` has it; placing: what `to_place` says of the ids
+    """
+
+    graph: CallGraph
+    few: bool
+    placing: Placing
+
+    def launch(
+        self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None, tokens: int
+    ) -> Tensor | None:
+        shared = layer.shared_experts
+        if (
+            not x.is_contiguous()
+            or not self.buffer_slots[0].on(self.stream)
+            or not (shared is None or runs_behind(shared, self.few))
+            or torch.autograd._profiler_enabled()
+        ):
+            return None
+        if routing is None:
+            if type(layer.router) is not Router:
+                return None
+            routing = layer.router(x.view(tokens, self.form.hidden))
+        first = _first(x, layer.placement(routing, mask), tokens, self.placing)
+        if first is None:
+            return None
+        out = torch.empty_like(x)
+        self.graph(first, (out.data_ptr(), tokens), self.stream)
+        return out
+
+    def result(self, layer: Layer, x: Tensor, tokens: int, out: Tensor) -> Tensor:
+        shared = layer.shared_experts
+        return out if shared is None else out + shared(x.view(tokens, self.form.hidden)).view(x.shape)
+
+
+def runs_behind(shared: Any, few: bool) -> bool:
+    """Whether shared experts may run behind a graph. Others than ours may talk to other ranks, in their order."""
+    return few and type(shared) is SharedExperts
+
+
+def record_caller(
+    layer: Layer, again: RecordableCall, bound: int, ids: torch.dtype, placing: Placing, recorder: Recorder
+) -> CallerInputs:
+    """Record the launches of a call. Nothing is computed."""
+    c = layer.config
+    form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
+    x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
+    chosen = torch.empty(1, form.top_k, dtype=ids, device=form.device)
+    routing = DeferredRouting(chosen, torch.empty(chosen.shape, device=form.device), layer.placement.tables)
+    out, received = torch.empty_like(x), again.received
+    kernel: Any = layer._kernel
+    to_peers = kernel.capabilities.peer_out and received.peer_out is not None
+
+    def launch() -> None:
+        again.send(x, routing)
+        again.receive(kernel(received, received.peer_out if to_peers else received.out), out)
+
+    first = _first(x, routing, 1, routing.tables.placing)
+    assert first is not None, "a new tensor begins at a multiple of 16 bytes"
+    return CallerInputs(
+        form=form, least=0, most=bound, stream=recorder.handle, buffer_slots=(again.buffer_slot,),
+        steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
+        graph=recorder.graph_of(launch, first, (out.data_ptr(), 1)),
+        few=again.few, placing=placing, places=WeightPlaces(layer),
+    )  # fmt: skip
+
+
+def _first(x: Tensor, routing: PhysicalRouting, tokens: int, placing: Placing) -> list[int] | None:
+    """The arguments with which a call's first kernel begins; None where it was compiled for another kind."""
+    ids, tables, found = to_place(routing)
+    weights = routing.weights
+    if found != placing or not (ids.is_contiguous() and weights.is_contiguous()):
+        return None
+    given, bits = [tensor.data_ptr() for tensor in (x, ids, weights, *tables)], 0  # type: ignore[union-attr]
+    for address in given:
+        bits |= address
+    return None if bits % 16 else [*given, tokens]

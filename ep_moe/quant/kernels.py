@@ -1,0 +1,316 @@
+"""Rows rounded to where a kernel wants them: to E4M3 with one scale each or one for all (`fp8_static`), with the scales
+of products of such rows; and to NVFP4 and MXFP8, as Blackwell's kernels take them.
+
+Nothing here allocates or waits for the device: the caller brings every output.
+"""
+
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ep_moe.quant.fp8 import e4m3_blocks
+from ep_moe.quant.microscale import quantize_mxfp8, quantize_nvfp4
+from ep_moe.quant.row_format import SMALLEST
+from ep_moe.runtime.devices import multiprocessors, on_device
+from ep_moe.runtime.grids import cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.triton_compat import tl, triton
+
+# on an H200
+PROGRAMS = 16  # a multiprocessor
+TILE = 4096  # values of a program at once, if that is a row
+
+
+@dataclass(frozen=True)
+class RowScales:
+    """Scales of a product's operands in E4M3 that are multiplied in after the sums, in float32: one per row.
+
+    Args:
+        rows: float32 [M], value = number * scale.
+        weights: float32 [L], of any stride.
+    """
+
+    rows: Tensor
+    weights: Tensor
+
+    def given(self) -> tuple[Any, ...]:
+        """Arguments of kernels, as `MatrixScales.given`."""
+        return 1.0, self.rows, 0, self.weights, None
+
+
+def round_rows(
+    x: Tensor, out: Tensor, scale: Tensor, *, x_scale: Tensor | None = None, slots: Tensor | None = None,
+    counts: Tensor | None = None, soon: bool = False, launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """Round each row to E4M3 with a scale of its own: scale = amax / 448, out = x / scale to the nearest.
+
+    An amax below 1e-10 counts as 1e-10. A NaN stays one.
+
+    Args:
+        x: bf16 [N, H].
+        out: float8_e4m3fn [M, H].
+        scale: float32 [M].
+        x_scale: float32 [N] or [N, 1], of rows that are E4M3 already: they and it are copied. Default: None.
+        slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are
+            left as they are. Default: row n goes to row n.
+        counts: int32 [1], on the device: only so many of the first rows are made. Default: all.
+        soon: Start before the kernel ahead has ended, and let the next one.
+        launch: How the kernel is launched.
+    """
+    rows, size = x.shape
+    width = next_power_of_2(size)
+    tall = max(1, TILE // width)
+    launch(
+        _round_rows, (min(cdiv(rows, tall), PROGRAMS * multiprocessors(x.device)),),
+        x, x_scale, slots, counts, out, scale, rows, out.shape[0], size,
+        SMALLEST=SMALLEST, TOP_K=1 if slots is None else slots.shape[1], ROWS=tall, WIDTH=width,
+        num_warps=4 if width <= TILE else 8, **pdl_launch(x.device, soon),
+    )  # fmt: skip
+
+
+COLUMNS = 1024  # columns of a program
+
+
+@dataclass(frozen=True)
+class MatrixScales:
+    """Scales of a product's operands in E4M3 that are multiplied in after the sums, in float32: one per matrix.
+
+    Args:
+        rows: A float or float32 [1] for all rows, or float32 [L], of each expert's; value = number * scale.
+        weights: float32 [L].
+        out: float32 [L], of the product's rows where they are rounded to E4M3 too, saturating at 448; else None.
+    """
+
+    rows: Tensor | float
+    weights: Tensor
+    out: Tensor | None = None
+
+    def given(self) -> tuple[Any, ...]:
+        """Arguments of kernels: factor, tensor or None, step from one expert's to the next's, weights, out."""
+        if isinstance(self.rows, float):
+            return self.rows, None, 0, self.weights, self.out
+        return 1.0, self.rows, int(self.rows.numel() > 1), self.weights, self.out
+
+
+NO_SCALES = (None, None, None, None, None)  # what kernels are given for operands in bf16
+
+
+def round_rows_by_tensor(
+    x: Tensor, input_scales: Tensor, out: Tensor, scale: Tensor, slots: Tensor | None = None, *,
+    launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """Round each row once to E4M3 by the largest of the experts' scales, as `call_scales.round_rows` does.
+
+    Args:
+        x: bf16 [N, H].
+        input_scales: float32 [L], of which the largest is the scale.
+        out: float8_e4m3fn [M, H], x / scale to the nearest, saturating at 448.
+        scale: float32 [1], where the scale is left.
+        slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are
+            left as they are. Default: row n goes to row n.
+        launch: How the kernel is launched.
+    """
+    rows, size = x.shape
+    block = min(COLUMNS, next_power_of_2(size))
+    launch(
+        _round_rows_by_tensor, (rows, cdiv(size, block)),
+        x, input_scales, slots, out, scale, len(input_scales), out.shape[0], size,
+        SLOTS=next_power_of_2(len(input_scales)), TOP_K=1 if slots is None else slots.shape[1], BLOCK=block,
+    )  # fmt: skip
+
+
+def nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> None:
+    """Run `quantize_nvfp4` in place. All tensors are contiguous.
+
+    Args:
+        x: [N, H].
+        global_scale: float32 scalar.
+        data: uint8 [N, H / 2], written.
+        scale: float8_e4m3fn [N, H / 16], written.
+    """
+    if x.is_cuda:
+        with on_device(x.device):
+            launch_nvfp4_rows(x, global_scale, data, scale)
+        return
+    for out, rounded in zip((data, scale), quantize_nvfp4(x, global_scale), strict=True):
+        out.copy_(rounded)
+
+
+def mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
+    """Run `quantize_mxfp8` in place. All tensors are contiguous.
+
+    Args:
+        x: [N, H].
+        data: float8_e4m3fn [N, H], written.
+        scale: uint8 [N, H / 32], written.
+    """
+    if x.is_cuda:
+        with on_device(x.device):
+            launch_mxfp8_rows(x, data, scale)
+        return
+    for out, rounded in zip((data, scale), quantize_mxfp8(x), strict=True):
+        out.copy_(rounded)
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _round_rows(
+    x, x_scale, slots, counts, out, scale, rows, rows_out, size,
+    SMALLEST: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = column < size
+    if counts is not None:
+        rows = tl.minimum(tl.load(counts), rows)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        there = row < rows
+        used = there
+        if slots is not None:
+            used = row < 0
+            for i in tl.static_range(TOP_K):
+                slot = tl.load(slots + row.to(tl.int64) * TOP_K + i, mask=there, other=-1)
+                used = used | ((slot >= 0) & (slot < rows_out))
+        at = row.to(tl.int64)[:, None] * size + column
+        number = tl.load(x + at, mask=inside & used[:, None], other=0.0)
+        if x_scale is None:
+            number, step = e4m3_blocks(number.to(tl.float32), SMALLEST)
+        else:  # rounded before
+            step = tl.load(x_scale + row, mask=used, other=0.0)
+        if slots is None:
+            tl.store(out + at, number, mask=inside & there[:, None])
+            tl.store(scale + row, step, mask=there)
+        else:
+            for i in tl.static_range(TOP_K):
+                slot = tl.load(slots + row.to(tl.int64) * TOP_K + i, mask=there, other=-1).to(tl.int64)
+                kept = (slot >= 0) & (slot < rows_out)
+                tl.store(out + slot[:, None] * size + column, number, mask=inside & kept[:, None])
+                tl.store(scale + slot, step, mask=kept)
+
+
+@triton.jit
+def saturated(value):
+    """Within E4M3's finite numbers; what is no number stays none."""
+    value = tl.where(value > 448.0, 448.0, value)
+    return tl.where(value < -448.0, -448.0, value)
+
+
+@triton.jit
+def _round_rows_by_tensor(
+    x, input_scales, slots, out, scale_out, experts, rows_out, size,
+    SLOTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    lane = tl.arange(0, SLOTS)
+    scale = tl.max(tl.load(input_scales + lane, mask=lane < experts, other=0.0))
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(scale_out, scale)
+    used = n >= 0
+    if slots is not None:
+        used = n < 0
+        for i in tl.static_range(TOP_K):
+            slot = tl.load(slots + n * TOP_K + i)
+            used = used | ((slot >= 0) & (slot < rows_out))
+    value = tl.load(x + n * size + at, mask=inside & used, other=0.0).to(tl.float32)
+    # exact division, so that rows rounded before they travelled have the same bits
+    number = saturated(tl.div_rn(value, scale)).to(tl.float8e4nv)
+    if slots is None:
+        tl.store(out + n * size + at, number, mask=inside)
+    else:
+        for i in tl.static_range(TOP_K):
+            slot = tl.load(slots + n * TOP_K + i).to(tl.int64)
+            tl.store(out + slot * size + at, number, mask=inside & (slot >= 0) & (slot < rows_out))
+
+
+_BLOCKS = 64  # of one program
+_OF_6, _OF_448 = tl.constexpr(1 / 6), tl.constexpr(1 / 448)
+_LARGEST, _NAN = tl.constexpr(448.0), tl.constexpr(127)
+_NORMAL = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
+
+
+def launch_nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> None:
+    """Launch the Triton form of `nvfp4_rows`.
+
+    Args:
+        x: [N, H].
+        global_scale: float32 scalar.
+        data: uint8 [N, H / 2], written.
+        scale: float8_e4m3fn [N, H / 16], written.
+    """
+    rows, blocks = scale.shape
+    if rows:
+        _nvfp4_rows[(rows, cdiv(blocks, _BLOCKS))](x, global_scale, data, scale, blocks, BLOCKS=_BLOCKS)
+
+
+def launch_mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
+    """Launch the Triton form of `mxfp8_rows`.
+
+    Args:
+        x: [N, H].
+        data: float8_e4m3fn [N, H], written.
+        scale: uint8 [N, H / 32], written.
+    """
+    rows, blocks = scale.shape
+    if rows:
+        _mxfp8_rows[(rows, cdiv(blocks, _BLOCKS))](x, data, scale, blocks, BLOCKS=_BLOCKS)
+
+
+@triton.jit
+def _nvfp4_rows(x, global_scale, data, scale, blocks, BLOCKS: tl.constexpr):
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    block += tl.program_id(0).to(tl.int64) * blocks
+    pair = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    even = tl.load(x + 2 * pair, mask=inside[:, None], other=0.0).to(tl.float32)
+    odd = tl.load(x + 2 * pair + 1, mask=inside[:, None], other=0.0).to(tl.float32)
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
+    encode = tl.div_rn(1.0, tl.load(global_scale))
+    # the maxima above leave NaN out; a NaN's block becomes NaN by its scale, as E2M1 has none
+    lost = tl.max(((even != even) | (odd != odd)).to(tl.int32), axis=1) > 0
+    rounded = tl.minimum(encode * (largest * _OF_6), _LARGEST).to(tl.float8e4nv)
+    bits = tl.where(lost, _NAN, rounded.to(tl.uint8, bitcast=True))
+    tl.store(scale.to(tl.pointer_type(tl.uint8), bitcast=True) + block, bits, mask=inside)
+    step = rounded.to(tl.float32)
+    factor = tl.where(step == 0.0, 0.0, tl.div_rn(1.0, step * tl.div_rn(1.0, encode)))
+    low, high = _e2m1(even * factor[:, None]), _e2m1(odd * factor[:, None])
+    tl.store(data + pair, (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
+
+
+@triton.jit
+def _e2m1(value):
+    """The code of the nearest of 0 .5 1 1.5 2 3 4 6, ties to the even code; the sign in bit 3."""
+    size = tl.abs(value)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0)
+    return code | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _mxfp8_rows(x, data, scale, blocks, BLOCKS: tl.constexpr):
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    block += tl.program_id(0).to(tl.int64) * blocks
+    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    wanted = tl.max(tl.abs(values), axis=1) * _OF_448
+    number = wanted.to(tl.int32, bitcast=True)
+    exponent = (number >> 23) + ((number & 0x7FFFFF) != 0)  # biased by 127 as E8M0, rounded up
+    exponent = tl.where(wanted < _NORMAL, 0, exponent)
+    tl.store(scale + block, exponent.to(tl.uint8), mask=inside)
+    scaled = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    scaled = tl.where(exponent[:, None] == 0, 0.0, tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST))
+    bits = tl.where(values != values, _NAN, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+    tl.store(data.to(tl.pointer_type(tl.uint8), bitcast=True) + at, bits, mask=inside[:, None])

@@ -1,0 +1,71 @@
+"""Triton and Gluon, or placeholders where they are not installed, so that a module with kernels imports everywhere.
+
+A module takes `triton`, `tl`, `gluon` and `gl` from here. A kernel stands beside the torch form that defines it. Where
+Triton is missing, a launch raises BackendUnavailable.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ep_moe.errors import BackendUnavailable
+
+__all__ = [
+    "HAS_GLUON", "JITFunction", "TensorDescriptor", "async_copy", "fence_async_shared", "gdc_launch_dependents",
+    "gdc_wait", "gl", "gluon", "mbarrier", "tl", "tma", "triton", "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip
+
+
+class Missing:
+    """Stands for a package, anything in it, and kernels that it would compile: it is named, decorated with and
+    annotated with, and never launched."""
+
+    def __init__(self, package: str, error: ImportError, kernel: str = "") -> None:
+        self._package, self._error, self._kernel = package, error, kernel
+
+    def __getattr__(self, name: str) -> Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> Missing:
+        """`jit` of a function, `jit` with options, or a constant."""
+        name = getattr(args[0], "__name__", "") if args and callable(args[0]) else ""
+        return Missing(self._package, self._error, name)
+
+    def __getitem__(self, grid: Any) -> NoReturn:
+        raise BackendUnavailable(
+            f"kernel {self._kernel!r} needs {self._package}, which is not there ({self._error}); install the triton "
+            f"that this torch asks for (a CUDA build of torch brings it), or choose another backend "
+            f"(docs/reference/backends.md)"
+        ) from self._error
+
+
+class MissingFunction:
+    """What `triton.runtime.jit.JITFunction` is where there is none: no kernel is an instance."""
+
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.runtime.jit import JITFunction
+except ImportError as error:
+    triton = tl = gdc_launch_dependents = gdc_wait = Missing("Triton", error)
+    JITFunction = MissingFunction
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        async_copy,
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ImportError as error:
+    gluon = gl = Missing("a Triton with Gluon as in 3.6", error)
+    async_copy = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = gluon
+HAS_GLUON = not isinstance(gluon, Missing)
