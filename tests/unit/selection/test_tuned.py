@@ -414,7 +414,7 @@ def test_bench_runs_the_named_module(monkeypatch):
 def test_bench_of_another_name():
     result = invoke("bench", "layers")
     assert result.exit_code == 2
-    assert "NAME must be one of all2all, experts, layer, overlap, planner, rebalance, scaling, got 'layers'" in (
+    assert "NAME must be one of all2all, experts, layer, overlap, planner, rebalance, scaling, train, got 'layers'" in (
         result.output.replace("\n", "")
     )
 
