@@ -36,7 +36,8 @@ from ep_moe import registry
 from ep_moe.bench import floors
 from ep_moe.bench.all2all import slowest
 from ep_moe.bench.csv_lines import write
-from ep_moe.bench.experts import Rates, measure_rates
+from ep_moe.bench.experts import measure_rates
+from ep_moe.bench.floors import Rates
 from ep_moe.bench.layer import attempt, load_of, swept
 from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
 from ep_moe.bench.timing import captured, in_turns

@@ -15,7 +15,7 @@ from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton, swapped
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
-from ep_moe.integrations.find_experts import find_experts
+from ep_moe.integrations.find_experts import find_experts, interface_layout
 from tests.fixtures.checkpoint_files import quiet
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_checkpoints
 
@@ -96,7 +96,8 @@ def test_all_tensors_are_those_of_from_pretrained(checkpoints, kind, form, dtype
 def test_two_experts_of_eight_are_a_quarter_of_the_bytes(checkpoints, kind, form):
     files = files_of(checkpoints / kind / form)
     assert files.source.bytes_read == 0
-    assert not [name for name in files.rest if name.startswith(tuple(f"{module}." for module in files.modules))]
+    held = {f"{module}.{name}" for module, layout in files.modules.items() for name in layout.names}
+    assert not held & files.rest.keys()
     for module, layout in files.modules.items():
         before = files.source.bytes_read
         for expert in (1, 6):
@@ -137,7 +138,7 @@ BROKEN = [
     (put(NAME.format(5, "gate"), lambda t: torch.zeros(48, 32).int()), "experts.5.gate_proj.weight must be .* int32"),
     (put("model.layers.0.mlp.shared.weight", lambda t: torch.zeros(2)), "shared.weight, which OlmoeForCausalLM"),
     (put(NAME.format(0, "odd"), lambda t: torch.zeros(2)), "experts.0.odd_proj.weight, which .* no place for"),
-    (put("model.layers.0.mlp.experts.0.gate_proj.qweight", lambda t: torch.zeros(2).int()), "by .*, which is not read"),
+    (put("model.layers.0.mlp.experts.0.gate_proj.qweight", lambda t: torch.zeros(2).int()), "qweight is there, and"),
     (put("model.layers.1.mlp.experts.down_proj", lambda t: torch.zeros(8, 32, 48)), "become .*remove|both .*remove"),
     (drop("model.layers.0.self_attn.q_proj.weight"), "layers.0.self_attn.q_proj.weight is missing in"),
     (drop("model.embed_tokens.weight"), "is missing in"),
@@ -256,7 +257,8 @@ def test_experts_in_another_order_than_their_files_are_in_no_known_format(checkp
     for name in names[1:]:
         for attribute, value in change.items():
             setattr(model.get_submodule(name), attribute, value)
-    found = ExpertFiles(model, CheckpointSource(checkpoints / "olmoe" / "per_expert", called=in_file), names).formats
+    layouts = {name: interface_layout(model.get_submodule(name)) for name in names}
+    found = ExpertFiles(model, CheckpointSource(checkpoints / "olmoe" / "per_expert", called=in_file), layouts).formats
     assert [found[name] is None for name in names] == [False, True]
 
 
