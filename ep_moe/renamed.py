@@ -59,7 +59,7 @@ def take_old_names(kind: type, names: Mapping[str, str]) -> None:
     """
     for old, new in names.items():
         if old in kind.__dict__ and new not in kind.__dict__:
-            _warn(f"{kind.__name__}.{old}", new, stacklevel=4)
+            _warn(f"{kind.__name__}.{old}", new, stacklevel=5)  # of the class: ABCMeta lies between
             setattr(kind, new, kind.__dict__[old])
 
 

@@ -305,3 +305,15 @@ def wire_bound_from(config: MoEConfig, kind: Kind, tokens: float, per_host: int 
             return found
         found = ranks
     return found
+
+
+def training_operations(config: MoEConfig, load: Load) -> float:
+    """Of forward and backward: each product of forward has two, one for the rows' gradient and one for the weight's."""
+    return 3 * 2 * load.pairs * config.hidden_size * (config.w13_rows + config.intermediate_size)
+
+
+def training_us(config: MoEConfig, load: Load, rates: Rates) -> float:
+    """Of forward and backward in bf16, without the wire: products, or weights that are read twice and their gradients,
+    whichever takes longer."""
+    weights = 2.0 * load.experts * config.hidden_size * (config.w13_rows + config.intermediate_size)
+    return 1e6 * max(3 * weights / rates.copy, training_operations(config, load) / rates.bf16)

@@ -275,12 +275,17 @@ def host_time(context: EPContext, what: str, call: Callable[[], Any]) -> float |
 
 
 def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: Machine) -> dict[str, floors.Floor]:
-    ids = routing.ids.long().contiguous()
-    everyone = ids.new_empty(context.layout.ep * len(ids), ids.shape[1])
-    all_gather_single(everyone, ids, group=context.rank_groups["ep"].group)
-    load = floors.load_of(everyone.view(context.layout.ep, *ids.shape), config.num_experts)
+    load = load_of(context, config, routing.ids)
     kinds = {name: kind.at(machine.rates, machine.p2p) for name, kind in floors.KINDS.items()}
     return {name: floors.counted_floor(config, load, kind) for name, kind in kinds.items()}
+
+
+def load_of(context: EPContext, config: MoEConfig, ids: Tensor) -> floors.Load:
+    """ids: [T, K] of this rank, as many tokens on each. Collective."""
+    ids = ids.long().contiguous()
+    everyone = ids.new_empty(context.layout.ep * len(ids), ids.shape[1])
+    all_gather_single(everyone, ids, group=context.rank_groups["ep"].group)
+    return floors.load_of(everyone.view(context.layout.ep, *ids.shape), config.num_experts)
 
 
 def compared(lines: list[Line]) -> list[Line]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ep_moe.bench import csv_lines
 from ep_moe.bench.start import Where, one_sentence, parse
-from ep_moe.errors import ConfigError
 
 ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # beyond which a line computes something else
 
@@ -134,19 +131,7 @@ def _key(line: Line) -> tuple[str, str, str, str]:
 
 def read(file: Path) -> list[Line]:
     """What `csv_lines.write` wrote. ConfigError where it is no such file."""
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(Line)}
-    try:
-        with file.open(newline="") as text:
-            rows = list(csv.DictReader(text))
-        return [Line(**{name: _value(kinds[name], cell) for name, cell in row.items()}) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a file of bench.layer: {error!r}; write it with --csv") from error
-
-
-def _value(kind: str, text: str) -> Any:
-    if not text:
-        return None
-    return float(text) if "float" in kind else int(text) if "int" in kind else text
+    return csv_lines.read(file, Line, "bench.layer")
 
 
 @one_sentence

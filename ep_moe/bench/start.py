@@ -19,11 +19,13 @@ from ep_moe.runtime.targets import check_picture, check_target
 
 
 class Where(enum.Enum):
-    """ANYWHERE: on the CPU too; GPU: in a process with one; RANKS: under torchrun, a GPU each."""
+    """ANYWHERE: on the CPU too; GPU: in a process with one; RANKS: under torchrun, a GPU each; LAUNCHED: under
+    torchrun, on the CPU too."""
 
     ANYWHERE = enum.auto()
     GPU = enum.auto()
     RANKS = enum.auto()
+    LAUNCHED = enum.auto()
 
 
 def positive(text: str) -> int:
@@ -99,9 +101,9 @@ def _check_arguments(asked: argparse.Namespace) -> None:
 
 
 def _check_machine(where: Where) -> None:
-    if where is not Where.ANYWHERE and not torch.cuda.is_available():
+    if where in (Where.GPU, Where.RANKS) and not torch.cuda.is_available():
         raise ConfigError("this benchmark times kernels on a GPU, and torch sees none here; see ep-moe doctor")
-    if where is Where.RANKS and not TorchrunEnv.present():
+    if where in (Where.RANKS, Where.LAUNCHED) and not TorchrunEnv.present():
         raise ConfigError(
             "this benchmark runs on ranks; start it with torchrun --standalone --nproc-per-node gpu -m "
             "ep_moe.bench.NAME (one GPU a rank)"

@@ -1,5 +1,5 @@
-"""Timing of work on the device that is current (`on_device`): medians, calls taking turns, so that the clock drifts for
-all."""
+"""Timing of work on the device that is current (`on_device`), or on the CPU where there is no GPU: medians, calls
+taking turns, so that the clock drifts for all."""
 
 from __future__ import annotations
 
@@ -63,15 +63,30 @@ def in_turns(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, befo
     for _ in range(replays + _WARM):
         for call, own in zip(calls, times, strict=True):
             before()
-            torch.cuda.synchronize()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             call()
-            start.record()
+            start = _now()
             call()
-            end.record()
-            end.synchronize()
-            own.append(start.elapsed_time(end) * 1e3 / repeat)
+            own.append(_us_since(start) / repeat)
     return [statistics.median(own[_WARM:]) for own in times]
+
+
+def _now() -> Any:
+    """An event on a GPU, else seconds."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _us_since(start: Any) -> float:
+    end = _now()
+    if isinstance(end, float):
+        return float(end - start) * 1e6
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:

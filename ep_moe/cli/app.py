@@ -62,7 +62,7 @@ app = typer.Typer(
 _console = Console(soft_wrap=True)
 _WIDE = 8  # layers that fit side by side
 _LINE = 120  # characters of a table's line
-_BENCHES = ("all2all", "experts", "layer", "overlap", "planner", "rebalance", "scaling")
+_BENCHES = ("all2all", "experts", "layer", "overlap", "planner", "rebalance", "scaling", "train")
 
 
 @app.callback()

@@ -120,7 +120,8 @@ class Places:
             if list(children.values()) != parts:
                 return False
         for weights in self._weights:
-            weights.settle()
+            if not weights.settled:
+                weights.settle()
         return self._now() == self._places and list(map(len, self._owners)) == self._sizes
 
     def _now(self) -> list[int]:
@@ -236,8 +237,8 @@ class WeightPlaces:
         self._place = layer.expert_weights.place
 
     def kept(self, layer: Layer) -> bool:
-        layer.expert_weights.settle()
-        return layer.expert_weights.place == self._place
+        weights = layer.expert_weights
+        return (weights.place if weights.settled else weights.settle()) == self._place
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

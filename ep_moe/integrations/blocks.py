@@ -148,7 +148,8 @@ def saved_experts(model: Any) -> list[SavedExperts]:
         elif isinstance(module, ExpertParallelBlock):
             formats = names_of(model.config.get_text_config().model_type).experts
             held = next(each for each in formats if isinstance(each, Fused))
-            found.append(SavedExperts(f"{name}.experts", module.moe, fused_layout(held, module.moe.config.num_experts)))
+            layout = fused_layout(held, module.moe.config.num_experts)
+            found.append(SavedExperts(f"{name}.experts", module.moe, layout))
     if not found:
         raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
     return found

@@ -27,7 +27,7 @@ from ep_moe.config import MoEConfig, ParallelConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.integrations.find_experts import KEEP, TOP_K, numbers_of, on_interface
+from ep_moe.integrations.find_experts import TOP_K, config_of, numbers_of
 from ep_moe.integrations.generic import routed_by_model, routing_of
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import DEADLINE_S, local_device
@@ -158,10 +158,7 @@ class Borrower:
                 f"the configuration of {kind} does not say how many experts a token takes (none of "
                 f"{', '.join(TOP_K)}); call register_ep_implementation(top_k=...)"
             )
-        described = on_interface(experts, kind)
-        if described.norm:
-            raise ConfigError(f"{kind} normalises each expert's output, which MoELayer does not; {KEEP}")
-        config = described.config(max(found))
+        config = config_of(experts, kind, max(found))
         matrices = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
         names = ("w13", "w2")
         self._names = dict(zip(names, matrices, strict=True))
@@ -206,7 +203,7 @@ class Borrower:
                 f"{layer.name}: the model chooses {chosen} experts a token, and its configuration says {most}; call "
                 f"register_ep_implementation(top_k={chosen}) before from_pretrained"
             )
-        routing = routing_of(top_k_index, top_k_weights, layer.config.num_experts, most, distinct=False)
+        routing = routing_of(top_k_index, top_k_weights, layer.config.num_experts, layer.config.top_k, distinct=False)
         with layer.expert_weights.borrow(tensors):
             out: Tensor = layer.forward_routed(hidden_states, routing)
         # FSDP2's hook on a view is lost where a model adds to the result in place

@@ -72,7 +72,7 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
     modules = [(name, module) for name, module in model.named_modules() if not name.startswith(apart)]
     for name, module in modules:
         if is_experts(module):
-            found[name] = on_interface(module, name)
+            found[name] = _on_interface(module, name)
         elif (other := _by_twin(module)) is not None:
             found[name] = other
             check_dtypes(module, name, other.layout)
@@ -109,8 +109,7 @@ def _parts_apart(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, part in parts if type(part.config) not in texts)
 
 
-def on_interface(experts: Any, name: str) -> FoundExperts:
-    """What a module on transformers' experts interface holds and computes. Raises ConfigError."""
+def _on_interface(experts: Any, name: str) -> FoundExperts:
     kind = type(experts).__name__
     layout = interface_layout(experts)
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
@@ -134,6 +133,21 @@ def on_interface(experts: Any, name: str) -> FoundExperts:
         )
     activation = find_activation(experts, name)
     return FoundExperts(layout, (hidden, inner), activation, norm=norm)
+
+
+def config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
+    """What a layer computes in the place of a module on transformers' experts interface, but for what it routes.
+
+    Raises:
+        ConfigError: no `MoELayer` computes it.
+    """
+    found = _on_interface(experts, name)
+    if found.norm:
+        raise ConfigError(
+            f"{name}: {type(experts).__name__} normalises each expert's output, which one call of MoELayer does not; "
+            f"replace it by expert_parallel, or {KEEP}"
+        )
+    return found.config(top_k)
 
 
 def interface_layout(experts: Any) -> ModuleLayout:
@@ -263,7 +277,7 @@ def top_k_of(model: Any, experts: nn.Module, name: str) -> int:
 
 
 def numbers_of(holders: list[Any]) -> list[int]:
-    """How many experts a token takes, by any of `TOP_K` of modules or configurations."""
+    """Every number of experts of a token that modules or configurations state."""
     found: list[int] = []
     for holder in holders:
         for name in TOP_K:

@@ -143,11 +143,11 @@ class ExpertParallelExperts(nn.Module):
                 f"the model chooses {chosen} experts a token, and the layer was built for {most}, the largest of "
                 f"{', '.join(TOP_K)} beside it; set one of them on its router before expert_parallel"
             )
-        routing = routing_of(top_k_index, top_k_weights, moe.config.num_experts, most, distinct=not self._table)
-        compute = self._routed if self._modules[NORM] is None else self._normalised
-        out = compute(hidden_states, routing.ids, routing.weights)
+        experts = moe.config.num_experts
+        routing = routing_of(top_k_index, top_k_weights, experts, most, distinct=not self._table)
+        out = (self._routed if self._modules[NORM] is None else self._normalised)(hidden_states, routing)
         if self._zero_experts:
-            own = (top_k_weights * (top_k_index >= moe.config.num_experts)).sum(-1, keepdim=True)
+            own = (top_k_weights * (top_k_index >= experts)).sum(-1, keepdim=True)
             out = out + hidden_states * own.view(*hidden_states.shape[:-1], 1)
         return out.to(hidden_states.dtype)
 
@@ -162,21 +162,21 @@ class ExpertParallelExperts(nn.Module):
         routed = ids.float().requires_grad_(gradients)
         return ExpertParallelExperts.forward(self, x.requires_grad_(gradients), ids, routed)
 
-    def _routed(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        routing, mask = Routing(cast("LogicalIds", ids), weights), self.masks.of_rows(len(ids))
+    def _routed(self, hidden_states: Tensor, routing: Routing) -> Tensor:
+        mask = self.masks.of_rows(len(routing.ids))
         if mask is None:
             return self.moe.forward_routed(hidden_states, routing)
         tokens = mask.tokens.view(hidden_states.shape[:-1])
         return self.moe.forward_routed(hidden_states, routing, tokens, send_masked=bool(mask.sent))
 
-    def _normalised(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def _normalised(self, hidden_states: Tensor, routing: Routing) -> Tensor:
         """The sum of each expert's normalised output times its weight, one choice of all tokens after another."""
         norm, shape = self.get_submodule(NORM), (*hidden_states.shape[:-1], 1)
-        weights = weights.masked_fill(ids < 0, 0.0)
+        ids, weights = routing.ids, routing.weights.masked_fill(routing.ids < 0, 0.0)
         out = torch.zeros_like(hidden_states, dtype=torch.float32)
         for choice in range(ids.shape[1]):
-            one = ids[:, choice : choice + 1].contiguous()
-            output = norm(self._routed(hidden_states, one, torch.ones_like(weights[:, :1])))
+            one = cast("LogicalIds", ids[:, choice : choice + 1].contiguous())
+            output = norm(self._routed(hidden_states, Routing(one, torch.ones_like(weights[:, :1]))))
             out = out + output.float() * weights[:, choice].view(shape)
         return out
 
@@ -326,21 +326,21 @@ def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
     return first
 
 
-def routing_of(ids: Tensor, weights: Tensor, num_experts: int, top_k: int, *, distinct: bool) -> Routing:
+def routing_of(ids: Tensor, weights: Tensor, experts: int, most: int, *, distinct: bool) -> Routing:
     """What a model's router chose, as `MoELayer.forward_routed` takes it.
 
     Args:
         ids: [T, k] integers, k at most K; an id of at least E is no expert, as in transformers.
         weights: [T, k].
-        num_experts: E.
-        top_k: K.
+        experts: E.
+        most: K.
         distinct: whether valid ids of a row are distinct. A table may name one expert twice, a top-k cannot.
 
     Returns:
         Ids and float32 weights [T, K].
     """
-    missing = top_k - ids.shape[-1]
-    ids, weights = ids.masked_fill(ids >= num_experts, -1), weights.float()
+    missing = most - ids.shape[-1]
+    ids, weights = ids.masked_fill(ids >= experts, -1), weights.float()
     if missing:
         ids, weights = pad(ids, (0, missing), value=-1), pad(weights, (0, missing))
     if not distinct:

@@ -317,11 +317,10 @@ def _targets(model: Any, wanted: list[str]) -> Iterator[_Target]:
     """In the order of layers. PEFT's wrapper of the last parameter of a module is the outermost."""
     layers = saved_experts(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    twin = _twin(base) if any(one.first is not None and one.first.transposed for one in layers) else None
+    twin = _twin(base) if any(one.layout.tensors[0].transposed for one in layers) else None
     for one in layers:
-        if one.first is None:  # of several parameters, which PEFT cannot name expert by expert
-            continue
-        names = {"w13": one.first.name, "w2": "down_proj"}
+        held = [each for each in one.layout.tensors if each.part in ("w13", "w2") and not each.flat]
+        names = {each.part: each.name for each in held}
         found = [s for s, p in names.items() if any(_named(f"{one.name}.{p}", each) for each in wanted)]
         turned = twin is not None and not getattr(twin.get_submodule(one.name), "is_transposed", False)
         for at, stored in enumerate(found):
@@ -351,7 +350,7 @@ def _of_all(own: Tensor, of: SavedExperts) -> Tensor:
 
 def _in_file(target: _Target, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """As PEFT holds factors of all experts: A [E * r, in], B [out, r * E] with E running fastest."""
-    if target.stored == "w13" and target.of.first is not None and target.of.first.interleaved:
+    if target.stored == "w13" and target.of.layout.tensors[0].interleaved:
         b = torch.stack(b.chunk(2, 1), 2).flatten(1, 2)
     if target.turned:
         a, b = b.mT, a.mT
@@ -366,7 +365,7 @@ def _from_file(target: _Target, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] |
     a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
     if target.turned:
         a, b = b.mT, a.mT
-    if target.stored == "w13" and target.of.first is not None and target.of.first.interleaved:
+    if target.stored == "w13" and target.of.layout.tensors[0].interleaved:
         b = torch.cat([b[:, ::2], b[:, 1::2]], 1)
     return a, b
 

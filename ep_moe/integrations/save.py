@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ep_moe.checkpoint.module_layout import HeldTensor, ModuleLayout
+from ep_moe.checkpoint.module_layout import ModuleLayout
 from ep_moe.checkpoint.skeleton import swapped
 from ep_moe.checkpoint.source import INDEX, SINGLE
 from ep_moe.errors import CheckpointError, ConfigError, PeerTimeout
@@ -44,11 +44,6 @@ class SavedExperts:
     layer: MoELayer
     layout: ModuleLayout
     kept: Mapping[str, nn.Module | nn.Parameter] = field(default_factory=dict)
-
-    @property
-    def first(self) -> HeldTensor | None:
-        """The parameter that holds gate and up, or up alone, of each expert; None where several do."""
-        return next((one for one in self.layout.tensors if one.part == "w13" and not one.flat), None)
 
     def sizes(self) -> dict[str, Tensor]:
         """One expert's tensors, as the module's parameters hold them, on the meta device."""

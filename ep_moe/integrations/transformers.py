@@ -265,23 +265,23 @@ def _described(
     whole, text = read_whole_config(folder)
     dtype = dtype or whole.dtype or text.dtype or torch.float32
 
-    def made(config: Any) -> PreTrainedModel:
+    def built(config: Any) -> PreTrainedModel:
         if num_labels is not None:
             config.num_labels = num_labels
         return _on_meta(folder, config, dtype, model_class)
 
     if text.model_type not in FAMILIES:
-        return made(whole), None, dtype
+        return built(whole), None, dtype
     if whole.get_text_config() is not whole:
-        with suppress(ConfigError):  # of a class that config.json does not name
-            model = made(whole)
+        with suppress(ConfigError, CheckpointError):  # of a class that config.json does not name, or that is not there
+            model = built(whole)
             if find_experts(model):
                 return model, None, dtype
         warnings.warn(
             f"{folder}: of the model {whole.model_type!r} its text model {text.model_type!r} alone is loaded",
             stacklevel=3,
         )
-    return made(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
+    return built(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
 
 
 def _load_family(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -22,6 +23,9 @@ from ep_moe.weights.lora import ExpertLora, LowRank
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
 
 Result = TypeVar("Result")
+
+
+_VERSION = attrgetter("_version")  # how often a tensor was written
 
 
 class ExpertSlots(nn.Module):
@@ -227,7 +231,6 @@ class ExpertSlots(nn.Module):
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
                 self.held.setdefault(expert, []).append(slot)
-        self._twice = any(len(slots) > 1 for slots in self.held.values())
         views: list[tuple[nn.Parameter, Tensor]] = []
         self._set_views(views)
         if not self.named:
@@ -380,13 +383,23 @@ class ExpertSlots(nn.Module):
         found = self._held if self._joined is None else self._joined
         return tuple([tensor.data_ptr() for tensor in found.values() if tensor is not None])
 
-    def settle(self) -> None:
+    @property
+    def settled(self) -> bool:
+        """Whether `settle` has nothing to write. Each line of it is host time of a replayed call."""
+        if not self._slots:
+            return True
+        if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
+            return False
+        return bool(sum(map(_VERSION, self._slots.values())) == self._copied)
+
+    def settle(self) -> tuple[int, ...]:
         """Write the numbers of parameters that were replaced, and of an expert's copies, to where kernels read them.
 
-        For calls that launch what was recorded; part of the host's time of each."""
-        here = list(map(Tensor.data_ptr, self._on_views)) == self._view_places
-        if self._slots and (self._twice or self._mesh is not None or not here):
+        For calls that launch what was recorded. Returns `place`, which is empty where parameters are sharded.
+        """
+        if self._slots:
             self._reattach()
+        return self.place
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from ep_moe import EPContext, ExpertMap, ParallelConfig
 from ep_moe.checkpoint.source import INDEX, SINGLE
 from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations import save as saving
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, save_pretrained
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import FAMILIES, quiet, save, tiny_model
@@ -46,6 +47,15 @@ def tensors_of(folder):
     return found
 
 
+def check_sizes(folder, most):
+    """Files hold at most so many bytes of tensors, unless there is one."""
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118 (no mapping)
+        assert len(sizes) == 1 or sum(sizes) <= most, file
+        assert file.stat().st_size < sum(sizes) + 20_000, "what a view is cut from is no part of it"
+
+
 def check_equal(found, wanted):
     assert found.keys() == wanted.keys()
     for name in wanted:
@@ -56,16 +66,20 @@ def check_equal(found, wanted):
 @distributed(1, 2, 4)
 def test_files_are_those_of_transformers(folders, world_size):
     quiet()
-    for sizes, expert_map in LAYOUTS[world_size]:
+    for at, (sizes, expert_map) in enumerate(LAYOUTS[world_size]):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
             for kind in KINDS:
                 model = load_pretrained(folders / kind / "per_expert", context, expert_map=expert_map, progress=False)
                 for form, original in FORMATS.items():
-                    to = folders / f"by {world_size}" / kind / form
+                    to = folders / f"by {world_size}" / str(at) / kind / form
                     save_pretrained(model, to, save_original_format=original, max_shard_bytes=60_000)
+                    assert (to / INDEX).exists() or rank_device().type == "cuda", "no rank returns before it is there"
                     if dist.get_rank() == 0:  # the folder is not shared by hosts
                         check_equal(tensors_of(to), tensors_of(folders / kind / form))
-                        index = json.loads((to / INDEX).read_text())["weight_map"]
+                        check_sizes(to, 60_000)
+                        whole = json.loads((to / INDEX).read_text())
+                        assert whole["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(to).values())
+                        index = whole["weight_map"]
                         assert len(set(index.values())) > 1
                         assert {path.name for path in to.glob("*.safetensors")} == set(index.values())
                         sources = (AutoModelForCausalLM.from_pretrained(one) for one in (to, folders / kind / form))
@@ -88,6 +102,32 @@ def test_what_training_changed_is_saved(tmp_path):
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert found.lm_head.weight is found.model.embed_tokens.weight
     check_equal(found.state_dict(), {name: tensor + 1.0 for name, tensor in before.items()})
+
+
+def test_a_save_that_fails_leaves_no_files(tmp_path, monkeypatch):
+    def full_disk(tensors, path, metadata):
+        Path(path).write_bytes(b"a part")
+        if len(list(tmp_path.iterdir())) == 2:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(saving, "save_file", full_disk)
+    with pytest.raises(CheckpointError, match=r"the model cannot be saved: .*no space left"):
+        save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
+    """A view would keep the experts of its layer."""
+    writer, whole = saving._Writer(tmp_path, 1000), torch.ones(8, 100)
+    writer.write({"first": whole[0], "all": whole[:1]})
+    assert [tensor.untyped_storage().nbytes() for tensor in writer._pending.values()] == [400, 400]
+
+
+def test_the_dtype_that_is_saved_is_the_models(tmp_path):
+    model = expert_parallel(interface_model("olmoe").bfloat16(), local())
+    model.config.dtype = "float32"
+    save_pretrained(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_what_the_class_does_not_save_is_left_out(tmp_path):

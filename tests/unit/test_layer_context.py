@@ -56,9 +56,13 @@ def test_recorded_calls_end_with_what_they_stand_for():
         assert not layer._graphs._calls
 
 
-def test_destroyed_context_makes_no_dispatcher():
+@pytest.mark.parametrize("called", [False, True])
+def test_destroyed_context_makes_no_dispatcher(called):
+    """Nor does a layer go on with the one that it had."""
     context = EPContext.local(CPU)
     layer = MoELayer(shape(), context)
+    if called:
+        layer(torch.ones(1, HIDDEN))
     context.destroy()
     with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
         _ = layer._dispatcher()
@@ -102,6 +106,24 @@ def test_context_is_not_re_entrant(context):
     assert inner(torch.ones(3, HIDDEN)).shape == (3, HIDDEN)  # and free again
 
 
+def test_a_context_is_free_again_whatever_an_error_raises(context, monkeypatch):
+    def broken(error):
+        raise KeyError
+
+    monkeypatch.setattr(context, "_broken_by", broken)
+    with pytest.raises(KeyError), context._entered("moe0"):
+        raise ValueError
+    assert context._idle
+
+
+def test_a_context_that_was_ended_is_not_named_dropped():
+    for end in (EPContext.destroy, lambda context: context.__exit__(KeyError, KeyError(), None)):
+        context = EPContext.local(CPU)
+        assert context._dropped.alive
+        end(context)
+        assert not context._dropped.alive
+
+
 def test_two_contexts_in_one_process():
     """Each has its own order and dispatchers: a layer of one may run inside a layer of the other."""
     with EPContext.local(CPU) as first, EPContext.local(CPU) as second:
@@ -133,6 +155,15 @@ def test_equal_layers_share_a_dispatcher_and_others_do_not(context):
         MoELayer(shape(), context, all2all="torch_a2a"),
     ]
     assert len({id(layer._dispatcher()) for layer in [first, *others]}) == 7
+
+
+def test_shared_experts_of_another_dtype_leave_the_layers(context):
+    class Wide(torch.nn.Module):
+        def forward(self, x):
+            return x.float()
+
+    layer = MoELayer(shape(), context, shared_experts=Wide(), dtype=torch.bfloat16)
+    assert layer(torch.ones(3, HIDDEN).bfloat16()).dtype == torch.bfloat16
 
 
 def test_layer_may_change_its_dtype(context):

@@ -4,6 +4,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def test_plan_is_what_is_allocated(context, dtype):
     assert all(tensor.is_meta for tensor in on_meta.parameters())
     layer = on_meta.to_empty(device=CPU)
     assert layer.plan() == before
+    assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
     assert set(before) == {"experts", "router", "placement", "shared_experts", "workspace", "transport"}
     held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*layer.parameters(), *layer.buffers()]}
     assert sum(before.values()) == sum(storage.nbytes() for storage in held.values())
@@ -63,6 +65,15 @@ def test_context_sums_the_plans_of_living_layers(context):
     assert context.plan()["shared_experts"] == second.plan()["shared_experts"]
     del second
     assert context.plan() == first.plan()
+
+
+def test_buffers_that_layers_share_count_once(context, monkeypatch):
+    layers = [MoELayer(shape(), context) for _ in range(3)]
+    for layer, own in zip(layers, ({"a": 5}, {"a": 7, "b": 1}, {"b": 1}), strict=True):
+        monkeypatch.setattr(layer, "_transport_bytes", lambda own=own: own)
+    assert context.plan()["transport"] == 7 + 1
+    layers[0]._others = {"another": SimpleNamespace(workspace_bytes=lambda: 4096)}
+    assert layers[0].plan()["workspace"] == 4096, "of the kernel that needs most"
 
 
 def test_a_layer_that_was_refused_is_not_in_the_plan(context):

@@ -1,6 +1,7 @@
 """Old names of public things: they work, and say the new ones."""
 
 import importlib
+import warnings
 
 import pytest
 
@@ -29,6 +30,23 @@ def test_hooks_of_earlier_plugins_are_asked(base):
     assert len(said) == 2
     assert Own.unsupported_reason() == "too small"
     assert Own.unsupported_platform() == "no machine"
+    assert {one.filename for one in said} == {__file__}, "it names the plug-in"
+
+
+def test_a_hook_under_both_names_is_the_new_one():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        class Own(Dispatcher):
+            @classmethod
+            def why_not(cls, *args):
+                return "of an earlier release"
+
+            @classmethod
+            def unsupported_reason(cls, *args):
+                return "of this one"
+
+    assert Own.unsupported_reason() == "of this one"
 
 
 def test_weight_layouts_under_their_old_name():

@@ -24,6 +24,12 @@ def test_all_programs_of_a_call_by_cells_run_at_once(hidden, ranks):
     assert pieces(2 * hidden) * 512 * 4 >= 2 * hidden
 
 
+@pytest.mark.parametrize(("hidden", "calls"), [(1024, 2), (8192, 3)])
+def test_answers_that_come_by_copies_take_a_third_call(hidden, calls):
+    """64 tokens are 1 MiB of the wider rows, which copy engines carry beside other work."""
+    assert NVLinkP2PDispatcher.calls_in_parts(dispatch_shape(hidden, 8)) == calls
+
+
 def dispatch_shape(hidden: int, ranks: int) -> DispatchShape:
     return DispatchShape(
         hidden_size=hidden, top_k=2, slots_per_rank=4, num_ranks=ranks, dtype=torch.bfloat16, max_tokens=64

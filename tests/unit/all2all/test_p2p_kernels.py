@@ -31,10 +31,13 @@ def signalled(made: list[Workspace], rank: int, phase: int) -> bool:
 
 
 def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
+    """Behind the ids and weights lie those of an earlier, larger call, which name experts too."""
     generator = torch.Generator().manual_seed(17 * rank + tokens)
     x = torch.randn(tokens, shape.hidden_size, generator=generator).to(shape.dtype)
-    ids = torch.randint(-2, shape.num_physical + 2, (tokens, shape.top_k), generator=generator).to(ids_dtype)
-    routing = PhysicalRouting(PhysicalIds(ids), torch.rand(ids.shape, generator=generator))
+    ids = torch.randint(-2, shape.num_physical + 2, (tokens + 9, shape.top_k), generator=generator).to(ids_dtype)
+    ids[tokens:] = shape.num_physical - 1
+    weights = torch.rand(ids.shape, generator=generator)
+    routing = PhysicalRouting(PhysicalIds(ids[:tokens]), weights[:tokens])
     return (*round_rows(x, shape.wire), routing)
 
 

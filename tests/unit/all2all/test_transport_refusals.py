@@ -201,3 +201,18 @@ def test_deepep_is_known_by_what_it_has(library, words, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", library)
     found = reason(name="deepep")
     assert found is None if words is None else found.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("wire", "columns"),
+    [(Wire(), 64), (Wire(dispatch="fp8_block"), 128), (Wire(dispatch="nvfp4", input_scale=0.1), 256)],
+    ids=lambda wire: getattr(wire, "dispatch", ""),
+)
+def test_rows_are_aligned_as_they_travel(wire, columns):
+    """128 bytes are 64 numbers in bf16, and 256 where two lie in a byte."""
+
+    class Aligned(LocalDispatcher):
+        capabilities = dataclasses.replace(LocalDispatcher.capabilities, alignment_bytes=128, scale_alignment_bytes=1)
+
+    assert Aligned.unsupported_reason(columns, 2, 1, BF16, None, wire) is None
+    assert "hidden_size to be a multiple of" in str(Aligned.unsupported_reason(columns // 2, 2, 1, BF16, None, wire))

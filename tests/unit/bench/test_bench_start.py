@@ -36,7 +36,7 @@ def test_a_gpu_is_needed(monkeypatch, capsys, name):
     assert "torch sees none here; see ep-moe doctor" in ended(monkeypatch, capsys, name)
 
 
-@pytest.mark.parametrize("name", NEED_RANKS)
+@pytest.mark.parametrize("name", [*NEED_RANKS, "train"])
 def test_ranks_are_needed(monkeypatch, capsys, name):
     for variable in ("TORCHELASTIC_RUN_ID", "RANK"):
         monkeypatch.delenv(variable, raising=False)
@@ -62,6 +62,11 @@ def test_ranks_are_needed(monkeypatch, capsys, name):
         ("layer_report", "none.csv", "none.csv is not a file of bench.layer"),
         ("scaling", "--csv .", "--csv . is a folder; name a file in it"),
         ("scaling", "--plot out.nope", "--plot out.nope must end in one of .png, .svg, .pdf"),
+        ("train_report", "none.csv", "none.csv is not a file of bench.train"),
+        ("train", "--models demo --rows 63 --slots 8", "--rows must be multiples of 2 (demo's top_k), got 63"),
+        ("train", "--models demo --slots 1", "top_k"),
+        ("train", "--models demo --slots 8", "3 ranks do not divide them"),
+        ("train", "--transports flashinfer_nvlink", "argument --transports: invalid choice: 'flashinfer_nvlink'"),
         ("planner", "--deepseek none.py", "--deepseek none.py is no .py file"),
         ("layer", "--memory -1", "argument --memory: must be an integer of at least 1, got '-1'"),
         ("layer", "--tokens 16 --memory 128", "--memory 128 is not among --tokens [16]; add it there"),

@@ -12,10 +12,10 @@ from transformers.core_model_loading import Concatenate, Interleave, Transpose, 
 from ep_moe.checkpoint import conversion
 from ep_moe.checkpoint.conversion import in_file
 from ep_moe.checkpoint.expert_files import ExpertFiles
-from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton
+from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton, swapped
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
-from ep_moe.integrations.find_experts import find_experts
+from ep_moe.integrations.find_experts import find_experts, interface_layout
 from tests.fixtures.checkpoint_files import quiet
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_checkpoints
 
@@ -96,6 +96,8 @@ def test_all_tensors_are_those_of_from_pretrained(checkpoints, kind, form, dtype
 def test_two_experts_of_eight_are_a_quarter_of_the_bytes(checkpoints, kind, form):
     files = files_of(checkpoints / kind / form)
     assert files.source.bytes_read == 0
+    held = {f"{module}.{name}" for module, layout in files.modules.items() for name in layout.names}
+    assert not held & files.rest.keys()
     for module, layout in files.modules.items():
         before = files.source.bytes_read
         for expert in (1, 6):
@@ -136,6 +138,7 @@ BROKEN = [
     (put(NAME.format(5, "gate"), lambda t: torch.zeros(48, 32).int()), "experts.5.gate_proj.weight must be .* int32"),
     (put("model.layers.0.mlp.shared.weight", lambda t: torch.zeros(2)), "shared.weight, which OlmoeForCausalLM"),
     (put(NAME.format(0, "odd"), lambda t: torch.zeros(2)), "experts.0.odd_proj.weight, which .* no place for"),
+    (put("model.layers.0.mlp.experts.0.gate_proj.qweight", lambda t: torch.zeros(2).int()), "qweight is there, and"),
     (put("model.layers.1.mlp.experts.down_proj", lambda t: torch.zeros(8, 32, 48)), "become .*remove|both .*remove"),
     (drop("model.layers.0.self_attn.q_proj.weight"), "layers.0.self_attn.q_proj.weight is missing in"),
     (drop("model.embed_tokens.weight"), "is missing in"),
@@ -172,6 +175,31 @@ def test_what_a_dtype_cannot_hold_is_refused(olmoe):
     with pytest.raises(CheckpointError, match=r"numbers up to 7e\+04, and torch.float16 ends at"):
         files.read("model.layers.1.mlp.experts", 2)
 
+    def change_rest(tensors):
+        tensors["model.norm.weight"][0] = 70000.0
+
+    with pytest.raises(CheckpointError, match=r"numbers up to 7e\+04, and torch.float16 ends at"):
+        loaded(olmoe(change_rest), torch.float16)
+
+
+def test_only_numbers_of_the_models_dtype_are_kept_in_float32():
+    gate = torch.nn.Module()
+    gate.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    gate.register_buffer("table", torch.ones(2, dtype=torch.int64))
+    model = torch.nn.ModuleDict({"gate": gate, "other": torch.nn.Linear(2, 2, dtype=torch.bfloat16)})
+    model._get_dtype_plan = lambda dtype: {"gate.*": torch.float32}
+    keep_in_float32(model, torch.bfloat16)
+    assert (gate.weight.dtype, gate.table.dtype) == (torch.float32, torch.int64)
+    assert model["other"].weight.dtype == torch.bfloat16
+
+
+def test_modules_that_were_swapped_come_back_after_an_error():
+    model = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2)})
+    before = dict(model.named_children())
+    with pytest.raises(KeyError), swapped(model, {"one": torch.nn.Identity()}):
+        raise KeyError(model["one"])
+    assert dict(model.named_children()) == before
+
 
 # --- operations of the mapping -----------------------------------------------------------------------------------
 
@@ -207,7 +235,8 @@ def test_operations_run_on_one_expert_as_on_all(olmoe, checkpoints, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "operations", [[Transpose(0, 1)], [Interleave(dim=0)], [Concatenate(dim=0)], [mapping.PermuteForRope()]]
+    "operations",
+    [[Transpose(0, 1)], [Transpose(1, 0)], [Interleave(dim=0)], [Concatenate(dim=0)], [mapping.PermuteForRope()]],
 )
 def test_operations_across_experts_are_refused_by_name(olmoe, monkeypatch, operations):
     def change(tensors):
@@ -218,6 +247,19 @@ def test_operations_across_experts_are_refused_by_name(olmoe, monkeypatch, opera
     with_operations(monkeypatch, operations)
     with pytest.raises(CheckpointError, match=f"by {type(operations[0]).__name__}.*cannot read one expert"):
         files_of(olmoe(change, "fused"))
+
+
+@pytest.mark.parametrize("change", [{"is_concatenated": False}, {"is_transposed": True}, {"has_gate": False}])
+def test_experts_in_another_order_than_their_files_are_in_no_known_format(checkpoints, change):
+    """Known formats take gate and up of a file as they are."""
+    model = on_meta(checkpoints / "olmoe" / "per_expert")
+    names = list(find_experts(model))
+    for name in names[1:]:
+        for attribute, value in change.items():
+            setattr(model.get_submodule(name), attribute, value)
+    layouts = {name: interface_layout(model.get_submodule(name)) for name in names}
+    found = ExpertFiles(model, CheckpointSource(checkpoints / "olmoe" / "per_expert", called=in_file), layouts).formats
+    assert [found[name] is None for name in names] == [False, True]
 
 
 def test_a_tensor_may_hold_several_parameters(olmoe, checkpoints, monkeypatch):

@@ -84,6 +84,7 @@ CASES = [
     ("olmoe", "fused", fp8_blocks, BLOCKS, ("fp8_block", "mlp.experts.down_proj")),
     ("granitemoe", "per_expert", fp8_blocks, BLOCKS, ("fp8_block", "block_sparse_moe.output_linear.weight")),
     ("nemotron_h", "per_expert", fp8_blocks, BLOCKS, None),
+    ("nemotron_h", "fused", fp8_blocks, BLOCKS, None),
     ("olmoe", "per_expert", fp8_matrices, MATRICES, None),
     ("olmoe", "per_expert", mxfp4, MXFP4, ("mxfp4", "mlp.experts.5.down_proj.weight_packed")),
 ]
@@ -123,3 +124,15 @@ def test_codes_without_factors_are_refused(tmp_path):
     written(tmp_path, "olmoe", "per_expert", half, BLOCKS)
     with pytest.raises(CheckpointError, match=r"experts.3.up_proj.weight is float8 .* can be read, got nothing"):
         loaded(tmp_path / "quantised")
+
+
+def test_a_matrix_in_other_codes_than_those_beside_it_is_refused(tmp_path):
+    """Its numbers would be rounded a second time, where the bytes of the others are kept."""
+
+    def mixed(name, tensor):
+        other = name == "model.layers.1.mlp.experts.3.up_proj.weight"
+        return (fp8_matrices if other else fp8_blocks)(name, tensor)
+
+    written(tmp_path, "olmoe", "per_expert", mixed, BLOCKS)
+    with pytest.raises(CheckpointError, match=r"experts.3.up_proj.weight .* would round these numbers anew"):
+        loaded(tmp_path / "quantised", quantization="fp8_block", experts="reference")

@@ -145,6 +145,30 @@ def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
     assert RecordableCall.replays == 2
 
 
+def test_rows_of_a_capture_are_no_load_of_a_users_router(layer):
+    """Which is asked about rows that are no tokens: it may look from row to row."""
+    layer = MoELayer(CONFIG, layer.context, router=lambda x: integer_routing(len(x), CONFIG, 0))
+    layer.capture([4])
+    assert not any(layer.stats().expert_load)
+
+
+@torch.no_grad()
+def test_replays_are_steps_as_calls_are_and_a_recording_is_none(layer):
+    """Peers may run theirs: by the ledger a rank is neither ahead nor elsewhere."""
+    recorder = layer.context.flight_recorder
+
+    def steps(call) -> tuple:
+        before = recorder.number
+        call()
+        return recorder.number - before, recorder.newest[1:]
+
+    alone = steps(lambda: layer(rows(4)))
+    assert alone[0] > 1
+    assert steps(lambda: layer.capture([4])) == alone, "the warm call's, which peers make too"
+    assert steps(lambda: layer(rows(4))) == alone
+    assert RecordableCall.replays == 1
+
+
 def python_calls(call) -> int:
     made = 0
 

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import InputError, Wire
+from ep_moe import ConfigError, InputError, Wire, registry
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.local import LocalDispatcher
-from ep_moe.execution.exchange import Exchange
+from ep_moe.execution.exchange import Exchange, check_pipeline
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.runtime.side_stream import SideStream
 from ep_moe.testing.transport_rows import dispatch_shape
-from ep_moe.types import PhysicalIds, PhysicalRouting
+from ep_moe.types import Pending, PhysicalIds, PhysicalRouting
 
 FORMAT = Wire(dispatch="fp8_row")
 
@@ -67,6 +68,85 @@ def test_rows_in_parts_go_with_their_scales_and_routing():
     assert (len(routing.ids), len(routing.weights), max_tokens) == (2, 2, 4)
 
 
+def in_parts(tokens: int):
+    """An exchange of three parts over a transport that writes down what happens. Returns it, the events, what experts
+    gave for each part, and where its sums were wanted."""
+    events, given, outs = [], [], []
+
+    def wait(event, value=None):
+        return Pending(lambda: (events.append(event), value)[1])
+
+    def dispatch(x, *_, **__):
+        number = len([event for event in events if event.startswith("send")])
+        events.append(f"send {number}")
+        return SimpleNamespace(x=torch.zeros(5, 16), handle=number, out=None, peer_out="peers")
+
+    def give(y, handle, out):
+        events.append(f"give {handle}")
+        given.append(y)
+        outs.append(out.fill_(handle))
+        return wait(f"given {handle}")
+
+    def experts(arrived, out):
+        events.append(f"experts {arrived.handle} {out}")
+        return arrived.x
+
+    def refuse(problem):
+        raise Refused(problem)
+
+    call, _ = exchange(tokens, most=4, bound=12)
+    experts.capabilities = SimpleNamespace(peer_out=True)
+    dispatcher = SimpleNamespace(
+        dispatch_shape=call.dispatcher.dispatch_shape,
+        capabilities=call.dispatcher.capabilities,
+        dispatch=dispatch,
+        dispatch_start=lambda *args, **how: wait("sent", dispatch(*args, **how)),
+        combine_start=give,
+        combine=lambda *args: give(*args).wait(),
+        refuse=refuse,
+    )
+    context = SimpleNamespace(_current_limit=12, _stage_times=None, _compute=SideStream())
+    routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
+    return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), events, given, outs
+
+
+def test_parts_are_computed_while_others_travel():
+    """In one order on all ranks, as kernels wait for peers: the last part sets out once the one before has returned."""
+    call, events, _, outs = in_parts(10)
+    out, _ = call.run()
+    assert [event for event in events if event != "sent"] == [
+        "send 0", "send 1", "experts 0 None", "give 0", "send 2", "experts 1 None", "give 1", "given 0",
+        "experts 2 peers", "given 1", "give 2", "given 2",
+    ]  # fmt: skip
+    assert [len(part) for part in outs] == [4, 4, 2]
+    assert out.dtype == torch.float32, "of the layer, whatever travels"
+    assert torch.equal(out[:, 0], torch.tensor([0.0] * 4 + [1] * 4 + [2] * 2))
+
+
+def test_a_refused_call_in_parts_takes_part_in_all_and_gives_nan():
+    call, events, given, outs = in_parts(10)
+    call.to_peers = False
+    with pytest.raises(Refused, match="planted"):
+        call.refuse("planted")
+    assert [event for event in events if event.startswith("send")] == ["send 0", "send 1", "send 2"]
+    assert [event for event in events if event.startswith("given")] == ["given 0", "given 1", "given 2"]
+    assert all(y.shape == (5, 16) and y.isnan().all() for y in given), "no number passes for a peer's result"
+    assert [len(part) for part in outs] == [0, 0, 0]
+
+
+def test_beside_other_work_is_while_a_call_is_given_alone():
+    side, cpu = SideStream(), torch.device("cpu")
+
+    def fails():
+        raise KeyError(side.active)
+
+    assert side.start(cpu, lambda: Pending.of(side.active)).wait() is True
+    assert not side.active
+    with pytest.raises(KeyError, match="True"):
+        side.start(cpu, fails)
+    assert not side.active
+
+
 class Noting(LocalDispatcher):
     """Notes the bound and the problem of each call."""
 
@@ -97,3 +177,28 @@ def test_the_bound_that_a_transport_is_given(asked, rows, taken, monkeypatch):
         assert wrong
     problem, bound = dispatcher.given
     assert (problem is not None, bound) == (wrong, taken)
+
+
+def test_a_sum_is_wanted_where_it_cannot_be_written_at_once(monkeypatch):
+    """A transport is given contiguous places alone."""
+    given = []
+    dispatcher = LocalDispatcher(dispatch_shape(1, 2, torch.float32), RankGroup.alone())
+    monkeypatch.setattr(dispatcher, "_combine", lambda y, handle, out: (given.append(out), Pending.of(y + 1))[1])
+    wide = torch.zeros(3, 8)
+    for out in (None, torch.zeros(3, 4), wide[:, ::2]):
+        found = dispatcher.combine(torch.ones(3, 4), None, out)
+        assert (found == 2).all()
+        assert out is None or found is out
+    assert [out is None for out in given] == [True, False, True]
+
+
+def test_parts_have_from_one_token_to_all_that_a_rank_sends(monkeypatch):
+    fixed = SimpleNamespace(capabilities=SimpleNamespace(static=True))
+    monkeypatch.setattr(registry, "load", lambda kind, name: fixed)
+    for tokens in (None, 1, 8):
+        check_pipeline(tokens, 8, "fixed")
+    for tokens in (0, 9, True, 2.0):
+        with pytest.raises(ConfigError, match=r"pipeline must be an integer in \[1, 8\]"):
+            check_pipeline(tokens, 8, "fixed")
+    with pytest.raises(ConfigError, match="needs a transport with fixed buffers"):
+        check_pipeline(4, None, "fixed")

@@ -146,11 +146,42 @@ def test_modules_of_the_same_parameters_share_a_layer(context):
     model = tiny_transformers_model("olmoe")
     first, second = (layer.mlp.experts for layer in model.model.layers)
     second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    dense = {"lm_head.weight": "model.embed_tokens.weight"}
+    both = {"model.layers.1.mlp.experts.down_proj": "model.layers.0.mlp.experts.down_proj"}
+    model.all_tied_weights_keys = dense | both
     with torch.no_grad():
         expected = model(tiny_ids()).logits
         expert_parallel(model, context)
         assert model.model.layers[0].mlp.experts is model.model.layers[1].mlp.experts
+        assert model.all_tied_weights_keys == dense, "names that are gone"
         torch.testing.assert_close(model(tiny_ids()).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_dtypes_and_modes_stay(context):
+    model = tiny_transformers_model("olmoe").bfloat16().train()
+    model.model.layers[1].mlp.experts.eval()
+    made = list(replace_experts(model, context).values())
+    assert [(one.training, one.moe.training) for one in made] == [(True, True), (False, False)]
+    x, ids, weights = torch.ones(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    assert {one.moe.dtype for one in made} == {made[0](x.bfloat16(), ids, weights).dtype} == {torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made[0](x, ids, weights).dtype == torch.float32, "as transformers' module"
+
+
+def test_there_is_room_for_the_most_experts_that_a_token_may_take(context):
+    model = tiny_transformers_model("olmoe")
+    first, second = (layer.mlp for layer in model.model.layers)
+    first.gate.top_k, second.top_k = 100, 1
+    assert [one.moe.config.top_k for one in replace_experts(model, context).values()] == [8, 2]
+
+
+def test_constants_of_an_activation_are_the_modules_own(context):
+    model = tiny_transformers_model("gpt_oss")
+    experts = model.model.layers[1].mlp.experts
+    experts.alpha, experts.limit = 1.3, 5.0
+    found = [one.moe.config for one in replace_experts(model, context).values()]
+    assert [(one.activation_alpha, one.activation_limit) for one in found] == [(1.702, 7.0), (1.3, 5.0)]
 
 
 def tied(model):

@@ -1,14 +1,18 @@
 """Models around a text model with experts: loaded and saved whole, or said to be loaded in part."""
 
+import contextlib
 import json
 
 import pytest
 import torch
 import transformers
 
-from ep_moe import EPContext
+from ep_moe import EPContext, RankLayout
 from ep_moe.errors import ConfigError
+from ep_moe.integrations import load_generic
 from ep_moe.integrations.transformers import load_pretrained, save_pretrained
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import Links
 from tests.fixtures.checkpoint_files import save, tiny_config
 
 
@@ -50,10 +54,35 @@ def test_all_of_the_model_is_loaded_and_saved(folder, tmp_path):
     with torch.no_grad():
         expected, found = (one(input_ids=ids, use_cache=False).logits for one in (plain, model))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for part in (model.config, model.config.text_config):
+        part.quantization_config = {"quant_method": "fp8"}  # of the files that were read
     save_pretrained(model, tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text(), "these have numbers"
     again = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path).state_dict()
     for name, tensor in plain.state_dict().items():
         assert torch.equal(again[name], tensor), name
+
+
+def test_a_bar_of_the_contexts_first_rank_counts_each_expert(folder, monkeypatch):
+    """Whatever that rank's number in the job is."""
+    shown = []
+
+    class Bar(contextlib.nullcontext):
+        def __init__(self, *, total, disable, **_):
+            super().__init__(self)
+            self.left = total
+            shown.append((self, disable))
+
+        def update(self, count):
+            self.left -= count
+
+    monkeypatch.setattr(load_generic, "tqdm", Bar)
+    layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
+    with EPContext(layout, cpu, None, Links(layout, recorder, cpu), recorder) as context:
+        for progress in (True, False):
+            load_pretrained(folder, context, progress=progress)
+    assert [disable for _, disable in shown] == [None, True]
+    assert [bar.left for bar, _ in shown] == [0, 0]
 
 
 def test_a_class_that_is_not_named_is_refused(folder, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap, Placement, Routing
 from ep_moe.placement.placement import Replicas
-from ep_moe.types import PhysicalRouting
+from ep_moe.types import PhysicalRouting, TokenMask
 from tests.fixtures.expert_map import maps
 
 unhurried = settings(deadline=None)
@@ -273,6 +273,22 @@ def test_tables_are_right_after_to_empty_from_meta(noise):
     assert_tables(placement, expert_map)
     assert placement.expert_load.tolist() == [0] * 6
     assert placement.slot_load.tolist() == [0] * expert_map.num_physical
+
+
+def test_loads_are_counted_after_to_empty(noise):
+    placement = Placement(ExpertMap.linear(4, 2))
+    placement.to_empty(device="cpu")
+    placement(routing(torch.tensor([[0, 3], [3, -1]]))).materialize()
+    assert placement.expert_load.tolist() == [1, 0, 0, 2]
+
+
+def test_padding_that_is_sent_is_placed_and_not_counted():
+    placement, ids = Placement(ExpertMap.linear(4, 2)), torch.tensor([[0, 3], [3, -1], [1, 2]])
+    tokens = torch.tensor([True, False, True])
+    for sent, wanted in ((True, ids), (False, ids.masked_fill(~tokens[:, None], -1))):
+        placement.reset_load()
+        assert placement(routing(ids), TokenMask(tokens, sent)).materialize().ids.tolist() == wanted.tolist()
+        assert placement.expert_load.tolist() == [1, 1, 1, 1], "tokens once, and padding never"
 
 
 def test_map_given_while_on_meta_is_in_force_after_to_empty(noise):

@@ -8,11 +8,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import Activation, BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, registry
+from ep_moe import (
+    Activation,
+    BackendUnavailable,
+    ConfigError,
+    EPContext,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    RankLayout,
+    Tokens,
+    Wire,
+    load_model_config,
+    registry,
+)
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.cli import doctor
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.selection import explain as explaining
 from ep_moe.selection.explain import choose, explain
 from ep_moe.types import RowLayout
 from tests.fixtures.plugins import (
@@ -47,6 +62,18 @@ def refusal(*names: str, **fields) -> str:
     (row,) = (row for row in rows if (row.all2all, row.experts) == names)
     assert row.status == "refused"
     return row.reason
+
+
+def test_what_a_command_names_reaches_the_table(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(explaining, "explain", lambda *given, **rest: seen.update(rest, given=given))
+    wire, sizes = Wire(dispatch="fp8_block"), ParallelConfig(dp=2, tp=2, ep=2, etp=2, tokens=Tokens.SHARDED)
+    explaining.explain_model("demo", sizes, "allgather", "reference", "fp8_block", "float16", 64, wire)
+    moe, layout, _, dtype = seen.pop("given")
+    assert (moe, dtype) == (load_model_config("demo").moe, torch.float16)
+    asked = {"all2all": "allgather", "experts": "reference", "scheme": SCHEMES["fp8_block"], "wire": wire}
+    assert (layout.dp, layout.ep, layout.etp) == (2, 2, 2)
+    assert seen == asked | {"max_tokens": 128}, "of etp peers too"
 
 
 @pytest.fixture

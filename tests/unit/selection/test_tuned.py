@@ -166,7 +166,10 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     made = tuned(
-        line(1, "a", 5.5, "x"), line(16, "b", 7.25, "y", pipeline=8), measured=(line(1, "a", 5.5, "x"), line(1, "c", 9))
+        line(1, "a", 5.5, "x"),
+        line(16, "b", 7.25, "y", pipeline=8),
+        measured=(line(1, "a", 5.5, "x"), line(1, "c", 9)),
+        versions={"torch": "of another day"},
     )
     made.save(tmp_path / "tuned.json")
     assert Tuned.load(tmp_path / "tuned.json") == made
@@ -316,6 +319,8 @@ def test_what_the_layer_says_of_itself():
     chosen = [row for row in layer.explain() if row.status == "chosen"]
     assert chosen == [layer.choice]
     assert layer.choice.reason == "tuned: up to 4 tokens, up to 9 tokens"
+    others = [select.BackendChoice(name, "reference", "chosen", "best") for name in ("allgather", "local")]
+    assert [row.status for row in layer._table.explained(others)] == ["possible", "chosen"]
     assert "tuned" not in MoELayer(CONFIG, local()).extra_repr()
 
 
@@ -409,7 +414,7 @@ def test_bench_runs_the_named_module(monkeypatch):
 def test_bench_of_another_name():
     result = invoke("bench", "layers")
     assert result.exit_code == 2
-    assert "NAME must be one of all2all, experts, layer, overlap, planner, rebalance, scaling, got 'layers'" in (
+    assert "NAME must be one of all2all, experts, layer, overlap, planner, rebalance, scaling, train, got 'layers'" in (
         result.output.replace("\n", "")
     )
 

@@ -197,6 +197,42 @@ def test_an_expert_that_is_here_twice_has_one_parameter():
     assert (weights.get_submodule("0").w1.grad == 101).all(), "and its gradient counts"
 
 
+def test_what_parameters_carry_goes_with_them():
+    """Gradients and frozen ones, to another dtype; frozen ones to another map too."""
+    weights = filled(shape(bias=False), ExpertMap.linear(5, 1))
+    first = weights.get_submodule("0")
+    first.w1.grad, first.w2.requires_grad = torch.full_like(first.w1, 3), False
+    weights.to(torch.bfloat16)
+    first = weights.get_submodule("0")
+    assert torch.equal(first.w1.grad, torch.full_like(first.w1, 3))
+    assert (first.w1.grad.dtype, first.w1.requires_grad, first.w2.requires_grad) == (torch.bfloat16, True, False)
+    weights.requires_grad_(False)
+    weights.set_expert_map(ExpertMap.from_ranks([[4, 3, 2, 1, 0]], 5))
+    assert not any(parameter.requires_grad for parameter in weights.parameters())
+
+
+def test_what_keeps_a_rank_in_the_graph_is_where_the_weights_are():
+    weights = ExpertWeights(shape(), REDUNDANT, device=torch.device("meta"))
+    weights.get_submodule("4").w2.requires_grad_(False)
+    assert weights.to_empty(device="cpu").anchor.device == weights.device == torch.device("cpu")
+    assert [name for name, p in weights.named_parameters() if not p.requires_grad] == ["4.w2"]
+    weights.unstack()
+    assert weights.device == torch.device("cpu"), "parameters with memory of their own too"
+
+
+def test_a_kernel_that_raises_leaves_no_functions_of_parameters():
+    weights = filled(shape(), ExpertMap.linear(5, 1))
+
+    def compute():
+        assert weights.w13.grad_fn is not None
+        raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            weights(compute)
+        assert weights.w13.grad_fn is None
+
+
 def test_stored_tensors_are_per_slot():
     config = shape()
     weights = ExpertWeights(config, REDUNDANT, ep_rank=0, etp=etp_link(2, 0))
@@ -250,6 +286,9 @@ def test_update_writes_an_expert_twice_on_one_rank():
     assert weights.update_expert(0, integer_expert(config, 0, seed=1)) == 2
     assert torch.equal(weights.w13[0], weights.w13[2])
     assert torch.equal(weights.w13[1], integer_expert(config, 1)["w13"])
+    frozen = ExpertWeights(config, weights.expert_map, trainable=False)  # where no parameter stands for both
+    assert frozen.update_expert(0, integer_expert(config, 0, seed=1)) == 2
+    assert torch.equal(frozen.get_parameter("w13")[2], integer_expert(config, 0, seed=1)["w13"])
 
 
 def test_whatever_may_write_weights_counts_as_an_update():
@@ -306,9 +345,11 @@ def test_bad_update_names_field_and_value_and_writes_nothing(expert, tensors, me
     for ep_rank in range(4):
         weights = filled(config, REDUNDANT, ep_rank=ep_rank)
         before = {name: parameter.clone() for name, parameter in weights.stored_tensors().items()}
+        updates = weights.updates
         with pytest.raises(InputError) as error:
             weights.update_expert(expert, {"w2_bias": torch.ones(8), **tensors} if expert == 1 else tensors)
         assert message in str(error.value)
+        assert weights.updates == updates, "what was refused is none"
         for name, parameter in weights.stored_tensors().items():
             torch.testing.assert_close(parameter, before[name], rtol=0, atol=0, equal_nan=True)
 

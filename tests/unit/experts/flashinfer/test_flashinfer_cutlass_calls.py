@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ep_moe import MoEConfig
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from tests.fixtures.expert_weights import etp_link
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.flashinfer_cutlass_planted import before_run, each_scheme, times_the_limit
 
@@ -50,13 +51,23 @@ def test_a_chunk_needs_less_memory():
     assert parts.workspaces.reserved == parts.workspace_bytes()
 
 
+def test_flashinfers_memory_and_ours_lie_side_by_side(monkeypatch):
+    sizes = []
+    for scratch in (1024, 4096):
+        monkeypatch.setattr(cutlass_op, "scratch_bytes", lambda *shape, size=scratch: size)
+        sizes.append(build(shape(), PLAIN)[0].workspace_bytes())
+    assert sizes[1] - sizes[0] == 3072
+
+
 def test_a_chunk_is_never_more_than_the_kernel_can_count():
     config = MoEConfig(hidden_size=7168, intermediate_size=8192, num_experts=4, top_k=2)
     experts = object.__new__(FlashInferCutlassExperts)
     experts.config, experts.options = config, ExpertsOptions(chunk_rows=10**9)
-    experts.weights = type("Weights", (), {"etp": RankGroup.alone()})()
-    assert experts.chunk_rows * config.top_k * config.w13_rows < 2**31
-    assert (experts.chunk_rows + 1) * config.top_k * config.w13_rows >= 2**31 - 1
+    for etp in (1, 2):  # a rank's pieces of experts
+        experts.weights = type("Weights", (), {"etp": etp_link(etp, 0)})()
+        widest = config.w13_rows // etp
+        assert experts.chunk_rows * config.top_k * widest < 2**31
+        assert (experts.chunk_rows + 1) * config.top_k * widest >= 2**31 - 1
 
 
 @each_scheme

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import ExpertMap, InputError
+from ep_moe import Activation, ExpertMap, InputError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
@@ -69,20 +70,23 @@ CHANGES = {
     "torch": lambda patch: patch.setattr(torch, "__version__", "99"),
     "flashinfer": lambda patch: patch.setattr("ep_moe.experts.flashinfer.tactics.version", lambda name: "10"),
     "runner": lambda patch: None,
-    "top_k": lambda patch: None,
     "scheme": lambda patch: None,
 }
+SHAPES = {
+    "hidden_size": 512, "intermediate_size": 256, "num_experts": 10, "top_k": 2, "activation": Activation.GEGLU,
+    "expert_bias": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [*CHANGES, *SHAPES])
 def test_what_they_depend_on_is_the_key(change, measured, tmp_path, monkeypatch):
     kernel().tune((8,), tmp_path)
-    CHANGES[change](monkeypatch)
+    CHANGES.get(change, lambda patch: None)(monkeypatch)
     match change:
         case "runner":
             other = kernel(deterministic=True)
-        case "top_k":
-            other = build(dataclasses.replace(shape(), top_k=2), SCHEMES["none"])[0]
+        case _ if change in SHAPES:
+            other = build(dataclasses.replace(shape(), **{change: SHAPES[change]}), SCHEMES["none"])[0]
         case "scheme":
             other = kernel("mxfp4")
         case _:
@@ -119,6 +123,18 @@ def test_entries_that_are_no_tiles_are_measured_again(entry, measured, tmp_path)
 def test_more_rows_than_a_chunk_are_one_chunk(measured):
     assert kernel(chunk_rows=16).tune((8, 100, 1000), None) == [8, 1, 3, 16, 2, 1]
     assert measured == [8, 16]
+
+
+def test_a_tile_that_is_refused_leaves_the_kernel_as_it_was():
+    used = []
+
+    def refused(received, out):
+        raise RuntimeError("no such tile on this GPU")
+
+    experts = SimpleNamespace(tactics=[1, 2, 3], use=used.append, compute=refused)
+    received = SimpleNamespace(x=torch.ones(4, 1))
+    assert Tactics(experts, None)._time(received, received.x, (5, 6)) == float("inf")
+    assert used == [[4, 5, 6], [1, 2, 3]]
 
 
 def test_never_inside_a_capture(measured, monkeypatch):

@@ -1,0 +1,293 @@
+"""Forward and backward of one routed layer, ours and by hand, on the same rows, routes and weights in one run.
+
+    torchrun --standalone --nproc-per-node 2 -m ep_moe.bench.train [--models NAME ...] [--tokens T ...] [--csv F] ...
+
+Milliseconds in bf16, the slowest rank's median of eager calls that take turns; uniform routing, no shared experts. A
+step runs forward and backward and drops the gradients. A step that is not timed comes before: the ranks' skew after the
+barrier is not the layer's. On a CPU everything runs over gloo, without floors and memory.
+
+auto         the pair of transport and kernel that "auto" chooses; the other lines name their transport
+by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index_add; eager, and compiled
+CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
+experts      (--rows) the kernel's own step, without transport, on one rank that holds --slots experts
+floor        the longer of: products at the measured matmul rate (three for each of forward's); weights, read twice, and
+             their gradients, written once, at the measured copy rate. No rows on the wire
+x by hand    the fastest layer by hand / this line: above 1 is ahead
+error        largest difference from the first line over its largest magnitude, of the result and of the gradients of
+             rows, routing weights and some experts; WRONG beyond ERROR. A guard against timing what computes something
+             else, no proof
+peak         of a step, over parameters and inputs, in torch's allocator; buffers: of `MoELayer.plan`, made once
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from ep_moe import registry
+from ep_moe.bench import floors
+from ep_moe.bench.all2all import slowest
+from ep_moe.bench.csv_lines import write
+from ep_moe.bench.experts import measure_rates
+from ep_moe.bench.floors import Rates
+from ep_moe.bench.layer import attempt, load_of, swept
+from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
+from ep_moe.bench.timing import captured, in_turns
+from ep_moe.bench.train_entries import (
+    BY_HAND,
+    Batch,
+    Entry,
+    Options,
+    apart,
+    built,
+    dropped,
+    experts_entries,
+    forward,
+    layer_entries,
+    ours,
+    over,
+    results,
+    step,
+    trained,
+    with_experts,
+)
+from ep_moe.bench.train_report import Line, compared, plot, tables
+from ep_moe.config import MoEConfig, load_model_config
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.parallel.groups import local_device
+from ep_moe.parallel.rank_group import barrier
+from ep_moe.runtime.devices import on_device_of
+from ep_moe.selection.explain import AUTO
+
+MODELS = ("qwen3-30b-a3b", "deepseek-v3")
+TOKENS = (1024, 8192, 16384)
+ROWS = (32768, 65536)
+SLOTS = 64
+MIB = 2**20
+
+
+def peak(entry: Entry, batch: Batch) -> float | None:
+    """MiB of a step, over what is there before it."""
+    device = batch.x.device
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step(entry, batch)
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / MIB
+
+
+def measure(
+    context: EPContext, entries: Sequence[Entry], batch: Batch, point: Line, steps: int
+) -> tuple[list[Line], dict[str, Tensor] | None]:
+    """A line for each entry that runs, and the first one's results. point: what the lines share. Collective."""
+    torch.compiler.reset()  # each shape is compiled for itself, and none counts as one more of the last one's
+    reference: dict[str, Tensor] | None = None
+    lines, able = [], []
+    for entry in entries:
+        found = attempt(context, f"{entry.owner}, {entry.name}", partial(results, entry, batch))
+        if found is None:
+            continue
+        reference = found if reference is None else reference
+        error = slowest(context, apart(found, reference))
+        del found
+        able.append(entry)
+        own = dataclasses.replace(point, owner=entry.owner, name=entry.name, error=error)
+        own.buffers_mib = entry.buffers / MIB
+        lines.append(own)
+    wait = partial(barrier, context.device)
+    forwards = in_turns([partial(forward, entry, batch) for entry in able], 1, steps, wait)
+    times = in_turns([partial(step, entry, batch) for entry in able], 1, steps, wait)
+    for line, entry, forward_us, us in zip(lines, able, forwards, times, strict=True):
+        line.forward_ms = slowest(context, forward_us) / 1e3
+        took(line, slowest(context, us), point.tflops)
+        size = peak(entry, batch)
+        line.peak_mib = None if size is None else slowest(context, size)
+    return lines, reference
+
+
+def took(line: Line, us: float, tera: float) -> None:
+    """tera: operations of a step, 1e12"""
+    line.step_ms, line.tflops = us / 1e3, tera / us * 1e6
+
+
+def captured_line(
+    context: EPContext, config: MoEConfig, batch: Batch, point: Line, options: Options, reference: dict[str, Tensor]
+) -> Line | None:
+    """The "auto" pair's step as one CUDA graph; None, with the reason, where it cannot be captured. Collective."""
+    layer = attempt(context, "a layer to capture", partial(built, context, config, AUTO, options))
+    if layer is None:
+        return None
+    entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, CUDA graph", layer, over(layer))
+    found: dict[str, Tensor] = {}
+
+    def call() -> None:
+        found.clear()
+        dropped(entry)
+        found.update(trained(entry, batch))
+
+    def capture() -> torch.cuda.CUDAGraph:
+        for what in (layer.experts, layer._dispatcher()):
+            if not what.capabilities.cuda_graph:
+                raise ConfigError(f"{what.name} cannot be captured")
+        return captured(call, 1)
+
+    graph = attempt(context, f"ours, {entry.name}", capture)
+    if graph is None:
+        return None
+    kept = [*found.values(), *(p.grad for p in entry.parameters if p.grad is not None)]
+    for tensor in kept:
+        tensor.fill_(torch.nan)  # so that what is compared is what a replay wrote
+    graph.replay()
+    error = slowest(context, apart(with_experts(entry, found), reference))
+    (us,) = in_turns([graph.replay], 1, options.steps, partial(barrier, context.device))
+    line = dataclasses.replace(point, owner="ours", name=entry.name, error=error, buffers_mib=entry.buffers / MIB)
+    took(line, slowest(context, us), point.tflops)
+    return line
+
+
+def point_of(
+    model: str, config: MoEConfig, ranks: int, part: str, tokens: int, load: floors.Load, rates: Rates | None
+) -> Line:
+    """What lines of one point share; `tflops` is for now the operations of a step."""
+    floor = None if rates is None else floors.training_us(config, load, rates) / 1e3
+    tera = floors.training_operations(config, load) / 1e12
+    return Line(model, ranks, part, tokens, int(load.pairs), "", "", None, torch.nan, floor, tera, torch.inf)
+
+
+def layer_lines(
+    context: EPContext, model: str, config: MoEConfig, tokens: Sequence[int], options: Options, rates: Rates | None
+) -> list[tuple[Batch, Line, list[Line], dict[str, Tensor] | None]]:
+    """Whole layers: for each number of tokens the batch, the point, its lines and the first one's results. Collective,
+    in a context for the largest."""
+    found = []
+    entries = layer_entries(context, config, options)
+    for count in tokens:
+        batch = Batch.make(context, config, count)
+        load = load_of(context, config, batch.ids)
+        point = point_of(model, config, context.layout.ep, "layer", count, load, rates)
+        with context.token_limit(count):  # once: it is an exchange of its own
+            lines, reference = measure(context, entries, batch, point, options.steps)
+        found.append((batch, point, lines, reference))
+    return found
+
+
+def experts_lines(
+    context: EPContext, model: str, config: MoEConfig, rows: Sequence[int], options: Options, rates: Rates | None
+) -> list[Line]:
+    """Local experts alone, on every rank for itself. Collective."""
+    lines: list[Line] = []
+    with EPContext.local(context.device) as own:
+        entries = experts_entries(context, own, config, options)
+        for count in rows:
+            batch = Batch.make(context, config, count // config.top_k)
+            load = floors.Load(experts=config.num_experts, pairs=batch.ids.numel(), rows=0, both=0)
+            point = point_of(model, config, 1, "experts", len(batch.x), load, rates)
+            lines += measure(context, entries, batch, point, options.steps)[0]
+    return lines
+
+
+def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: Rates | None) -> list[Line]:
+    """Whole layers, then each point's step as a CUDA graph: a capture that fails may end its context, and takes no
+    other line with it."""
+    config, lines = routed(model), list[Line]()
+    with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
+        points = layer_lines(context, model, config, asked.tokens, options, rates)
+    swept()
+    for batch, point, found, reference in points:
+        lines += found
+        if batch.x.device.type != "cuda" or reference is None or asked.no_graph:
+            continue
+        with EPContext.from_torchrun(max_tokens=point.tokens) as context:
+            line = captured_line(context, config, batch, point, options, reference)
+        lines += [] if line is None else [line]
+        swept()
+    return lines
+
+
+def routed(model: str) -> MoEConfig:
+    """Without shared experts."""
+    return dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
+
+
+def share(model: str, slots: int) -> MoEConfig:
+    """Of one rank with so many experts, to which all rows go."""
+    return dataclasses.replace(routed(model), num_experts=slots)
+
+
+def check(asked: argparse.Namespace) -> None:
+    """Raises ConfigError, on all ranks alike, for what a model cannot be measured with."""
+    for model in asked.models:
+        config = share(model, asked.slots) if asked.rows else routed(model)
+        for count in asked.rows:
+            if count % config.top_k:
+                raise ConfigError(f"--rows must be multiples of {config.top_k} ({model}'s top_k), got {count}")
+        check_dealt(routed(model).num_experts)
+
+
+def transports() -> list[str]:
+    """That have a backward."""
+    known = [name for name in registry.targets("dispatchers") if name != "local"]
+    can = {name: registry.load("dispatchers", name).capabilities for name in known}
+    return [name for name in known if can[name].differentiable or can[name].adjoint]
+
+
+@one_sentence
+@on_device_of(own_device)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--tokens", nargs="*", type=positive, default=TOKENS, help="of each rank; none: no layers")
+    parser.add_argument(
+        "--rows", nargs="*", type=positive, default=ROWS, help="pairs of a row and an expert; none: no local experts"
+    )
+    parser.add_argument("--slots", type=positive, default=SLOTS, help="local experts of --rows")
+    parser.add_argument("--experts", default=AUTO, choices=[AUTO, *registry.targets("experts")])
+    parser.add_argument("--transports", nargs="*", choices=transports(), default=transports(), help='beside "auto"')
+    parser.add_argument("--by-hand", nargs="*", choices=list(BY_HAND), default=list(BY_HAND))
+    parser.add_argument("--no-graph", action="store_true")
+    parser.add_argument("--steps", type=positive, default=10, help="that are timed")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    asked = parse(parser, Where.LAUNCHED)
+    check(asked)
+    options = Options(asked.experts, asked.transports, asked.by_hand, asked.steps)
+    console, lines = Console(width=160), list[Line]()
+    with EPContext.from_torchrun() as context:
+        rates = measure_rates(context.device) if context.device.type == "cuda" else None
+    swept()
+    first = dist.get_rank() == 0
+    if first and rates is not None:
+        console.print(
+            f"{torch.cuda.get_device_name(local_device())}, torch {torch.__version__}: "
+            f"copy {rates.copy / 1e12:.2f} TB/s, bf16 {rates.bf16 / 1e12:.0f} TFLOP/s"
+        )
+    for model in asked.models:
+        found = with_graphs(model, asked, options, rates) if asked.tokens else []
+        if asked.rows:
+            with EPContext.from_torchrun() as context:
+                found += experts_lines(context, model, share(model, asked.slots), asked.rows, options, rates)
+            swept()
+        lines += compared(found)
+        if first and found:
+            console.print(*tables(found))
+            if asked.csv is not None:  # so far: a run that ends early has left something
+                write(lines, asked.csv)
+    check_measured(lines)
+    if first and asked.plot is not None:
+        plot(lines, asked.plot)
+
+
+if __name__ == "__main__":
+    main()

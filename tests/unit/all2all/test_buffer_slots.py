@@ -1,0 +1,24 @@
+"""Workspaces of a transport: as many as calls in flight, and one that was given back is taken again."""
+
+from types import SimpleNamespace
+
+import torch
+
+from ep_moe.all2all.buffer_slots import BufferPool
+
+CPU = torch.device("cpu")
+
+
+def test_as_many_as_calls_are_in_flight():
+    destroyed = []
+    pool = BufferPool("mine", lambda device: SimpleNamespace(destroy=lambda: destroyed.append(device)))
+    first = pool.take(CPU)
+    first.busy = True
+    second = pool.take(CPU)
+    assert second is not first
+    second.busy = True
+    first.release(CPU)
+    assert pool.take(CPU) is first
+    assert pool.made == [first, second]
+    pool.destroy()
+    assert (destroyed, pool.made) == ([CPU, CPU], [])

@@ -1,0 +1,209 @@
+"""`bench/train` on a CPU: the layer by hand is right, lines appear, and a line whose gradients are wrong is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn.functional import silu
+
+from ep_moe import Activation, EPContext, MoEConfig
+from ep_moe.bench import csv_lines, floors, train, train_entries, train_peers, train_report
+from ep_moe.bench.experts import Rates
+from ep_moe.bench.train_entries import Batch, Options
+from ep_moe.bench.train_report import Line
+from ep_moe.errors import ConfigError
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
+
+CONFIG = MoEConfig(hidden_size=32, intermediate_size=16, num_experts=8, top_k=2)
+RATES = Rates(copy=4e12, bf16=800e12, fp8=1500e12)
+OPTIONS = Options(transports=("nvlink_p2p", "allgather", "torch_a2a", "local"), by_hand=("eager",), steps=1)
+
+
+def layers(context: EPContext, *, tokens: int = 6, config: MoEConfig = CONFIG) -> list[Line]:
+    ((_, _, lines, _),) = train.layer_lines(context, "m", config, [tokens], OPTIONS, RATES)
+    return train_report.compared(lines)
+
+
+# --- the layer by hand ---------------------------------------------------------------------------------------------
+
+
+def dense(batch: Batch, w13: torch.Tensor, w2: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Every expert for every row, in float64."""
+    x, weights, w13, w2 = (t.detach().double().requires_grad_() for t in (batch.x, batch.weights, w13, w2))
+    gate, up = torch.einsum("th,eih->tei", x, w13).chunk(2, 2)
+    y = torch.einsum("tei,ehi->teh", silu(gate) * up, w2)
+    out = torch.zeros_like(y[:, 0])
+    for column, ids in enumerate(batch.ids.T):
+        out = out + weights[:, column, None] * y[torch.arange(len(ids)), ids]
+    out.backward(batch.grad.double())
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, "w13": w13.grad, "w2": w2.grad}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_by_hand_is_a_dense_layer(monkeypatch, compiled):
+    stages, compile_it = [], torch.compile
+
+    def compiling(function, **options):
+        stages.append(function)
+        return compile_it(function, backend="eager", **options)
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    monkeypatch.setattr(train_entries, "attempt", lambda context, what, make: make())  # without ranks
+    with EPContext.local("cpu") as context:
+        layer = train_entries.built(context, CONFIG, "auto", OPTIONS)
+        options = dataclasses.replace(OPTIONS, by_hand=("compiled" if compiled else "eager",))
+        (entry,) = train_entries.by_hand(context, CONFIG, context, layer, options)
+        batch = Batch.make(context, CONFIG, 24)
+        stored = layer.expert_weights.stored_tensors()
+        found, wanted = train_entries.results(entry, batch), dense(batch, stored["w13"], stored["w2"])
+    assert len(stages) == (4 if compiled else 0)
+    assert train_entries.apart(found, wanted) < train_report.ERROR
+    assert entry.parameters[0].data_ptr() == stored["w13"].data_ptr(), "the same weights, no copy"
+    assert entry.parameters[0].grad is None
+
+
+@pytest.mark.parametrize("changed", [{"activation": Activation.GEGLU}, {"expert_bias": True}])
+def test_by_hand_refuses_what_it_does_not_compute(changed):
+    config = dataclasses.replace(CONFIG, **changed)
+    with pytest.raises(ConfigError, match="SwiGLU and no biases"):
+        train_peers.ByHand(config, torch.empty(8, 32, 32), torch.empty(8, 32, 16), None, compiled=False)
+
+
+# --- lines ---------------------------------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_every_line_is_there_and_its_gradients_agree(world_size):
+    with (
+        p2p_on_cpu(),
+        EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=8) as context,
+    ):
+        lines = layers(context)
+        alone = train.experts_lines(context, "m", CONFIG, [32], OPTIONS, RATES)
+    names = [(line.owner, line.name) for line in lines]
+    assert names[0][0] == "ours"
+    assert names[0][1].endswith(", auto")
+    assert names[-1] == ("by hand", "eager")
+    for transport in ("nvlink_p2p", "allgather", "torch_a2a"):
+        assert len([name for _, name in names if f"+ {transport}" in name]) == 1, "once, as auto or by its name"
+    assert not [name for _, name in names if "local" in name], "it cannot serve two ranks, and takes no other with it"
+    assert [line.owner for line in alone] == ["ours", "by hand"]
+    assert [line.rows for line in alone] == [32, 32]
+    assert {line.ranks for line in lines} == {world_size}
+    for line in [*lines, *alone]:
+        assert not line.wrong
+        assert line.forward_ms > 0
+        assert line.step_ms > 0
+        assert line.floor_ms > 0
+    assert [line.x_hand for line in lines] == [lines[-1].step_ms / line.step_ms for line in lines]
+    assert len(set(everywhere([dataclasses.astuple(line) for line in lines].__repr__()))) == 1, "the slowest rank's"
+
+
+@distributed(2)
+@pytest.mark.parametrize("fault", ["result", "rows", "weights", "one expert"])
+def test_a_fault_in_a_gradient_is_told(fault, world_size):
+    """A result 5 % off; rows that come back without their gradient; routing weights without one; an expert's gradient
+    of one rank."""
+    merge, backward, gradients = train_peers.merge, train_peers.Exchange.backward, train_peers.ByHand.gradients
+    if fault == "result":
+        train_peers.merge = lambda rows, order, weights: 1.05 * merge(rows, order, weights)
+    elif fault == "rows":
+        train_peers.Exchange.backward = staticmethod(lambda ctx, grad: backward(ctx, 1.05 * grad))
+    elif fault == "weights":
+        train_peers.merge = lambda rows, order, weights: merge(rows, order, weights.detach() + 0 * weights)
+    else:
+
+        def off(self, slot):
+            w13, w2 = gradients(self, slot)
+            return w13, w2 * (1.05 if (slot, self.rank_group.rank) == (0, 1) else 1)
+
+        train_peers.ByHand.gradients = off
+    try:
+        with EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=24) as context:
+            lines = layers(context, tokens=24)
+    finally:
+        train_peers.merge, train_peers.Exchange.backward = merge, staticmethod(backward)
+        train_peers.ByHand.gradients = gradients
+    assert [line.owner for line in lines if line.wrong] == ["by hand"]
+    assert lines[0].x_hand is None, "nothing is ahead of what computes something else"
+
+
+@distributed(2)
+def test_what_fails_takes_no_other_with_it(world_size):
+    with EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=6) as context:
+        lines = layers(context, config=dataclasses.replace(CONFIG, activation=Activation.GEGLU))
+    assert {line.owner for line in lines} == {"ours"}
+    assert all(line.x_hand is None for line in lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a graph that is none, on the CPU")
+@distributed(2)
+def test_the_line_of_a_graph(world_size):
+    """A replay is one step more; one that writes nothing is told; and what cannot be captured is left out."""
+    replays = {"works": lambda call: call, "writes nothing": lambda call: lambda: None}
+    with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=8) as context:
+        ((batch, point, _, reference),) = train.layer_lines(context, "m", CONFIG, [6], OPTIONS, RATES)
+        given = (context, CONFIG, batch, point, OPTIONS, reference)
+        assert train.captured_line(*given) is None
+        can = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
+        for what, replay in replays.items():
+            graph = mock.Mock(
+                side_effect=lambda call, repeat, replay=replay: (call(), SimpleNamespace(replay=replay(call)))[1]
+            )
+            with mock.patch.object(ReferenceExperts, "capabilities", can), mock.patch.object(train, "captured", graph):
+                line = train.captured_line(*given)
+            assert line.name == "reference + nvlink_p2p, CUDA graph"
+            assert line.wrong == (what == "writes nothing")
+            assert line.forward_ms is None
+            assert line.step_ms > 0
+
+
+# --- floors, tables ------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_of_a_step():
+    many, few = floors.Load(4, 1e6, 0, 0), floors.Load(4, 1, 0, 0)
+    numbers = 32 * 3 * 16  # of an expert
+    assert floors.training_operations(CONFIG, many) == 3 * 2e6 * numbers
+    assert floors.training_us(CONFIG, many, RATES) == pytest.approx(1e6 * 6e6 * numbers / 800e12)
+    assert floors.training_us(CONFIG, few, RATES) == pytest.approx(1e6 * 3 * 4 * numbers * 2 / 4e12)
+
+
+def line_of(owner: str, name: str, ms: float, *, tokens: int = 16, part: str = "layer", error: float = 0.0) -> Line:
+    return Line("m", 2, part, tokens, 4 * tokens, owner, name, ms / 3, ms, 0.5, 400.0, error, peak_mib=ms * 10)
+
+
+def test_the_fastest_right_layer_by_hand_is_what_counts():
+    lines = [
+        line_of("ours", "a", 2.0),
+        line_of("by hand", "eager", 6.0),
+        line_of("by hand", "compiled", 4.0),
+        line_of("by hand", "wrong", 1.0, error=0.03),
+        line_of("ours", "a", 2.0, tokens=32),
+        line_of("by hand", "eager", 5.0, part="experts"),
+    ]
+    train_report.compared(lines)
+    assert [line.x_hand for line in lines] == [2.0, 4 / 6, 1.0, 4.0, None, 1.0]
+
+
+def test_tables_csv_and_panels(tmp_path):
+    lines = [line_of(*of, tokens=tokens) for tokens in (16, 32) for of in (("ours", "a", 2.0), ("by hand", "b", 4.0))]
+    lines[0].error, lines[1].forward_ms = float("nan"), None
+    console = Console(width=160, record=True)
+    console.print(*train_report.tables(train_report.compared(lines)))
+    text = console.export_text()
+    assert text.count("floor 0.500 ms") == 2, "a table for each point"
+    assert text.count("WRONG") == 1
+    csv_lines.write(lines, tmp_path / "lines.csv")
+    assert repr(train_report.read(tmp_path / "lines.csv")) == repr(lines)  # a number that is none equals nothing
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    train_report.plot(lines, tmp_path / "lines.png")
+    assert (tmp_path / "lines.png").stat().st_size > 10_000

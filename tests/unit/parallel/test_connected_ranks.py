@@ -1,0 +1,66 @@
+"""What the ways to make a context hand on to each other."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ep_moe import EPContext, ParallelConfig, Tokens
+from ep_moe.parallel import connected_ranks
+
+CPU = torch.device("cpu")
+LAYOUT = ParallelConfig(dp=2)
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What `_connect` and `init_from_torchrun` are given."""
+    calls = {}
+    monkeypatch.setattr(connected_ranks, "_check_initialized", lambda: None)
+    monkeypatch.setattr(connected_ranks.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(connected_ranks, "init_from_torchrun", lambda device, **how: calls.update(init=(device, how)))
+    monkeypatch.setattr(EPContext, "_connect", classmethod(lambda cls, *given: calls.update(connect=given)))
+    return calls
+
+
+def test_from_torchrun(given):
+    EPContext.from_torchrun(LAYOUT, device="cpu", deadline_s=7.0, max_tokens=3)
+    assert given["init"] == (CPU, {"deadline_s": 7.0}), "torch's own timeout is the context's"
+    assert given["connect"] == (LAYOUT, range(2), None, CPU, 7.0, 3, None)
+
+
+def test_from_groups(given):
+    groups = {"ep": object()}
+    EPContext.from_groups(LAYOUT, groups, device="cpu", deadline_s=7.0, max_tokens=3)
+    assert given["connect"] == (LAYOUT, range(2), groups, CPU, 7.0, 3, None)
+
+
+def test_from_mesh(given, monkeypatch):
+    asked = {}
+
+    def read_mesh(mesh, **how):
+        asked.update(how)
+        return LAYOUT, [5, 3]
+
+    monkeypatch.setattr(connected_ranks, "members", lambda mesh: [3, 5])
+    monkeypatch.setattr(connected_ranks, "read_mesh", read_mesh)
+    monkeypatch.setattr(connected_ranks, "axis_groups", lambda mesh: {"tp": "the mesh's"})
+    mesh = SimpleNamespace(device_type="cpu")
+    EPContext.from_mesh(mesh, tokens=Tokens.SHARDED, ep=2, etp=4, deadline_s=7.0, max_tokens=3)
+    assert asked == {"tokens": Tokens.SHARDED, "ep": 2, "etp": 4}
+    assert given["connect"] == (LAYOUT, [5, 3], {"tp": "the mesh's"}, CPU, 7.0, 3, None)
+
+
+def test_numbers_become_pythons(monkeypatch):
+    made = []
+    monkeypatch.setattr(connected_ranks, "numbered", lambda *_: "context0")
+    monkeypatch.setattr(connected_ranks, "default_store", lambda: None)
+    monkeypatch.setattr(connected_ranks, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(connected_ranks, "agreed_layout", lambda *_: "layout")
+    monkeypatch.setattr(connected_ranks, "on_device", lambda _: nullcontext())
+    monkeypatch.setattr(EPContext, "_linked", classmethod(lambda cls, *given: made.append(given)))
+    EPContext._connect(LAYOUT, range(2), {}, CPU, np.float32(8), np.int64(3))
+    assert made == [("layout", "context0", None, {}, CPU, 3, 8.0, None)]
+    assert [type(one) for one in made[0][5:7]] == [int, float], "NumPy's are no JSON"

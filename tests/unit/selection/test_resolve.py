@@ -1,0 +1,53 @@
+"""What ranks compare as they make a layer: all that they were asked for."""
+
+import pytest
+import torch
+
+from ep_moe import EPContext, ExpertMap, MoELayer, RoutingConfig, Wire
+from ep_moe.experts.base import ExpertsOptions
+from tests.fixtures.single_layer import CPU, EXPERTS, routing, shape
+
+SPARE = ExpertMap.from_ranks([[*range(EXPERTS), 0]], EXPERTS, allow_duplicates=True)
+
+
+def compared(config=None, **asked):
+    """The facts of a layer that is asked for so."""
+    seen = []
+    with EPContext.local(CPU) as context:
+        context.consensus.same = lambda what, facts, problem: seen.append((what, facts, problem))
+        MoELayer(config or shape(), context, **asked)
+    ((what, facts, problem),) = seen
+    assert (what, problem) == (f"MoELayer {asked.get('name', 'moe0')}", None)
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ({"config": shape(intermediate_size=16)}, {"MoEConfig.intermediate_size"}),
+        ({"config": shape(routing=RoutingConfig(scaling_factor=2.0))}, {"MoEConfig.routing.scaling_factor"}),
+        ({"name": "other"}, {"layer"}),
+        ({"expert_map": SPARE}, {"expert_map"}),
+        ({"router": lambda x: routing(len(x))}, {"router"}),
+        ({"all2all": "torch_a2a"}, {"all2all"}),
+        ({"dtype": torch.bfloat16}, {"dtype"}),
+        ({"options": ExpertsOptions(chunk_rows=8)}, {"ExpertsOptions.chunk_rows"}),
+        ({"options": ExpertsOptions(deterministic=True)}, {"ExpertsOptions.deterministic"}),
+        ({"wire": Wire(dispatch="fp8_row"), "all2all": "local"}, {"Wire.dispatch"}),
+        ({"quantization": "fp8_dynamic"}, {"quantization"}),
+    ],
+    ids=lambda asked: "",
+)
+def test_each_argument_is_compared(asked, names):
+    plain, found = compared(), compared(**asked)
+    assert plain.keys() == found.keys()
+    assert {name for name in plain if plain[name] != found[name]} == names
+
+
+def test_the_bound_is_of_what_a_rank_sends(monkeypatch):
+    """Its etp peers' tokens too: more than a model passes."""
+    monkeypatch.setattr(EPContext, "_max_dispatch_tokens", property(lambda self: 2 * (self.max_tokens or 0)))
+    with EPContext.local(CPU) as context:
+        context.max_tokens = 9
+        layer = MoELayer(shape(), context)
+        assert (layer._asked["max_tokens"], layer._entry.tokens, layer._entry.room) == (18, 18, 18)
