@@ -249,7 +249,7 @@ def test_operations_across_experts_are_refused_by_name(olmoe, monkeypatch, opera
         files_of(olmoe(change, "fused"))
 
 
-@pytest.mark.parametrize("change", [{"is_concatenated": False}, {"is_transposed": True}, {"has_gate": False}])
+@pytest.mark.parametrize("change", [{"is_concatenated": False}, {"is_transposed": True}])
 def test_experts_in_another_order_than_their_files_are_in_no_known_format(checkpoints, change):
     """Known formats take gate and up of a file as they are."""
     model = on_meta(checkpoints / "olmoe" / "per_expert")
