@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext
-from ep_moe.checkpoint.source import SINGLE
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.checkpoint.stored_words import GptqMatrix
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
@@ -214,3 +214,14 @@ def test_a_forgotten_offset_of_zero_points_would_be_seen(tmp_path, monkeypatch):
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
     apart = (logits(loaded(tmp_path / "quantised")) - expected).abs().max()
     assert apart > 100 * BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_is_that_of_the_whole(case, tmp_path):
+    """As ranks that cut an expert read it; not only at whole words and groups."""
+    make, options, how = CASES[case]
+    written(tmp_path, "olmoe", "per_expert", make, how, **options)
+    matrix = CheckpointSource(tmp_path / "quantised").matrix("model.layers.0.mlp.experts.2.up_proj.weight")
+    whole = matrix.numbers()
+    for rows, columns in ((slice(0, 64), slice(None)), (slice(3, 21), slice(6, 78)), (slice(None), slice(128, 256))):
+        assert torch.equal(matrix.numbers(rows, columns), whole[rows, columns])
