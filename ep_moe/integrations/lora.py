@@ -178,7 +178,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
         ConfigError: as `add_lora`.
     """
     peft, folder = _peft(), Path(folder)
-    config = peft.LoraConfig.from_pretrained(folder)
+    config = peft.LoraConfig.from_pretrained(str(folder))
     config.inference_mode = not trainable
     with saved_experts(model)[0].layer.context.consensus.together("load_lora"):
         try:

@@ -142,8 +142,9 @@ def test_memory_that_is_not_there_is_named_on_all_ranks(planted, world_size):
         heard(layer, x)
     text = same_error(OutOfMemory, lambda: layer(x))
     assert str(first.value) == text
+    where = everywhere(str(x.device))[ODD]
     assert text.startswith(
-        f"rank {ODD} ran out of memory on cpu in a call of block (it was last seen finished dispatch"
+        f"rank {ODD} ran out of memory on {where} in a call of block (it was last seen finished dispatch"
     )
     assert "total capacity" not in text
     for remedy in ("max_tokens", "chunk_rows", "EPContext.plan()"):
