@@ -148,6 +148,7 @@ class MoELayer(LayerParts):
         problem = call_problem(self, x, routing, mask)
         if problem is not None:
             self._refuse(problem)
+        self._slow_training.look(self, x)
         out = self.run(x, routing, mask)
         self._graphs.note(self, routing)
         return out

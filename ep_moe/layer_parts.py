@@ -34,6 +34,7 @@ from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.selection import explain as select
 from ep_moe.selection.kernel_tuning import Kernel, tuned_on_one_rank
 from ep_moe.selection.resolve import LayerRequest, agree, device_of
+from ep_moe.selection.slow_training import SlowTraining
 from ep_moe.selection.tuned import Tuned
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -146,6 +147,7 @@ class LayerParts(nn.Module):
             for name in self._table.kernels[1:]
         }
         self._checks = RankChecks(self)
+        self._slow_training = SlowTraining()
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
         self._graphs = CallGraphs(context, config, self._kernels)
         context._register(self)

@@ -1,0 +1,44 @@
+"""A warning names the kernel that would train faster, and why it does not."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_moe.selection.explain import BackendChoice
+from ep_moe.selection.slow_training import SlowTraining
+
+X = torch.ones(1, 2, requires_grad=True)
+
+
+def layer(device="cuda", chosen="reference", asked="auto"):
+    rows = [
+        BackendChoice("allgather", "bf16_triton", "refused", "dtype float32 is not among bfloat16"),
+        BackendChoice("allgather", "fp8_block_triton", "refused", "another"),
+        BackendChoice("allgather", "reference", "chosen", "first"),
+    ]
+    return SimpleNamespace(
+        name="moe0", context=SimpleNamespace(device=torch.device(device)), choice=SimpleNamespace(experts=chosen),
+        _asked={"experts": asked}, explain=lambda: rows,
+    )  # fmt: skip
+
+
+def test_once_with_the_reason():
+    checks = SlowTraining()
+    with torch.no_grad():
+        checks.look(layer(), X)
+    checks.look(layer(), X.detach())
+    with pytest.warns(UserWarning, match=r"moe0 .*reference.*bf16_triton: dtype float32") as caught:
+        checks.look(layer(), X)
+    assert "fp8_block_triton" not in str(caught[0].message), "it has no backward"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checks.look(layer(), X)
+
+
+@pytest.mark.parametrize("other", [{"device": "cpu"}, {"chosen": "bf16_triton"}, {"asked": "reference"}])
+def test_not_where_nothing_is_faster_or_it_was_named(other):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SlowTraining().look(layer(**other), X)
