@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.selection import explain
@@ -18,9 +17,9 @@ class SlowTraining:
     def __init__(self) -> None:
         self._looked = False
 
-    def look(self, layer: Any, x: Tensor) -> None:
+    def look(self, layer: Any) -> None:
         """Warn at the first call with gradients, if "auto" chose `reference` on a GPU. layer: a MoELayer"""
-        if self._looked or not (torch.is_grad_enabled() and x.requires_grad) or torch.compiler.is_compiling():
+        if self._looked or torch.compiler.is_compiling():
             return
         self._looked = True
         if layer.context.device.type != "cuda" or layer.choice.experts != "reference":
