@@ -264,7 +264,7 @@ def test_unknown_model_type_is_refused(tmp_path):
     model = transformers.LlamaForCausalLM(config)
     save(model, tmp_path)
     for call in (lambda: expert_parallel(model, local()), lambda: load_pretrained(tmp_path, local())):
-        with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(model_type 'llama'\) has no experts of"):
+        with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(model_type 'llama'\) has no module that computes"):
             call()
 
 
