@@ -56,6 +56,16 @@ def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled_rows, ac
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize("mode", ["turned", "over_rows"])
+def test_products_across_lines_compile_for_hopper_without_a_word(mode):
+    binary, words = nvrtc.compile_kernels(
+        gemm_grouped.source(2, mode), gemm_grouped.options(2, 2, None, **{mode: True})
+    )
+    assert 0 < len(binary) < 100 * 1024
+    assert words == ""
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 def test_what_does_not_compile_says_where():
     with pytest.raises(RuntimeError, match="undefined"):
         nvrtc.compile_kernels("__global__ void kernel() { undefined(); }")

@@ -1,0 +1,97 @@
+"""The backward of `bf16_triton` against float64: odd numbers of rows, experts without any, every activation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_moe import MoEConfig
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
+
+from ep_moe.experts.activations import activate
+from ep_moe.experts.hopper import gradients
+from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.gemm_grouped import weight_gradient
+
+# Each number is rounded to bf16 at most five times on its way (for x: h, da, dh, a pair's gradient and their sum), by
+# 2**-9 of itself each. Of random numbers a norm changes by no more than the sum of these.
+BOUND = 5 * 2**-9
+DEVICE = "cuda"
+
+
+def case(rows, top_k, slots, hidden, inner, activation, dropped):
+    """Rows, ids (two experts get none), weights (one is zero), both matrices and the result's gradient."""
+    config = MoEConfig(
+        hidden_size=hidden, intermediate_size=inner, num_experts=max(slots, top_k), top_k=top_k, activation=activation
+    )
+    generator = torch.Generator(DEVICE).manual_seed(rows + slots)
+
+    def normal(*shape):
+        return torch.randn(shape, device=DEVICE, generator=generator)
+
+    scores = torch.rand(rows, slots, device=DEVICE, generator=generator)
+    scores[:, [1, slots - 1]] = -1
+    ids = scores.topk(top_k, 1).indices.int()
+    nowhere = (ids == 1) | (ids == slots - 1) | (torch.rand(ids.shape, device=DEVICE, generator=generator) < dropped)
+    ids = ids.masked_fill(nowhere, -1).contiguous()
+    weights = torch.rand(ids.shape, device=DEVICE, generator=generator)
+    weights[rows // 2, 0] = 0.0
+    w13 = normal(slots, inner * (1 + activation.gated), hidden).div(hidden**0.5).bfloat16()
+    w2 = normal(slots, hidden, inner).div(inner**0.5).bfloat16()
+    return config, normal(rows, hidden).bfloat16(), ids, weights, w13, w2, normal(rows, hidden).bfloat16()
+
+
+def exact(config, x, ids, weights, w13, w2, grad):
+    """The result and all gradients in float64."""
+    given = [tensor.double().requires_grad_() for tensor in (x, weights, w13, w2)]
+    x64, weights64, first, second = given
+    y = torch.zeros_like(x64)
+    for expert in range(len(w2)):
+        row, route = (ids == expert).nonzero(as_tuple=True)
+        own = activate(x64[row] @ first[expert].T, config) @ second[expert].T
+        y = y.index_add(0, row, weights64[row, route].unsqueeze(1) * own)
+    return [y.detach(), *torch.autograd.grad(y, given, grad.double())]
+
+
+def ours(config, x, ids, weights, w13, w2, grad):
+    y, routes, h = gradients.forward(x, weights, ids, w13, w2, config, 0)
+    found = gradients.backward(grad, x, weights, routes, h, w13, w2, config, 0)
+    return [y, found.x, found.weights, found.w13, found.w2]
+
+
+def errors(found, wanted):
+    return [float((a.double() - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=lambda one: one.value), ids=lambda one: one.value)
+@pytest.mark.parametrize(
+    ("rows", "top_k", "slots", "hidden", "inner", "dropped"),
+    [(1, 2, 4, 256, 128, 0.0), (300, 4, 8, 256, 128, 0.3), (513, 3, 5, 384, 1152, 0.5), (1000, 8, 64, 512, 640, 0.9)],
+)
+def test_gradients_against_float64(rows, top_k, slots, hidden, inner, dropped, activation):
+    given = case(rows, top_k, slots, hidden, inner, activation, dropped)
+    found = ours(*given)
+    assert max(errors(found, exact(*given))) < BOUND
+    for expert in (1, slots - 1):
+        assert not found[3][expert].any(), "an expert without rows has zeros"
+        assert not found[4][expert].any()
+    assert all(torch.equal(a, b) for a, b in zip(found, ours(*given), strict=True)), "equal inputs give equal bits"
+
+
+def test_rows_of_the_next_expert_have_no_part():
+    """An expert's rows end anywhere within a block of 64. One row more would be seen."""
+    a, b = (torch.randn(100, 128, device=DEVICE).bfloat16() for _ in range(2))
+    ends = torch.tensor([37, 37, 100], dtype=torch.int32, device=DEVICE)
+    out = torch.full((3, 128, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    weight_gradient(a, b, ends, out)
+
+    def product(begin, end):
+        return a[begin:end].double().T @ b[begin:end].double()
+
+    assert max(errors([out[0], out[2]], [product(0, 37), product(37, 100)])) < 2**-9
+    assert not out[1].any()
+    assert errors([out[0]], [product(0, 38)])[0] > 2**-9
