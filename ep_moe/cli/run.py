@@ -150,7 +150,7 @@ def settle(options: RunOptions, world: int) -> RunOptions:
 
 def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None = None) -> RunReport | None:
     """One rank's part, within an initialised process group. folder: of the model, None to look it up."""
-    from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_moe_config
+    from ep_moe.integrations.transformers import load_pretrained, moe_layers, num_experts
 
     assert options.dp is not None
     assert options.tp is not None
@@ -163,12 +163,14 @@ def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None =
         with loading(folder, context.consensus):
             dtype = _dtype(options.dtype, folder)
             windows = _windows(options, folder)
-        experts = read_moe_config(folder, context).num_experts
+        expert_map = None
+        if options.redundant:
+            expert_map = ExpertMap.redundant(num_experts(folder, context), context.layout.ep, options.redundant)
         model = load_pretrained(
             folder,
             context,
             dtype=dtype,
-            expert_map=ExpertMap.redundant(experts, context.layout.ep, options.redundant),
+            expert_map=expert_map,
             all2all=options.all2all,
             experts=options.experts,
             quantization=options.quantization,

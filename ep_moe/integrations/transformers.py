@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Set
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.factors import check_fits
@@ -34,15 +33,16 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
 from ep_moe.integrations.blocks import block_tensors, replace_blocks, saved_experts
-from ep_moe.integrations.config_file import class_of, read_generation_config, read_whole_config
+from ep_moe.integrations.config_file import read_generation_config
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import replace_experts
-from ep_moe.integrations.heads import classifies, draw_head, head_names, made_by
+from ep_moe.integrations.heads import draw_head, head_names
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load_generic import load_model, model_files
+from ep_moe.integrations.meta_model import described, on_meta
 from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.integrations.save import save_model
 from ep_moe.layer import MoELayer
@@ -234,7 +234,7 @@ def load_pretrained(
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
     with loading(folder, context.consensus):
-        model, family, dtype = _described(folder, dtype, model_class, num_labels)
+        model, family, dtype = described(folder, dtype, model_class, num_labels)
         fresh = set() if model_class is None else set(head_names(model))
         keep_in_float32(model, dtype)
         files = model_files(model, folder) if family is None else None
@@ -255,35 +255,6 @@ def load_pretrained(
     return model.eval()
 
 
-def _described(
-    folder: Path, dtype: torch.dtype | None, model_class: Any, num_labels: int | None
-) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
-    """The model of a folder on the meta device, the family whose blocks are to be replaced, and its dtype.
-
-    A model around a text model is whole, unless its experts can be replaced in the blocks of a known family alone.
-    """
-    whole, text = read_whole_config(folder)
-    dtype = dtype or whole.dtype or text.dtype or torch.float32
-
-    def built(config: Any) -> PreTrainedModel:
-        if num_labels is not None:
-            config.num_labels = num_labels
-        return _on_meta(folder, config, dtype, model_class)
-
-    if text.model_type not in FAMILIES:
-        return built(whole), None, dtype
-    if whole.get_text_config() is not whole:
-        with suppress(ConfigError, CheckpointError):  # of a class that config.json does not name, or that is not there
-            model = built(whole)
-            if find_experts(model):
-                return model, None, dtype
-        warnings.warn(
-            f"{folder}: of the model {whole.model_type!r} its text model {text.model_type!r} alone is loaded",
-            stacklevel=3,
-        )
-    return built(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
-
-
 def _load_family(
     model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool, fresh: Set[str]
 ) -> set[str]:
@@ -299,30 +270,6 @@ def _load_family(
     return missing
 
 
-def _on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None) -> PreTrainedModel:
-    if dtype not in NUMBERS:
-        raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
-    if model_class is None and (task := classifies(config)) is not None:
-        raise ConfigError(
-            f"{folder / 'config.json'}: architectures names a model with another head, {task[0]}; call load_pretrained "
-            f"with model_class=transformers.AutoModel{task[1]}"
-        )
-    try:
-        with torch.device("meta"):
-            if model_class is not None:
-                return made_by(model_class, config, dtype)
-            if config.get_text_config() is not config:
-                return class_of(config, folder)._from_config(config, dtype=dtype)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: transformers cannot build the model that it describes: "
-            f"{type(error).__name__}: {error}; mend the file"
-        ) from error
-
-
 def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptions]) -> MoEConfig:
     """Our configuration of the MoE blocks of a checkpoint, by its folder or its name on the Hugging Face Hub.
 
@@ -331,6 +278,22 @@ def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptio
     folder = model_folder(path, context.consensus, weights=False, **hub)
     with loading(folder, context.consensus):
         return checked_config(folder)[1]
+
+
+def num_experts(path: str | Path, context: EPContext, **hub: Unpack[HubOptions]) -> int:
+    """How many experts a MoE layer of a checkpoint's model has, of any model that `load_pretrained` serves.
+
+    Raises CheckpointError or ConfigError on all ranks together.
+    """
+    folder = model_folder(path, context.consensus, weights=False, **hub)
+    with loading(folder, context.consensus):
+        model, family, _ = described(folder, None, None, None)
+        if family is not None:
+            return checked_config(folder)[1].num_experts
+        found = {one.layout.experts for one in find_experts(model).values()}
+        if len(found) != 1:
+            raise ConfigError(f"{folder}: layers have {sorted(found)} experts, and one number for all is asked")
+        return found.pop()
 
 
 def calibrated_wire(
@@ -354,7 +317,7 @@ def calibrated_wire(
 def _largest_input_scale(folder: Path, top: float | None) -> float:
     """Of the MoE layers that a model of this configuration has."""
     config, moe_config = checked_config(folder)
-    model = _on_meta(folder, config, config.dtype or torch.float32)
+    model = on_meta(folder, config, config.dtype or torch.float32)
     layers = {_number(name) for name, _ in blocks_of(model, FAMILIES[config.model_type])}
     experts = moe_config.num_experts
     return largest_input_scale(folder, config.model_type, layers=layers, num_experts=experts, top=top)

@@ -309,13 +309,14 @@ class Surprise(Exception):
 @distributed(2)
 def test_any_exception_of_one_rank_is_raised_on_all(checkpoints):
     """Of any type, wherever loading is."""
+    from ep_moe.integrations import meta_model
     from ep_moe.integrations import transformers as integration
 
     good = checkpoints["mixtral single"].folder
     with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
         for owner, name in (
-            (integration, "checked_config"),
-            (integration, "_on_meta"),
+            (meta_model, "checked_config"),
+            (meta_model, "on_meta"),
             (integration, "_parallel"),
             (integration, "read_generation_config"),
             (integration, "_load_rest"),

@@ -24,7 +24,8 @@ from ep_moe.cli.app import app
 from ep_moe.cli.run import DEMO, RunOptions, run
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import run_local_ranks
-from tests.fixtures.checkpoint_files import tiny_model
+from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.transformers_models import tiny_transformers_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
@@ -71,6 +72,18 @@ def test_demo_rebalanced():
     first, second = re.findall(r"(?:ep_moe|perplexity) +([\d.]+)\n", result.output)
     assert first == second
     assert re.search(r"moved +[\d.]+ MiB between ranks, within \d+ forwards\n", result.output)
+
+
+def test_a_model_with_its_own_router(tmp_path):
+    """OLMoE, of which only the experts are ours."""
+    quiet()
+    tiny_transformers_model("olmoe").save_pretrained(tmp_path / "olmoe")
+    text = tmp_path / "text.txt"
+    text.write_bytes((DEMO / "heldout.txt").read_bytes()[:512])
+    options = ("--text", text, "--dtype", "float32", "--window", 64, "--redundant", 4)
+    result = invoke("run", "--model", tmp_path / "olmoe", *options)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"ep_moe +[\d.]+\n +transformers +[\d.]+ +\(one process; equal", result.output)
 
 
 def test_demo_on_four_ranks():

@@ -1,0 +1,71 @@
+"""The model that a folder describes, without its weights: on the meta device."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ep_moe.checkpoint.formats import NUMBERS
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations.config_file import class_of, read_whole_config
+from ep_moe.integrations.families import FAMILIES, Family, checked_config
+from ep_moe.integrations.find_experts import find_experts
+from ep_moe.integrations.heads import classifies, made_by
+
+
+def described(
+    folder: Path, dtype: torch.dtype | None, model_class: Any, num_labels: int | None
+) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
+    """The model of a folder on the meta device, the family whose blocks are to be replaced, and its dtype.
+
+    A model around a text model is whole, unless its experts can be replaced in the blocks of a known family alone.
+    """
+    whole, text = read_whole_config(folder)
+    dtype = dtype or whole.dtype or text.dtype or torch.float32
+
+    def built(config: Any) -> PreTrainedModel:
+        if num_labels is not None:
+            config.num_labels = num_labels
+        return on_meta(folder, config, dtype, model_class)
+
+    if text.model_type not in FAMILIES:
+        return built(whole), None, dtype
+    if whole.get_text_config() is not whole:
+        with suppress(ConfigError, CheckpointError):  # of a class that config.json does not name, or that is not there
+            model = built(whole)
+            if find_experts(model):
+                return model, None, dtype
+        warnings.warn(
+            f"{folder}: of the model {whole.model_type!r} its text model {text.model_type!r} alone is loaded",
+            stacklevel=3,
+        )
+    return built(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
+
+
+def on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None) -> PreTrainedModel:
+    if dtype not in NUMBERS:
+        raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
+    if model_class is None and (task := classifies(config)) is not None:
+        raise ConfigError(
+            f"{folder / 'config.json'}: architectures names a model with another head, {task[0]}; call load_pretrained "
+            f"with model_class=transformers.AutoModel{task[1]}"
+        )
+    try:
+        with torch.device("meta"):
+            if model_class is not None:
+                return made_by(model_class, config, dtype)
+            if config.get_text_config() is not config:
+                return class_of(config, folder)._from_config(config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: transformers cannot build the model that it describes: "
+            f"{type(error).__name__}: {error}; mend the file"
+        ) from error
