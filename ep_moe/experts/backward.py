@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ep_moe.types import LocalIds, Received
 
@@ -81,7 +82,8 @@ class _Step(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
         found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
         return (None, None, None, None, found.x, found.weights, *(found.stored[name] for name in ctx.names))

@@ -141,6 +141,17 @@ def test_some_gradients_alone_leave_the_ranks_in_step(world_size):
 
 
 @distributed(2)
+def test_a_second_derivative_is_refused(world_size):
+    """It would be zero without a word: backward's own calls are in no graph."""
+    with pair({"dp": 2}) as (layer, _):
+        x, ids, weights, behind = given(layer, 4, dist.get_rank())
+        y = layer.forward_routed(x, Routing(ids, weights))
+        (first,) = torch.autograd.grad(y, [x], behind.requires_grad_(), create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
+
+
+@distributed(2)
 def test_activation_checkpointing(world_size):
     with pair({"dp": 2}) as layers:
         rank = dist.get_rank()
