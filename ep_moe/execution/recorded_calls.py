@@ -120,6 +120,8 @@ class Places:
             if list(children.values()) != parts:
                 return False
         for weights in self._weights:
+            if weights.sharded:
+                return False
             if not weights.settled:
                 weights.settle()
         return self._now() == self._places and list(map(len, self._owners)) == self._sizes
@@ -203,6 +205,11 @@ def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) 
         return "a capture is under way on this stream, which records the layer's kernels as they are; call it before"
     if isinstance(kernel, FusedExperts):
         return f"experts={kernel.name} puts its rounds in order on the host, which a replay passes by; {_INSTEAD}"
+    if layer.expert_weights.sharded:
+        return (
+            "fully_shard has cut its expert parameters, which each call gathers anew; leave the experts whole with "
+            "ep_moe.training.fully_shard(..., shard_experts=False)"
+        )
     transport = layer._dispatcher()
     for asked, part in (("all2all", transport), ("experts", kernel)):
         if not part.capabilities.cuda_graph:

@@ -34,6 +34,8 @@ class ExpertSlots(nn.Module):
     Arguments as `ExpertWeights` has them.
     """
 
+    sharded = False  # by `ep_moe.training.fully_shard`: each call gathers its parameters anew
+
     def __init__(
         self,
         config: MoEConfig,
@@ -361,7 +363,7 @@ class ExpertSlots(nn.Module):
             module.sharded = True
             for parameter in module.parameters():
                 parameter.data = parameter.data.clone()
-        self._device, self._slots = self.device, {}
+        self._device, self._slots, self.sharded = self.device, {}, True
         self._set_views([])
 
     @property

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe import InputError, MoELayer
+from ep_moe import ConfigError, InputError, MoELayer
 from ep_moe.types import Routing
 from tests.emulations.captured import CONFIG, layer, replayed, rows  # noqa: F401 (a fixture)
 from tests.emulations.graph import RecordableCall
@@ -57,6 +57,16 @@ def test_what_takes_the_place_of_what_was_captured(change, layer):
     assert not replayed(layer, rows(4))
     layer.capture([4])
     assert replayed(layer, rows(4, seed=1))
+
+
+def test_sharded_experts_are_not_captured(layer):
+    """Each call gathers their parameters in other memory."""
+    layer.capture([4])
+    assert replayed(layer, rows(4))
+    layer.expert_weights.unstack()
+    assert not replayed(layer, rows(4))
+    with pytest.raises(ConfigError, match="fully_shard has cut its expert parameters"):
+        layer.capture([4])
 
 
 def test_a_new_capture_forgets_what_is_gone(layer):
