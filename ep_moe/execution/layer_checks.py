@@ -49,9 +49,11 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is not None:
         return problem
-    if x.requires_grad and torch.is_grad_enabled() and (stuck := _not_differentiable(layer)):
+    weights = getattr(routing, "weights", None)
+    wanting = "x" if x.requires_grad else "routing.weights" if getattr(weights, "requires_grad", False) else None
+    if wanting and torch.is_grad_enabled() and (stuck := _not_differentiable(layer)):
         return (
-            f"x requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
+            f"{wanting} requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
             f"layer with experts='reference' (or 'bf16_triton' on Hopper, in bfloat16) and all2all='allgather', "
             f"'torch_a2a' or 'nvlink_p2p' to train"
         )

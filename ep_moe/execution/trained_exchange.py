@@ -56,7 +56,7 @@ class Transports:
 
 def wants_gradients(experts: Experts, x: Tensor, weights: Tensor) -> bool:
     """Whether a call is part of a graph of autograd's, on all ranks that train alike."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not experts.capabilities.differentiable:
         return False
     held = experts.weights
     return x.requires_grad or weights.requires_grad or not held.held or held.trained

@@ -1,0 +1,24 @@
+"""A gradient that no kernel can give is refused, whatever wants it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Routing
+from ep_moe.experts.reference import ReferenceExperts
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
+
+
+@pytest.mark.parametrize("wanting", ["x", "routing.weights"])
+def test_gradients_of_a_kernel_without_a_backward_are_refused(wanting, monkeypatch):
+    can = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
+    monkeypatch.setattr(ReferenceExperts, "capabilities", can)
+    layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), experts="reference")
+    x = torch.ones(3, 16, requires_grad=wanting == "x")
+    routing = Routing(torch.tensor([[0, 1]] * 3), torch.ones(3, 2, requires_grad=wanting != "x"))
+    with pytest.raises(InputError, match=f"^{wanting} requires a gradient, and experts=reference has no back"):
+        layer.forward_routed(x, routing)
+    with torch.no_grad():
+        assert layer.forward_routed(x, routing).shape == x.shape
