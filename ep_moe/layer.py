@@ -13,7 +13,6 @@ from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.execution import trained_exchange
 from ep_moe.execution.autocast import call_cast
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
@@ -351,8 +350,7 @@ class MoELayer(LayerParts):
         """Buffers by transport and geometry."""
         if isinstance(self.experts, FusedExperts):
             return {(INSIDE, self.experts.dispatch_shape): self.experts.buffer_bytes(self.experts.dispatch_shape)}
-        found = self._table.transport_bytes(self._shape_of)
-        return trained_exchange.buffers(found) if self.expert_weights.trained else found
+        return self._table.transport_bytes(self._shape_of)
 
     # --- checks ------------------------------------------------------------------------------------------------
 

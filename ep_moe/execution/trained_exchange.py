@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.experts.backward import Kept
 from ep_moe.experts.base import Experts
@@ -33,16 +32,6 @@ def narrow(shape: DispatchShape) -> DispatchShape:
     """Of the dispatcher that brings the routing weights' gradients back: rows of top_k numbers."""
     columns = -(-shape.top_k // LANES) * LANES
     return dataclasses.replace(shape, hidden_size=columns, dtype=torch.float32)
-
-
-def buffers(found: dict[tuple[str, DispatchShape], int]) -> dict[tuple[str, DispatchShape], int]:
-    """Bytes by transport and shape, with those of the second dispatcher of each transport that is trained so."""
-    made = dict(found)
-    for name, shape in found:
-        kind = registry.load("dispatchers", name)
-        if kind.capabilities.adjoint:
-            made[name, narrow(shape)] = kind.buffer_bytes(narrow(shape))
-    return made
 
 
 @dataclass(frozen=True)
