@@ -238,12 +238,13 @@ class Bf16TritonExperts(HopperExperts):
         h, slots, ends = saved
         assert received.local_ids is not None
         routes = gradients.Routes(received.local_ids, slots, ends, len(h))
+        weights = self._routing_weights(received)
         found = gradients.backward(
-            grad, received.x, self._routing_weights(received), routes, h, stored["w13"], stored["w2"], self.config,
+            grad, received.x, weights, routes, h, stored["w13"], stored["w2"], self.config,
             self.options.spare_sms, wanted=(wanted["w13"], wanted["w2"]),
         )  # fmt: skip
-        weights = None if received.weights is None else found.weights
-        return StepGradients(found.x, weights, {"w13": found.w13, "w2": found.w2})
+        by_weight = None if weights is None else found.weights  # under Weighting.COMBINE they have no part here
+        return StepGradients(found.x, by_weight, {"w13": found.w13, "w2": found.w2})
 
 
 class Fp8TensorTritonExperts(HopperExperts):

@@ -34,15 +34,15 @@ def received(rows: int) -> Received:
 
 @pytest.mark.parametrize(("slots", "rows"), [(0, 3), (2, 0)], ids=["no experts", "no rows"])
 def test_nothing_to_compute(slots, rows, monkeypatch):
-    """Rows are zeros, and peers, who wait, are told that none come."""
+    """Rows are zeros, and peers that wait learn that none come."""
     experts, given = kernel(monkeypatch, slots), received(rows)
     out = torch.full_like(given.x, torch.nan)
     assert experts.compute(given, out) is out
     assert not out.any()
     assert experts.compute(given, None).dtype == torch.bfloat16
-    told = []
-    experts.compute_to_peers(given, SimpleNamespace(write_nothing=lambda: told.append(True)))
-    assert told == [True]
+    written = []
+    experts.compute_to_peers(given, SimpleNamespace(write_nothing=lambda: written.append(True)))
+    assert written == [True]
 
 
 def test_few_places_are_remembered(monkeypatch):
@@ -97,3 +97,14 @@ def test_numbers_that_products_are_made_with(monkeypatch):
     rows = Rows(torch.arange(6).view(3, 2), torch.arange(3.0)).part(slice(1, 3))
     assert (rows.x.tolist(), rows.scale.tolist()) == ([[2, 3], [4, 5]], [1.0, 2.0])
     assert Rows(rows.x, 0.5).part(slice(0, 1)).scale == 0.5
+
+
+@pytest.mark.parametrize("weighting", Weighting)
+def test_weights_that_a_transport_multiplies_by_have_no_gradient_here(weighting, monkeypatch):
+    experts, given = kernel(monkeypatch, 2), dataclasses.replace(received(0), weighting=weighting)
+    stored = {name: experts.weights.get_parameter(name) for name in ("w13", "w2")}
+    lists = torch.zeros(0, CONFIG.top_k, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    saved = (given.x.new_empty(0, CONFIG.w13_rows), *lists)
+    found = experts.gradients(given, saved, stored, given.x, dict.fromkeys(stored, True))
+    assert (found.weights is None) == (weighting is Weighting.COMBINE)
+    assert not any(found.stored[name].any() for name in stored)
