@@ -109,7 +109,7 @@ def _accounted(
         hint = "; a model that is quantised is loaded with load_pretrained" if codes else ""
         raise ConfigError(f"{error}{hint}") from error
     if left:
-        raise ConfigError(f"{left_out(left.items())}; whoever replaces the block has to load it: mend the entry")
+        raise ConfigError(f"{left_out(left.items())}; a layer in its place would not load it; mend the entry")
     experts: Any = block.get_submodule("experts")
     if is_experts(experts) and isinstance(found, Fused):
         stated = (found.transposed, found.interleaved)

@@ -136,7 +136,7 @@ def _on_interface(experts: Any, name: str) -> FoundExperts:
 
 
 def config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
-    """What a layer computes in the place of a module on transformers' experts interface, but for what it routes.
+    """What a layer computes that replaces a module on transformers' experts interface, but for what it routes.
 
     Raises:
         ConfigError: no `MoELayer` computes it.

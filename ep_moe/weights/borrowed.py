@@ -17,7 +17,7 @@ from ep_moe.weights.parts import Joined
 
 
 class BorrowedWeights(ExpertWeights):
-    """The weights of this rank's slots, on the memory of whoever lends them for a call.
+    """The weights of this rank's slots, in memory that is lent for a call.
 
     Gradients go back to the lender as the EP group's sum: nothing here divides them, or sums them over other EP groups.
 

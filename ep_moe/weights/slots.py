@@ -291,7 +291,7 @@ class ExpertSlots(nn.Module):
 
     @torch.no_grad()
     def merge_lora(self) -> None:
-        """Write the updated matrices in the place of the experts', which stay frozen, and drop the factors."""
+        """Write the updated matrices over the experts', which stay frozen, and drop the factors."""
         if self.lora is None:
             return
         self._reattach()

@@ -1,4 +1,4 @@
-"""`bench/train` on a CPU: the layer by hand is right, lines appear, and a line whose gradients are wrong is told."""
+"""`bench/train` on a CPU: the layer by hand is right, lines appear, and a line whose gradients are wrong is marked."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
 
 @distributed(2)
 @pytest.mark.parametrize("fault", ["result", "rows", "weights", "one expert"])
-def test_a_fault_in_a_gradient_is_told(fault, world_size):
+def test_a_fault_in_a_gradient_is_marked(fault, world_size):
     """A result 5 % off; rows that come back without their gradient; routing weights without one; an expert's gradient
     of one rank."""
     merge, backward, gradients = train_peers.merge, train_peers.Exchange.backward, train_peers.ByHand.gradients
@@ -147,7 +147,7 @@ def test_what_fails_takes_no_other_with_it(world_size):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a graph that is none, on the CPU")
 @distributed(2)
 def test_the_line_of_a_graph(world_size):
-    """A replay is one step more; one that writes nothing is told; and what cannot be captured is left out."""
+    """A replay is one step more; one that writes nothing is marked; and what cannot be captured is left out."""
     replays = {"works": lambda call: call, "writes nothing": lambda call: lambda: None}
     with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=8) as context:
         ((batch, point, _, reference),) = train.layer_lines(context, "m", CONFIG, [6], OPTIONS, RATES)
