@@ -26,7 +26,8 @@ def distributed(
 
     Under plain pytest the ranks are forked gloo processes on this machine's CPU. Under `torchrun -m pytest` the body
     runs on torchrun's ranks (NCCL where there are GPUs), where their number is the one asked for, and is skipped
-    otherwise, on all ranks alike. The body's arguments must be picklable; it may take `world_size`.
+    otherwise, on all ranks alike. The body may take `world_size`. Its arguments must be picklable: all ranks get rank
+    0's, so that `tmp_path` is one folder although each of torchrun's ranks is a pytest of its own.
 
     Args:
         world_sizes: Numbers of ranks.
@@ -77,6 +78,9 @@ def _run_under_torchrun(
         pytest.skip("ends ranks on purpose; run it under plain pytest")
     device = local_device()
     init_from_torchrun(device, deadline_s=DEADLINE_S)
+    arguments = [kwargs]
+    dist.broadcast_object_list(arguments, device=device)
+    kwargs = arguments[0]
     with on_device(device) if set_device else nullcontext():
         body(**kwargs)
     barrier(device)

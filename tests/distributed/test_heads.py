@@ -98,7 +98,7 @@ def test_a_new_head_is_alike_on_all_ranks_and_learns(tmp_path, world_size):
 
 def test_classes_that_are_none_are_refused(tmp_path):
     quiet()
-    tiny_model("mixtral").save_pretrained(tmp_path)
+    tiny_config("mixtral").save_pretrained(tmp_path)
     context = EPContext.local(rank_device())
     with pytest.raises(ConfigError, match="model_class must be a model class of transformers or an auto class"):
         load_pretrained(tmp_path, context, model_class=torch.nn.Linear, progress=False)

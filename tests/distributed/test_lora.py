@@ -56,6 +56,7 @@ def plain_twin(folder, kind, **changes):
 
 
 def apart(found, expected):
+    found, expected = found.cpu(), expected.cpu()
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -138,7 +139,7 @@ def test_linear_layers_of_each_expert(models, tmp_path, world_size):
         with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
             ids = batches(2)[context.layout.dp_rank].to(rank_device())
             with torch.no_grad():
-                expected = plain(input_ids=ids, use_cache=False).logits
+                expected = plain(input_ids=ids.cpu(), use_cache=False).logits
             for folder in [kind] if old is None else [kind, f"{kind}_old"]:
                 model = load_pretrained(models / kind, context, experts="reference", progress=False)
                 bare = model(input_ids=ids, use_cache=False).logits
@@ -151,7 +152,7 @@ def test_linear_layers_of_each_expert(models, tmp_path, world_size):
             again = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
             again = peft.PeftModel.from_pretrained(again, tmp_path / f"{kind}_again").eval()
             with torch.no_grad():
-                assert apart(again(input_ids=ids, use_cache=False).logits, expected) < TOLERANCE, kind
+                assert apart(again(input_ids=ids.cpu(), use_cache=False).logits, expected) < TOLERANCE, kind
 
 
 def old_names(plain, kind):
