@@ -118,9 +118,12 @@ class RankChecks:
 
     def after_steps(self, layer: Layer | None) -> None:
         """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
-        are of its own tokens until something averages them. Collective over the stage, within a backward."""
+        are of its own tokens until something averages them. Collective over the stage, within a backward. Waits for
+        the device, and so not inside a graph capture."""
+        if layer is None or capturing(layer.context.device):
+            return
         self._backwards += 1
-        if layer is None or self._backwards < 2 or self._backwards & (self._backwards - 1):
+        if self._backwards < 2 or self._backwards & (self._backwards - 1):
             return
         rank_group, device = layer.context.rank_groups["stage"], layer.context.device
         dense = dict(_dense(layer))

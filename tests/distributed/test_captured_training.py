@@ -1,0 +1,80 @@
+"""A training step in a CUDA graph of the user's: other rows, routes and weights than were captured, equal bits."""
+
+import pytest
+import torch
+
+from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig
+from ep_moe.testing import distributed, rank_device
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs GPUs of compute capability 9.0", allow_module_level=True)
+
+CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4)
+TOKENS = 96
+REPLAYS = 12  # beyond the calls in which backward compares the ranks
+
+
+class Step:
+    """Forward and backward on tensors that stay where they are."""
+
+    def __init__(self, context: EPContext) -> None:
+        torch.manual_seed(0)
+        self.layer = MoELayer(CONFIG, context, experts="bf16_triton", all2all="nvlink_p2p", dtype=torch.bfloat16)
+        self.x = torch.zeros(TOKENS, 256, dtype=torch.bfloat16, device=context.device, requires_grad=True)
+        self.behind = torch.zeros(TOKENS, 256, dtype=torch.bfloat16, device=context.device)
+
+    def bring(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in (self.x, self.behind):
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator))
+
+    def run(self) -> torch.Tensor:
+        out = self.layer(self.x)
+        out.backward(self.behind)
+        return out.detach()
+
+    def forget(self) -> None:
+        self.layer.zero_grad()
+        self.x.grad = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        named = {name: parameter.grad for name, parameter in self.layer.named_parameters()}
+        return {name: grad.clone() for name, grad in (named | {"x": self.x.grad}).items() if grad is not None}
+
+
+@distributed(2)
+def test_replays_equal_eager_steps(world_size):
+    device = rank_device()
+    with (
+        EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=TOKENS) as context,
+        torch.cuda.device(device),
+    ):
+        captured, eager = Step(context), Step(context)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                captured.run()
+                captured.forget()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = captured.run()
+        for replay in range(REPLAYS):
+            for step in (captured, eager):
+                step.bring(10 * replay + context.layout.rank)
+            graph.replay()
+            eager.forget()
+            wanted = {"out": eager.run()} | eager.gradients()
+            found = {"out": out} | captured.gradients()
+            assert found.keys() == wanted.keys()
+            assert len(wanted) > 3 * len(eager.layer.expert_weights.held), "of every expert here"
+            for name, tensor in wanted.items():
+                assert torch.equal(found[name], tensor), f"replay {replay}: {name}"
+                assert name != "x" or tensor.any()
+            with torch.no_grad():  # as an optimizer: in place, and the router with every rank's gradient alike
+                for step in (captured, eager):
+                    for parameter in step.layer.expert_weights.parameters():
+                        parameter -= 0.1 * parameter.grad
