@@ -87,6 +87,29 @@ def test_grouped_in_bf16(tiles, spare):
     assert bool(out[len(a) :].isnan().all())
 
 
+@each_form
+@pytest.mark.parametrize(
+    ("dtype", "turned"), [(BF16, False), (BF16, True), (FP8, False)], ids=["bf16", "turned", "e4m3"]
+)
+def test_gathered_rows_give_the_same_bits(tiles, dtype, turned):
+    """Rows that lie elsewhere, some of them read by several experts, beside rows that nothing reads."""
+    n, k = 384, 384
+    a, b, ends, _ = operands(n, k, dtype)
+    if turned:
+        b = b.mT.contiguous()
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    source = torch.randint(0, len(a) // 2, (len(a),), generator=generator, device="cuda", dtype=torch.int32)
+    rows = torch.full((len(a), k), torch.nan, device="cuda").to(dtype)
+    rows[: len(a) // 2] = a[: len(a) // 2]
+    scales = matrix_scales(len(a), len(b)) if dtype == FP8 else None
+    outs = [torch.full((len(a) + SPARE_ROWS, n), 9.0, dtype=BF16, device="cuda") for _ in range(2)]
+    sorted_rows = rows.view(torch.uint8)[source.long()].view(dtype)
+    kernels.grouped_gemm(sorted_rows, b, ends, outs[0], tiles, scales=scales, turned=turned)
+    kernels.grouped_gemm(rows, b, ends, outs[1], tiles, scales=scales, turned=turned, source=source)
+    assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
+    assert not bool(outs[0].isnan().any())
+
+
 def limit_in_bf16(expected: Tensor, size: Tensor, k: int) -> Tensor:
     """Products of two bf16 are exact in float32; k sums there, and one rounding to bf16."""
     return 2.0**-8 * expected.abs() + k * 2.0**-23 * size

@@ -1,10 +1,11 @@
 // The grouped products of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e; with TURNED
 // out[r] = a[r] @ b[e]; with OVER_ROWS out[e] = the sum over its rows r of a[r].T @ b[r], where b is called weights here.
+// With GATHER (not OVER_ROWS) a[source[r]] stands in the place of a[r].
 //
-// One thread copies operands into a ring of stages (TMA); two groups of four warps multiply 128 rows of weights each, of
+// One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four warps multiply 128 rows of weights each, of
 // the tile's 256, with the tile's rows (wgmma) and write what comes out, turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, TURNED, OVER_ROWS, and the name of the activation, if
-// there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, TURNED, OVER_ROWS, GATHER, and the name of the
+// activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -30,6 +31,7 @@ constexpr int BOX = STEP * ACROSS;
 constexpr int ALONG = 2, ACROSS_K = 16 * LINE / 16;
 constexpr int WEIGHT_STEP = TURNED || OVER_ROWS ? ACROSS_K : ALONG, ROW_STEP = OVER_ROWS ? ACROSS_K : ALONG;
 constexpr int DEEP = 64;  // lines across K of a stage
+constexpr int COPIERS = GATHER ? 128 : 1;  // threads that fill a stage
 constexpr int CHUNK = 4096;
 constexpr int CHUNK_ROWS = CHUNK / (COLUMNS * OUT_BYTES);
 
@@ -193,6 +195,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, 
 #pragma unroll 1
   for (int k = 0; k < k_blocks; k++) {
     wait(ring.full + 8 * ring.stage, ring.phase);
+    if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // threads wrote it, tensor cores read it
     const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group * 128 * LINE);
     if (OVER_ROWS && k == k_blocks - 1 && tail < DEEP) clear_tail(ring.at(), group, (N + 63) / 64, tail);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -312,7 +315,7 @@ __device__ __forceinline__ void prepare(const int* ends, int* first, int* limits
   if (lane == 0) {
     first[experts] = before;
     for (int i = 0; i < ring.stages; i++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ring.full + 8 * i));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.full + 8 * i), "r"(GATHER ? COPIERS + 1 : 1));
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.free + 8 * i), "r"(4 * GROUPS));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -347,18 +350,58 @@ __device__ __forceinline__ void copy_across(const Map& map, u32 to, u32 bar, int
       : "memory");
 }
 
+// Rows that threads copy by 16 bytes: eight threads have a line of 128 bytes, and the group STEP lines at once.
+struct Gathered {
+  const char* memory;  // from this thread's 16 bytes on
+  const int* source;
+  int row_bytes;
+  int line;            // this thread's first
+  u32 place;           // of its 16 bytes in a stage, as lines are swizzled
+  int rows[MOST / STEP];  // of the tile, that this thread has a part of
+
+  __device__ __forceinline__ Gathered(const char* from, const int* source, int row_bytes) : source(source), row_bytes(row_bytes) {
+    const int me = threadIdx.x % 128, part = me % 8;
+    memory = from + part * 16;
+    line = me / 8;
+    place = line * LINE + (part ^ (line & 7)) * 16;
+  }
+  __device__ __forceinline__ void look_up(const Walk& tiles) {
+#pragma unroll
+    for (int i = 0; i < MOST / STEP; i++)
+      if (i * STEP < tiles.width) rows[i] = __ldg(source + tiles.row + min(line + STEP * i, tiles.count - 1));
+  }
+  // Of each row the 128 bytes of block k, into a stage whose barrier is told when they are there.
+  __device__ __forceinline__ void copy(const Walk& tiles, u32 to, u32 bar, int k) const {
+#pragma unroll
+    for (int i = 0; i < MOST / STEP; i++)
+      if (i * STEP < tiles.width)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + place + i * STEP * LINE),
+                     "l"(memory + ((u64)rows[i] * row_bytes + k * LINE))
+                     : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+  }
+};
+
 __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const Map& step, Ring& ring, Walk& tiles,
-                                     int units, int k_blocks) {
+                                     int units, int k_blocks, Gathered gathered) {
+  const bool leads = threadIdx.x % 128 == 0;
   ring.phase = 1;  // all stages are free
   while (tiles.next()) {
     const int unit = tiles.expert * units + tiles.column * (COLUMNS * GROUPS / UNIT);
     if (OVER_ROWS) k_blocks = tiles.deep();
+    if (GATHER) gathered.look_up(tiles);
 #pragma unroll 1
     for (int k = 0; k < k_blocks; k++) {
       wait(ring.free + 8 * ring.stage, ring.phase);
       const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + WEIGHTS * LINE;
       const int depth = k * (LINE / IN_BYTES);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"((WEIGHTS + tiles.width) * LINE)
+      if (GATHER) gathered.copy(tiles, to, bar, k);
+      if (GATHER && !leads) {
+        ring.next();
+        continue;
+      }
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
+                   "r"((WEIGHTS + (GATHER ? 0 : tiles.width)) * LINE)
                    : "memory");
       if (OVER_ROWS) {
         copy_across(weights, ring.at(), bar, tiles.start + k * DEEP, tiles.column * (WEIGHTS / 64));
@@ -371,7 +414,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
         copy_across(weights, ring.at(), bar, (tiles.expert * k_blocks + k) * DEEP, tiles.column * (WEIGHTS / 64));
       else
         copy_weights(weights, ring.at(), bar, depth, unit);
-      int row = 0;
+      int row = GATHER ? tiles.width : 0;
 #pragma unroll 1
       for (; row + WIDE <= tiles.width; row += WIDE) copy_rows(wide, to + row * LINE, bar, depth, tiles.row + row);
 #pragma unroll 1
@@ -386,10 +429,12 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // OVER_ROWS: weights: b, wide: a, in boxes of 64 numbers and DEEP rows; units: columns of a.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
 // With SCALED_ROWS a_scale is of each row.
+// With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
                 char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
-                float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit) {
+                float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit,
+                const char* gathered, const int* source, int row_bytes) {
   extern __shared__ __align__(1024) char memory[];
   const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
   char* chunks = memory + stages * stage_bytes;
@@ -403,10 +448,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   tiles.across = units;
   const int group = threadIdx.x / 128;
   if (group == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 128 * GROUPS) copy(weights, wide, step, ring, tiles, units, k_blocks);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHER ? 56 : 40));
+    if (threadIdx.x < 128 * GROUPS + COPIERS)
+      copy(weights, wide, step, ring, tiles, units, k_blocks, Gathered(gathered, source, row_bytes));
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHER ? 224 : 232));  // 168 of each thread are all there are
     Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale};
     while (tiles.next()) {
       float scale = a_factor, factor = 1.0f;

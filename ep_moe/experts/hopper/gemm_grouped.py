@@ -45,16 +45,21 @@ CUTS = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, st
 GRADIENT_CUTS = (Tiles(192, stages=3), Tiles(128))
 
 
-def tiles_for(rows: float, w: Tensor, spare_sms: int = 0) -> Tiles:
-    """Those that take the fewest steps. rows: of an expert, as many as are expected on average; w: [L, N, K]"""
+def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = False) -> Tiles:
+    """Those that take the fewest steps.
+
+    rows: of an expert, as many as are expected on average; w: [L, N, K]; gathered: rows are, by `source`
+    """
     tiles_of_weights, programs = len(w) * -(-w.shape[1] // WEIGHTS), _programs(w, spare_sms)
 
     def steps(cut: Tiles) -> float:
         tiles = math.ceil((rows + math.sqrt(rows)) / cut.rows)  # most experts have not much more than the average
         width = math.ceil(rows / tiles / STEP) * STEP
         waves = math.ceil(tiles_of_weights * tiles / programs)
-        # 56: what a tile takes besides, as rows; three stages are 4 % slower than four (both fitted to an H200)
-        return waves * (width + 56) * (1.04 if cut.stages < 4 else 1.0)
+        # 56: what a tile takes besides, as rows; three stages are 4 % slower than four (both fitted to an H200), and
+        # 10 % where threads gather rows (fitted to an H100)
+        fewer_stages = 1.10 if gathered else 1.04
+        return waves * (width + 56) * (fewer_stages if cut.stages < 4 else 1.0)
 
     return min(CUTS, key=steps)
 
@@ -66,13 +71,14 @@ def _programs(w: Tensor, spare_sms: int) -> int:
 def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | RowScales | None = None,
-    turned: bool = False, launch: Launch = at_once,
+    turned: bool = False, source: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
 
     a: [M, K]; b: [L, N, K]; both bf16, K a multiple of 64, or with `scales` E4M3, K a multiple of 128
     turned: b is [L, K, N], bf16, N a multiple of 64, and no activation follows: out[r] = a[r] @ b[e]
     ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
+    source: int32 [M], for a of [any, K]: a[source[r]] stands in the place of a[r]
     out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
         `scales.out` is given
     spare_sms: multiprocessors that are left free; launch: how it is launched
@@ -88,12 +94,16 @@ def grouped_gemm(
         *((nvrtc.tensor_map(a.data_ptr(), itemsize, (k, len(a)), (k,), (depth, box)), None) for box in (WIDE, STEP)),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, a_scale, b_scale, out_scale)),
         (1.0 if a_factor is None else a_factor, c_float),
-        *((number, c_int) for number in (a_step or 0, b_step, experts, len(a), n, rows // unit, k // depth)),
+        *((number, c_int) for number in (a_step or 0, b_step, experts, len(out), n, rows // unit, k // depth)),
         *((number, c_int) for number in (tiles.rows, tiles.stages)),
         *((number, c_float) for number in (alpha, limit)),
+        *_gathered(a, source),
     ]
-    form = options(itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales), turned=turned)
-    function = nvrtc.kernel(source(itemsize, "turned" if turned else ""), "gemm_grouped", form, a.device.index)
+    form = options(
+        itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales), turned=turned,
+        gather=source is not None,
+    )  # fmt: skip
+    function = nvrtc.kernel(source_text(itemsize, "turned" if turned else ""), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
     launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
 
@@ -114,10 +124,19 @@ def weight_gradient(
         (1.0, c_float),
         *((number, c_int) for number in (0, 1, experts, rows, n, across, 0, tiles.rows, tiles.stages)),
         *((0.0, c_float) for _ in range(2)),
+        *_gathered(a, None),
     ]
-    function = nvrtc.kernel(source(2, "over_rows"), "gemm_grouped", options(2, 2, None, over_rows=True), a.device.index)
+    form = options(2, 2, None, over_rows=True)
+    function = nvrtc.kernel(source_text(2, "over_rows"), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
     launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
+
+
+def _gathered(x: Tensor, source: Tensor | None) -> list[tuple[Any, Any]]:
+    """The kernel's last arguments."""
+    if source is None:
+        return [(0, c_void_p), (0, c_void_p), (0, c_int)]
+    return [(x.data_ptr(), c_void_p), (source.data_ptr(), c_void_p), (x.stride(0) * x.element_size(), c_int)]
 
 
 def _across(x: Tensor, boxes: int) -> Any:
@@ -133,12 +152,12 @@ def shared_bytes(tiles: Tiles, experts: int) -> int:
 
 def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, turned: bool = False,
-    over_rows: bool = False,
+    over_rows: bool = False, gather: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
-    """What `source` is compiled with."""
+    """What `source_text` is compiled with."""
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
-    given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows)}
+    given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather)}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 
@@ -165,7 +184,7 @@ def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
 
 
 @cache
-def source(itemsize: int, mode: str = "") -> str:
+def source_text(itemsize: int, mode: str = "") -> str:
     """With the instruction for each width, which has a name and a list of registers of its own.
 
     mode: "turned" or "over_rows", for operands whose lines go across K

@@ -38,10 +38,14 @@ BLOCK = 128  # columns, and rows of weights, of a scale of the `block` scaling
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a product's operand. x: [M, H]; scale: by the scaling, None where there is none (yet)"""
+    """Rows of a product's operand. x: [M, H]; scale: by the scaling, None where there is none (yet)
+
+    source: int32 [M], for x of [any, H]: x[source[r]] is row r
+    """
 
     x: Tensor
     scale: Tensor | float | None = None
+    source: Tensor | None = None
 
     def part(self, part: slice) -> Rows:
         return Rows(self.x[part], self.scale[part] if isinstance(self.scale, Tensor) else self.scale)
@@ -136,9 +140,10 @@ class Scaling(ABC):
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
         """Both products of many rows, sorted ones, into own["y"]. expected: rows of all experts"""
         p, spare = self.products, self.products.spare_sms
-        first, second = (gemm_grouped.tiles_for(each, w, spare) for w in (p.w13, p.w2))
+        first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None)
+        second = gemm_grouped.tiles_for(each, p.w2, spare)
         how: dict[str, Any] = {"spare_sms": spare, "launch": p.launch}
-        given = {**p.activated, **self.of_first(rows), **how}
+        given = {**p.activated, **self.of_first(rows), **how, "source": rows.source}
         gemm_grouped.grouped_gemm(rows.x, p.w13, lists.ends, own["act"], first, **given)
         act = self.between(own, lists.ends[-1:], False)
         gemm_grouped.grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
@@ -158,9 +163,7 @@ class Unscaled(Scaling):
         return rows
 
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        # into the room of y, which is written after they are read
-        copy_rows(rows.x, lists.slots, own["y"], launch=self.products.launch)
-        return Rows(own["y"])
+        return Rows(rows.x, source=lists.source)  # the product gathers them
 
 
 def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:

@@ -50,17 +50,16 @@ def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled_rows, ac
     """A word would be of products that wait for each other, for want of registers. Small: instructions of both products
     of a layer stay in a multiprocessor's cache (docs/explanation/performance_log.md)."""
     form = gemm_grouped.options(itemsize, out_bytes, activation, scaled_rows=scaled_rows)
-    binary, words = nvrtc.compile_kernels(gemm_grouped.source(itemsize), form)
+    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(itemsize), form)
     assert 0 < len(binary) < (104 if scaled_rows else 100) * 1024
     assert words == ""
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize("mode", ["turned", "over_rows"])
-def test_products_across_lines_compile_for_hopper_without_a_word(mode):
-    binary, words = nvrtc.compile_kernels(
-        gemm_grouped.source(2, mode), gemm_grouped.options(2, 2, None, **{mode: True})
-    )
+@pytest.mark.parametrize("mode", ["turned", "over_rows", "gather"])
+def test_products_of_training_compile_for_hopper_without_a_word(mode):
+    form = gemm_grouped.options(2, 2, None, **{mode: True})
+    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(2, "" if mode == "gather" else mode), form)
     assert 0 < len(binary) < 100 * 1024
     assert words == ""
 
