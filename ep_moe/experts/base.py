@@ -72,6 +72,8 @@ class KernelCapabilities:
             return "it is not deterministic"
         if options is not None and options.spare_sms and not self.spare_sms:
             return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
+        if options is not None and options.recompute and not self.differentiable:
+            return "it has no backward (recompute=True)"
         if dtype not in self.dtypes:
             return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, self.dtypes)))}"
         if config.activation not in self.activations:
@@ -117,6 +119,8 @@ class ExpertsOptions:
         chunk_rows: Received rows of one kernel call. More are computed in several, so that scratch memory has a bound.
         spare_sms: Multiprocessors that its long-running kernels leave to a transport beside them
             (`MoELayer(pipeline=)`).
+        recompute: In training, keep a call's received rows alone, and compute the experts' inner rows again in
+            backward. Rows are neither routed nor dispatched again, as `torch.utils.checkpoint` of the layer would.
 
     Raises:
         ConfigError: a number is out of range.
@@ -125,10 +129,11 @@ class ExpertsOptions:
     deterministic: bool = False
     chunk_rows: int = 16384
     spare_sms: int = 0
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         set_counts(self, spare_sms=0, chunk_rows=1)
-        set_flags(self, "deterministic")
+        set_flags(self, "deterministic", "recompute")
 
 
 class Experts(ABC):
@@ -258,7 +263,8 @@ class Experts(ABC):
         if isinstance(out, PeerRows):
             self.compute_to_peers(received, out)
             return out
-        if self.own_backward and not torch.compiler.is_compiling() and backward.wants_gradients(self, received):
+        own_backward = self.own_backward or self.options.recompute
+        if own_backward and not torch.compiler.is_compiling() and backward.wants_gradients(self, received):
             flat_rows = as_rank_major(localized(received, self.weights.num_slots), self.weights.num_slots).dense()
             return backward.step(self, flat_rows).view(*received.x.shape[:-1], self.config.hidden_size)
         if received.layout in self.capabilities.layouts:

@@ -223,7 +223,8 @@ class Bf16TritonExperts(HopperExperts):
         w13, w2 = (self.weights.stored_tensors()[name].detach() for name in ("w13", "w2"))
         spare, weights = self.options.spare_sms, self._routing_weights(received)
         y, routes, h = gradients.forward(received.x, weights, received.local_ids, w13, w2, self.config, spare)
-        return y, (h, routes.slots, routes.ends)
+        kept = h.new_empty(len(h), 0) if self.options.recompute else h  # their number, without them
+        return y, (kept, routes.slots, routes.ends, routes.source)
 
     def gradients(
         self,
@@ -235,13 +236,13 @@ class Bf16TritonExperts(HopperExperts):
     ) -> StepGradients:
         from ep_moe.experts.hopper import gradients
 
-        h, slots, ends = saved
+        kept, slots, ends, source = saved
         assert received.local_ids is not None
-        routes = gradients.Routes(received.local_ids, slots, ends, len(h))
+        routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept))
         weights = self._routing_weights(received)
         found = gradients.backward(
-            grad, received.x, weights, routes, h, stored["w13"], stored["w2"], self.config,
-            self.options.spare_sms, wanted=(wanted["w13"], wanted["w2"]),
+            grad, received.x, weights, routes, kept if kept.shape[1] else None, stored["w13"], stored["w2"],
+            self.config, self.options.spare_sms, wanted=(wanted["w13"], wanted["w2"]),
         )  # fmt: skip
         by_weight = None if weights is None else found.weights  # under Weighting.COMBINE they have no part here
         return StepGradients(found.x, by_weight, {"w13": found.w13, "w2": found.w2})

@@ -1,7 +1,8 @@
 """The Hopper expert step in bf16 for training: a forward that keeps the first product's results, and its backward.
 
-Kept are the received rows, the first product's results (before the activation) and the sorted routes. Rows are put in
-the experts' order anew for each product that reads them so, in memory that the next one uses again. With h = w13 x,
+Kept are the received rows, the first product's results (before the activation) and the sorted routes. The first
+product gathers its rows; those that weights' gradients need are copied into the experts' order, in memory that the
+next product uses again: gathering takes these products longer than the copies. With h = w13 x,
 a = act(h) and y = weight * (w2 a), of a row's gradient dy:
 
     da = w2^T dy        dweight = <a, da>        dh = act'(h) * (weight * da)        dx = w13^T dh
@@ -21,10 +22,12 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
+from ep_moe.experts.layouts import expected_pairs
 from ep_moe.runtime.grids import next_power_of_2
 from ep_moe.types import capturing
 
 _ROUTES = 1024  # that a program numbers
+_UNCOUNTED = 64 << 20  # bytes of the first product's results, up to which there is room for all pairs that could be
 
 
 @dataclass(frozen=True)
@@ -32,27 +35,32 @@ class Routes:
     """Pairs of a row and a local expert, sorted by expert.
 
     ids: int32 [N, K], local, -1 for none; slots: int32 [N, K], where each pair is; ends: int32 [L]
-    count: of the pairs, or in a CUDA graph's capture the most that there could be
+    source: int32 [at least count], the row of each pair
+    count: of the pairs, or where the host does not wait for it the most that there could be
     """
 
     ids: Tensor
     slots: Tensor
     ends: Tensor
+    source: Tensor
     count: int
 
     @classmethod
-    def sort(cls, ids: Tensor, num_experts: int) -> Routes:
-        """Waits for the device once, for the number of pairs, where it does not capture."""
+    def sort(cls, ids: Tensor, num_experts: int, pair_bytes: int) -> Routes:
+        """Waits for the device, for the number of pairs, where room for all that could be would cost much memory.
+        pair_bytes: of what is kept for each"""
         pairs = ids.numel()
         if not pairs or not num_experts:
-            return cls(ids, torch.full_like(ids, -1), ids.new_zeros(num_experts, dtype=torch.int32), 0)
+            none = torch.full_like(ids, -1)
+            return cls(ids, none, ids.new_zeros(num_experts, dtype=torch.int32), none, 0)
         own = {
             name: torch.empty(shape, dtype=dtype, device=ids.device)
             for name, (shape, dtype) in route_sort.list_shapes(pairs, num_experts).items()
         }
         lists = route_sort.list_pairs(own, ids, None, 0, num_experts)
-        count = pairs if capturing(ids.device) else int(lists.ends[-1])
-        return cls(ids, lists.slots, lists.ends, count)
+        uncounted = pairs * pair_bytes <= _UNCOUNTED or capturing(ids.device)
+        count = pairs if uncounted else int(lists.ends[-1])
+        return cls(ids, lists.slots, lists.ends, lists.source, count)
 
     def numbers(self) -> Tensor:
         """Of each pair, which of the N * K routes it is: int32 [count]."""
@@ -70,6 +78,14 @@ class Routes:
         return out
 
 
+def first_product(x: Tensor, routes: Routes, w13: Tensor, config: MoEConfig, spare_sms: int) -> Tensor:
+    """Its results [count, 2 * I], before the activation."""
+    h = x.new_empty(routes.count, w13.shape[1])
+    tiles = tiles_for(_each(routes, config), w13, spare_sms, gathered=True)
+    grouped_gemm(x, w13, routes.ends, h, tiles, spare_sms=spare_sms, source=routes.source)
+    return h
+
+
 def forward(
     x: Tensor, weights: Tensor | None, ids: Tensor, w13: Tensor, w2: Tensor, config: MoEConfig, spare_sms: int
 ) -> tuple[Tensor, Routes, Tensor]:
@@ -79,19 +95,18 @@ def forward(
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]
     """
     slots, hidden, inner = w2.shape
-    routes, y = Routes.sort(ids, slots), torch.empty_like(x)
-    h = x.new_empty(routes.count, w13.shape[1])
+    routes, y = Routes.sort(ids, slots, w13.shape[1] * x.itemsize), torch.empty_like(x)
     if routes.count == 0:
-        return y.zero_(), routes, h
-    each = routes.count / slots
-    rows = routes.gather(x, x.new_empty(routes.count, hidden))
-    grouped_gemm(rows, w13, routes.ends, h, tiles_for(each, w13, spare_sms), spare_sms=spare_sms)
+        return y.zero_(), routes, x.new_empty(0, w13.shape[1])
+    h = first_product(x, routes, w13, config, spare_sms)
     act = x.new_empty(routes.count, inner)
     block = min(1024, next_power_of_2(inner))
     kernels.activate[(routes.count, -(-inner // block))](
         h, act, routes.ends, slots, inner, *_parameters(config), **_form(config), BLOCK=block
     )
-    grouped_gemm(act, w2, routes.ends, rows, tiles_for(each, w2, spare_sms), spare_sms=spare_sms)
+    tiles = tiles_for(_each(routes, config), w2, spare_sms)
+    rows = x.new_empty(routes.count, hidden)
+    grouped_gemm(act, w2, routes.ends, rows, tiles, spare_sms=spare_sms)
     return routes.sum(rows, weights, y), routes, h
 
 
@@ -106,18 +121,20 @@ class Gradients:
 
 
 def backward(
-    grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor, w13: Tensor, w2: Tensor,
+    grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None, w13: Tensor, w2: Tensor,
     config: MoEConfig, spare_sms: int, *, wanted: tuple[bool, bool] = (True, True),
 ) -> Gradients:  # fmt: skip
-    """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; wanted: gradients of w13 and of w2"""
+    """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again; wanted:
+    gradients of w13 and of w2"""
     slots, hidden, inner = w2.shape
-    count, each = routes.count, routes.count / max(1, slots)
+    count, each = routes.count, _each(routes, config)
     dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
     if count == 0:
         dw13, dw2 = (torch.zeros_like(w) if want else None for w, want in zip((w13, w2), wanted, strict=True))
         return Gradients(dx.zero_(), dweights, dw13, dw2)
-    rows = routes.gather(grad, x.new_empty(count, hidden))
-    da = x.new_empty(count, inner)
+    if h is None:
+        h = first_product(x, routes, w13, config, spare_sms)
+    rows, da = routes.gather(grad, x.new_empty(count, hidden)), x.new_empty(count, inner)
     grouped_gemm(rows, w2, routes.ends, da, tiles_for(each, w2.mT, spare_sms), spare_sms=spare_sms, turned=True)
     dh = torch.empty_like(h)
     kernels.differentiate[(count,)](
@@ -127,12 +144,20 @@ def backward(
     dw2 = torch.empty_like(w2) if wanted[1] else None
     if dw2 is not None:
         weight_gradient(rows, da, routes.ends, dw2, spare_sms=spare_sms)
+    del da
     grouped_gemm(dh, w13, routes.ends, rows, tiles_for(each, w13.mT, spare_sms), spare_sms=spare_sms, turned=True)
     routes.sum(rows, None, dx)
     dw13 = torch.empty_like(w13) if wanted[0] else None
     if dw13 is not None:
         weight_gradient(dh, routes.gather(x, rows), routes.ends, dw13, spare_sms=spare_sms)
     return Gradients(dx, dweights, dw13, dw2)
+
+
+def _each(routes: Routes, config: MoEConfig) -> float:
+    """Pairs of an expert, on average: as they are, or of a uniform router."""
+    slots, counted = max(1, len(routes.ends)), routes.count < routes.ids.numel()
+    pairs = routes.count if counted else len(routes.ids) * expected_pairs(config, slots, routes.ids.shape[1])
+    return pairs / slots
 
 
 def _parameters(config: MoEConfig) -> tuple[float, float]:

@@ -104,7 +104,7 @@ def test_weights_that_a_transport_multiplies_by_have_no_gradient_here(weighting,
     experts, given = kernel(monkeypatch, 2), dataclasses.replace(received(0), weighting=weighting)
     stored = {name: experts.weights.get_parameter(name) for name in ("w13", "w2")}
     lists = torch.zeros(0, CONFIG.top_k, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    saved = (given.x.new_empty(0, CONFIG.w13_rows), *lists)
+    saved = (given.x.new_empty(0, CONFIG.w13_rows), *lists, lists[0])
     found = experts.gradients(given, saved, stored, given.x, dict.fromkeys(stored, True))
     assert (found.weights is None) == (weighting is Weighting.COMBINE)
     assert not any(found.stored[name].any() for name in stored)
