@@ -9,9 +9,11 @@ combine    the way back, summed per token in rank order in float32, so that equa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.parallel.collectives import all_to_all_rows, as_bytes, as_rows
@@ -21,11 +23,12 @@ from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout
 
 @dataclass(frozen=True)
 class _Handle:
-    """sent, received: rows per peer. slots: [T, M], where each token's rows lie among those that come back, in rank
-    order, `sum(sent)` for none."""
+    """sent, received: rows per peer. token: int64 [sum(sent)], of each row that goes; slots: [T, M], where each token's
+    rows lie among these, and among those that come back, in rank order, `sum(sent)` for none."""
 
     sent: list[int]
     received: list[int]
+    token: Tensor
     slots: Tensor
 
 
@@ -65,12 +68,14 @@ class TorchAll2AllDispatcher(Dispatcher):
         received = [row[1 + self.rank_group.rank] for row in rows]
 
         peer, token = wanted.t().nonzero(as_tuple=True)  # grouped by peer, tokens ascending
-        handle = _Handle(sent, received, _slots(wanted, token, self.dispatch_shape.top_k))
-        pending_x = all_to_all_rows(as_bytes(x)[token], sent, received, self.rank_group)
+        handle = _Handle(sent, received, token, _slots(wanted, token, self.dispatch_shape.top_k))
+        copies = spread(x, token, handle.slots) if x.dtype.itemsize > 1 else as_bytes(x)[token]
+        pending_x = all_to_all_rows(copies, sent, received, self.rank_group)
         pending_scale, scale_dtype = None, self.dispatch_shape.row_format.scale
         if x_scale is not None:
             pending_scale = all_to_all_rows(as_bytes(x_scale)[token], sent, received, self.rank_group)
-        pending_meta = all_to_all_rows(self._meta(ids, routing.weights, peer, token), sent, received, self.rank_group)
+        weights = spread(routing.weights, token, handle.slots)
+        pending_meta = all_to_all_rows(self._meta(ids[token], weights, peer), sent, received, self.rank_group)
 
         def finish() -> Received:
             local, weights = pending_meta.wait().chunk(2, dim=1)
@@ -90,13 +95,7 @@ class TorchAll2AllDispatcher(Dispatcher):
         pending = all_to_all_rows(y, handle.received, handle.sent, self.rank_group)
 
         def finish() -> Tensor:
-            back = pending.wait()
-            none = back.new_zeros(1, back.shape[1])
-            back = torch.cat([back, none]).float()
-            total = back[handle.slots[:, 0]]
-            for column in handle.slots.unbind(1)[1:]:
-                total = total + back[column]
-            return total.to(y.dtype)
+            return summed(pending.wait(), handle.token, handle.slots)
 
         return Pending(finish)
 
@@ -108,12 +107,12 @@ class TorchAll2AllDispatcher(Dispatcher):
         wanted = torch.zeros(ids.shape[0], ranks + 1, dtype=torch.bool, device=ids.device)
         return wanted.scatter_(1, owner, True)[:, :ranks]
 
-    def _meta(self, ids: Tensor, weights: Tensor, peer: Tensor, token: Tensor) -> Tensor:
+    def _meta(self, ids: Tensor, weights: Tensor, peer: Tensor) -> Tensor:
         """float32 [rows, 2K]: local ids for the receiving rank, -1 for "not yours", and weights. Ids are far below
         2**24, so that float32 holds them exactly and both travel in one message."""
-        local = ids[token] - peer.unsqueeze(1) * self.dispatch_shape.slots_per_rank
+        local = ids - peer.unsqueeze(1) * self.dispatch_shape.slots_per_rank
         mine = (local >= 0) & (local < self.dispatch_shape.slots_per_rank)
-        return torch.cat([local.where(mine, -1).float(), weights[token]], dim=1)
+        return torch.cat([local.where(mine, -1).float(), weights], dim=1)
 
 
 def _slots(wanted: Tensor, token: Tensor, top_k: int) -> Tensor:
@@ -125,3 +124,43 @@ def _slots(wanted: Tensor, token: Tensor, top_k: int) -> Tensor:
     slots = torch.full((tokens, width), len(token), device=token.device)
     slots[token[order], nth] = order
     return slots
+
+
+class _Spread(Function):
+    """Each is the other's adjoint: torch's own adjoint of an index sorts rows, or adds them in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(token, slots)
+        return x[token]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return summed(grad, *ctx.saved_tensors), None, None
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(token, slots)
+        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        total = padded[slots[:, 0]].float()
+        for column in slots.unbind(1)[1:]:
+            total += padded[column]
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return spread(grad, *ctx.saved_tensors), None, None
+
+
+def spread(x: Tensor, token: Tensor, slots: Tensor) -> Tensor:
+    """x[token], [rows, ...]. token, slots: as `_Handle`"""
+    found: Tensor = _Spread.apply(x, token, slots)
+    return found
+
+
+def summed(rows: Tensor, token: Tensor, slots: Tensor) -> Tensor:
+    """The sum of each token's rows, in float32 and the order of ranks, [T, ...]."""
+    found: Tensor = _Summed.apply(rows, token, slots)
+    return found

@@ -1,0 +1,53 @@
+"""Rows that go to several ranks, and sums of what comes back: each is the other's derivative."""
+
+import torch
+
+from ep_moe.all2all.torch_a2a import _slots, spread, summed
+
+TOKENS, RANKS = 7, 3
+
+
+def routes():
+    wanted = torch.rand(TOKENS, RANKS, generator=torch.Generator().manual_seed(1)) < 0.6
+    wanted[2] = False  # a token that goes nowhere
+    _, token = wanted.t().nonzero(as_tuple=True)
+    return token, _slots(wanted, token, RANKS)
+
+
+def integers(*shape, seed):
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def test_derivatives_are_those_of_indexing():
+    token, slots = routes()
+    x, rows = integers(TOKENS, 5, seed=2).requires_grad_(), integers(len(token), 5, seed=3).requires_grad_()
+    behind = integers(len(token), 5, seed=4)
+    (found,) = torch.autograd.grad(spread(x, token, slots), x, behind)
+    assert torch.equal(found, torch.autograd.grad(x[token], x, behind)[0])
+    assert not found[2].any()
+    behind = integers(TOKENS, 5, seed=5)
+    (found,) = torch.autograd.grad(summed(rows, token, slots), rows, behind)
+    plain = torch.zeros(TOKENS, 5).index_add(0, token, rows)
+    assert torch.equal(summed(rows, token, slots), plain)
+    assert torch.equal(found, torch.autograd.grad(plain, rows, behind)[0])
+
+
+def test_derivatives_of_derivatives():
+    token, slots = routes()
+    x = integers(TOKENS, 5, seed=2).requires_grad_()
+
+    def second(rows_of):
+        (first,) = torch.autograd.grad(rows_of(x).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0]
+
+    assert torch.equal(second(lambda x: spread(x, token, slots)), second(lambda x: x[token]))
+
+
+def test_sums_are_rounded_once():
+    """256 + 1 is 256 in bf16, and so is that + 1: in float32 it is 258."""
+    rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    token, slots = torch.zeros(3, dtype=torch.int64), torch.tensor([[0, 1, 2]])
+    assert summed(rows, token, slots).item() == 258
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    spread(x, token, slots).backward(rows)
+    assert x.grad.item() == 258
