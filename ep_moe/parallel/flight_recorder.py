@@ -28,6 +28,7 @@ from torch.distributed import Store
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.device_mark import DeviceMark
 from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, with_cause
+from ep_moe.parallel.host_exchange import HostExchange
 from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.types import capturing
 
@@ -109,6 +110,7 @@ class FlightRecorder:
         self._beats = 0
         self._board: StepBoard | None = None  # of this rank, and those of its peers on this host
         self._boards: dict[int, PeerBoard] = {}
+        self._exchanging = False  # whether a group has what they exchange
         self._heard: dict[int, float] = {}  # when a rank's newest heartbeat was, by its clock
         self._mark: DeviceMark | None = None
         self._marked = 0.0
@@ -131,6 +133,14 @@ class FlightRecorder:
             board = PeerBoard.at(address) if address else None
             if board is not None:
                 self._boards[peer] = board
+
+    def host_exchange(self, ranks: Sequence[int]) -> HostExchange | None:
+        """What a group of ranks exchanges numbers by, if this rank sees the memory of all of them. One group has it."""
+        peers = {rank: self._boards[rank] for rank in ranks if rank in self._boards}
+        if self._board is None or self._exchanging or len(peers) < len(ranks) - 1:
+            return None
+        self._exchanging = True
+        return HostExchange(self._board, peers)
 
     @property
     def number(self) -> int:

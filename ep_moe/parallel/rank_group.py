@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ep_moe.errors import InputError
 from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.host_exchange import HostExchange
 
 # torch 2.13 renamed it; 2.11 has the old name only
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -29,6 +31,18 @@ Gradients = Mapping[str, Tensor]  # what a call is differentiated by, by name
 NO_GRADIENTS: Gradients = MappingProxyType({})
 
 
+class _Known:
+    """What a group learns in its calls.
+
+    own: what this rank exchanges numbers by, if it sees the memory of all others
+    by: the same, once it is known that all ranks do
+    """
+
+    own: HostExchange | None = None
+    by: HostExchange | None = None
+    asked = decided = grew = False
+
+
 @dataclass(frozen=True)
 class RankGroup:
     """group: None where there is one rank only. ranks: global ranks in group order. rank: this one's place."""
@@ -37,6 +51,7 @@ class RankGroup:
     ranks: tuple[int, ...]
     rank: int
     flight_recorder: FlightRecorder
+    known: _Known = field(default_factory=_Known, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -86,9 +101,7 @@ class RankGroup:
             )
         # one width whatever the call, so that ranks in different layers still understand each other
         filler = [0] * (self.size + 1 - count)
-        asked = sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
-        asked = asked if torch.is_grad_enabled() else 0
-        header = [problem is not None, where, carried, asked, *filler, *integers]
+        header = [problem is not None, where, carried, _asked(gradients), *filler, *integers]
         row = torch.tensor(header, dtype=torch.int64, device=device)
         rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
         troubled = [index for index, row in enumerate(rows) if row[0]]
@@ -108,6 +121,46 @@ class RankGroup:
         self._same_rows([row[2] for row in rows])
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - count :] for row in rows]
+
+    def most_tokens(
+        self,
+        tokens: int,
+        problem: str | None,
+        device: torch.device,
+        what: str,
+        *,
+        gradients: Gradients = NO_GRADIENTS,
+    ) -> int:
+        """The most tokens of any rank in a call, the same on all of them. Raises InputError on all ranks where `agree`
+        does, which is asked where the host's memory cannot say that all is well. what: the transport, for errors"""
+        recorder = self.flight_recorder
+        if self.size == 1:
+            if problem is not None:
+                raise InputError(f"rank {self.ranks[0]}: {problem}")
+            return tokens
+        recorder.check()
+        known = self.known
+        if known.by is not None:
+            facts = zlib.crc32(recorder.where.encode(), _asked(gradients))
+            facts = zlib.crc32(recorder.carried.encode(), facts)
+            found = known.by.exchange(tokens << 1 | (problem is not None), facts, recorder, lambda: self._aside(what))
+            if all(given == facts and not first & 1 for first, given in found):
+                return max(found)[0] >> 1
+        if not known.asked:
+            known.own, known.asked = recorder.host_exchange(self.ranks), True
+        with self._aside(what):
+            rows = self.agree([known.own is not None, tokens], problem, device, gradients=gradients)
+        if not known.decided:
+            known.by, known.decided = known.own if all(row[0] for row in rows) else None, True
+        return max(row[1] for row in rows)
+
+    @contextmanager
+    def _aside(self, what: str) -> Iterator[None]:
+        """A step that begins a dispatch, in which peers that come late are behind; it is not counted beside that."""
+        before = self.flight_recorder.newest
+        with self.flight_recorder.step("dispatch", what):
+            yield
+        self.flight_recorder.leave_at(before)
 
     def _same_rows(self, carried: list[int]) -> None:
         odd = [index for index, found in enumerate(carried) if found != carried[0]]
@@ -133,3 +186,10 @@ class RankGroup:
                     f"{name} requires a gradient on rank {found[True]} and none on rank {found[False]}, whose backward "
                     f"would not be there; let requires_grad and grad mode be alike on all ranks, without rows too"
                 )
+
+
+def _asked(gradients: Gradients) -> int:
+    """A bit for each that is asked for."""
+    if not torch.is_grad_enabled():
+        return 0
+    return sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)

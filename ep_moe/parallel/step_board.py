@@ -2,7 +2,8 @@
 
 A heartbeat is up to seconds old when a process is killed. Here a rank writes one word for each step, and the ranks of
 its host have mapped that word beforehand. The memory has no name in a file system, so a killed process leaves nothing
-behind. Linux only; elsewhere, and between hosts and containers, heartbeats are all there is.
+behind. Linux only; elsewhere, and between hosts and containers, heartbeats are all there is. Beside that word are those
+of `host_exchange`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 _BYTES = 1 << 14
-_TOKEN, _STEP, _LENGTH, _TEXT = 0, 1, 2, 24  # words, and where the text begins
+_TOKEN, _STEP, _LENGTH = 0, 1, 2  # words
+EXCHANGED = 3  # the first of 4 words: two of an exchange with an even number, two of one with an odd number
+_TEXT = 56  # bytes, where the text begins
 _CODES = 1 << 15  # names of steps that fit beside a number and `done` into one word
 
 Place = tuple[str, str, str]  # where, phase, detail
@@ -61,6 +64,11 @@ class StepBoard:
         self._codes[place] = len(self._codes) + 1
         return self._codes[place]
 
+    @property
+    def words(self) -> memoryview:
+        """int64, to write."""
+        return self._words
+
     def close(self) -> None:
         with suppress(BufferError, OSError, ValueError):
             self._words.release()
@@ -69,10 +77,11 @@ class StepBoard:
 
 
 class PeerBoard:
-    """A peer's, for reading."""
+    """A peer's, for reading. words: int64"""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        self.words = memoryview(memory).cast("q")
 
     @classmethod
     def at(cls, address: str) -> PeerBoard | None:
@@ -102,10 +111,11 @@ class PeerBoard:
         return word >> 16, (where, phase, detail), bool(word & 1)
 
     def _word(self, at: int) -> int:
-        return int.from_bytes(self._memory[8 * at : 8 * at + 8], "little", signed=True)
+        return int(self.words[at])
 
     def close(self) -> None:
         with suppress(BufferError, ValueError):
+            self.words.release()
             self._memory.close()
 
 

@@ -1,0 +1,89 @@
+"""Numbers exchanged through a host's memory, among boards of one process."""
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from ep_moe.parallel import host_exchange
+from ep_moe.parallel.host_exchange import LARGEST, HostExchange
+from ep_moe.parallel.step_board import PeerBoard, StepBoard
+
+NOBODY = SimpleNamespace(deadline_s=20.0, check=lambda: None)
+RANKS = 3
+
+
+@pytest.fixture
+def made():
+    """An exchange for each of three ranks."""
+    own = [StepBoard() for _ in range(RANKS)]
+    peers = [{at: PeerBoard.at(board.address) for at, board in enumerate(own) if at != rank} for rank in range(RANKS)]
+    yield [HostExchange(board, others) for board, others in zip(own, peers, strict=True)]
+    for board in (*own, *(board for others in peers for board in others.values())):
+        board.close()
+
+
+def put(exchange: HostExchange, first: int, second: int) -> list[tuple[int, int]]:
+    return exchange.exchange(first, second, NOBODY, contextlib.nullcontext)
+
+
+def test_every_rank_gets_the_numbers_of_all(made, monkeypatch):
+    """Ranks that come at different times, past the largest number of an exchange."""
+    monkeypatch.setattr(host_exchange, "_POLLS", 2)
+    for exchange in made:
+        exchange._number = host_exchange._NUMBERS - 150
+    faults = []
+
+    def run(rank: int) -> None:
+        for turn in range(300):
+            if turn % (5 + rank) == 0:
+                time.sleep(0.001)
+            found = put(made[rank], 7 * turn + rank, LARGEST - turn - rank)
+            others = [other for other in range(RANKS) if other != rank]
+            wanted = [(7 * turn + other, LARGEST - turn - other) for other in (rank, *others)]
+            if found != wanted:
+                faults.append((rank, turn, found, wanted))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults, faults[:3]
+
+
+def test_a_rank_that_is_late_is_waited_for_where_others_are_told(made, monkeypatch):
+    monkeypatch.setattr(host_exchange, "_POLLS", 2)
+    entered = []
+
+    @contextlib.contextmanager
+    def late():
+        entered.append("late")
+        for rank in (1, 2):
+            made[rank]._own[host_exchange.EXCHANGED + 1] = made[rank]._own[host_exchange.EXCHANGED + 3] = 1
+            made[rank]._own[host_exchange.EXCHANGED + 2] = 5 << 16 | 1
+        yield
+        entered.append("here")
+
+    assert made[0].exchange(4, 0, NOBODY, late) == [(4, 0), (5, 0), (5, 0)]
+    assert entered == ["late", "here"]
+
+
+def test_a_rank_that_never_comes_is_named(made, monkeypatch):
+    monkeypatch.setattr(host_exchange, "_POLLS_IN_TURN", 2)
+    made[1]._own[host_exchange.EXCHANGED + 2] = made[1]._own[host_exchange.EXCHANGED + 3] = 1
+    with pytest.raises(dist.DistError, match="rank 2 did not come to this call"):
+        made[0].exchange(4, 0, SimpleNamespace(deadline_s=0.05, check=lambda: None), contextlib.nullcontext)
+
+
+def test_what_failed_elsewhere_ends_the_wait(made, monkeypatch):
+    monkeypatch.setattr(host_exchange, "_POLLS_IN_TURN", 2)
+
+    def check():
+        raise KeyError("rank 2 ran out of memory")
+
+    with pytest.raises(KeyError, match="rank 2 ran out of memory"):
+        made[0].exchange(4, 0, SimpleNamespace(deadline_s=20.0, check=check), contextlib.nullcontext)
