@@ -71,8 +71,8 @@ class EPContext(ConnectedRanks):
         store: Shared by the ranks; None for a single process.
         rank_groups: Process groups by kind.
         flight_recorder: Follows the steps of this rank and its peers.
-        max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number, and no transport
-            with fixed buffers.
+        max_tokens: The most tokens that any rank passes to a layer in one call, for which transports make buffers once.
+            Default: any number; buffers grow where a transport can (`nvlink_p2p`), and CUDA graphs cannot hold it.
 
     Attributes:
         consensus: Among the ranks that run the same layers (this rank's lockstep group).
@@ -90,6 +90,7 @@ class EPContext(ConnectedRanks):
         super().__init__(layout, device, store, rank_groups, flight_recorder, max_tokens)
         self._stage_times: StageTimes | None = None
         self._current_limit = self._max_dispatch_tokens
+        self._agreed_limit: int | None = None  # of the call that begins, where its ranks have agreed on it before
         self._workspaces = Workspaces(device)
         self._compute = SideStream(priority=-1)
         self._recorders: list[Any] = []
@@ -129,6 +130,11 @@ class EPContext(ConnectedRanks):
     def _max_dispatch_tokens(self) -> int | None:
         """The most tokens that a rank dispatches: its own share of `max_tokens`, and its etp peers'."""
         return None if self.max_tokens is None else self.layout.max_dispatch_tokens(self.max_tokens)
+
+    @property
+    def _call_limit(self) -> int | None:
+        """The most tokens that a rank dispatches in the call under way, where that is known."""
+        return self._agreed_limit if self._current_limit is None else self._current_limit
 
     @contextmanager
     def token_limit(self, max_tokens: int) -> Iterator[None]:
@@ -226,7 +232,8 @@ class EPContext(ConnectedRanks):
         where: the layer, if it left before `entered`
         users: it comes from the user's own code, which may raise any class on one rank alone
         """
-        alike = isinstance(error, EPMoEError) and not users and not is_out_of_memory(error, self.device)
+        alike = not users and isinstance(error, EPMoEError)
+        alike = alike and (getattr(error, "agreed_by", None) is not None or not is_out_of_memory(error, self.device))
         # a recomputation ends by an exception of torch's, on all ranks at the same operation
         ends = type(error).__module__ == "torch.utils.checkpoint"
         if self.flight_recorder.alone or alike or ends or capturing(self.device):
@@ -239,14 +246,14 @@ class EPContext(ConnectedRanks):
 
     def _left(self) -> None:
         """The end of that forward."""
-        self._inside, self.flight_recorder.where = None, ""
+        self._inside, self._agreed_limit, self.flight_recorder.where = None, None, ""
 
     def plan(self) -> dict[str, int]:
         """Count this rank's bytes by kind over the layers that live.
 
         Returns:
             Bytes by the kinds of `MoELayer.plan`. The largest workspace counts once (per stream that layers run on),
-            and a transport's buffers once per dispatch shape (and call in flight)."""
+            and a transport's buffers once per dispatch shape (and call in flight), those that grow as they are now."""
         total: dict[str, int] = {}
         for layer in self._layers.values():
             for name, size in layer.plan().items():

@@ -333,7 +333,8 @@ class MoELayer(LayerParts):
     def plan(self) -> dict[str, int]:
         """Count this rank's bytes by kind, from shapes alone.
 
-        The result is the same before and after anything is allocated.
+        The result is the same before and after anything is allocated. Exception: buffers that grow (a transport with
+        fixed buffers in a context without `max_tokens`) count as they are now.
 
         Returns:
             Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The workspace and
@@ -350,7 +351,8 @@ class MoELayer(LayerParts):
         """Buffers by transport and geometry."""
         if isinstance(self.experts, FusedExperts):
             return {(INSIDE, self.experts.dispatch_shape): self.experts.buffer_bytes(self.experts.dispatch_shape)}
-        return self._table.transport_bytes(self._shape_of)
+        planned, made = self._table.transport_bytes(self._shape_of), self.context._pool
+        return {key: made[key].held_bytes() if key in made and made[key].grows else planned[key] for key in planned}
 
     # --- checks ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -302,7 +303,13 @@ class LayerParts(nn.Module):
             One row a pair, whose status is "chosen", "possible", or the reason why it cannot run here.
         """
         table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
-        return table if self.tuned is None else self._table.explained(table)
+        if self.tuned is not None:
+            return self._table.explained(table)
+        grown = [dispatcher for dispatcher in self._dispatchers.values() if dispatcher.grows]
+        if not grown:
+            return table
+        held = f"; they hold {sum(dispatcher.held_bytes() for dispatcher in grown) / 2**20:.1f} MiB now"
+        return [replace(row, reason=row.reason + held) if row.status == "chosen" else row for row in table]
 
     def extra_repr(self) -> str:
         """Describe the layer in one line, for `print`."""

@@ -51,7 +51,7 @@ def transport(name: str, kind: type[Dispatcher]) -> list[str]:
     can = kind.capabilities
     limits = [f"{can.max_ranks} ranks"] if can.max_ranks else []
     limits += [f"K up to {can.max_top_k}"] if can.max_top_k else []
-    limits += ["needs max_tokens"] if can.static else []
+    limits += ["needs max_tokens"] if can.static and not can.grows else []
     formats = [f"{name} out" for name in sorted(can.dispatch_formats - {"plain"})]
     formats += [f"{name} back" for name in sorted(can.combine_formats - {"plain"})]
     return [

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ep_moe.all2all.buffer_slots import RecordableCall
 from ep_moe.all2all.checks import routing_problem, too_many_tokens
-from ep_moe.checks import check_count, check_fields
+from ep_moe.checks import INT32, check_count, check_fields
 from ep_moe.config import PLAIN_WIRE, Wire, flat_facts
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW, RowFormat
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
@@ -52,6 +52,7 @@ class DispatcherCapabilities:
     scale_alignment_bytes: that the scales of a row must be a multiple of
     rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
     static: its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come
+    grows: it is static, and without `max_tokens` its buffers grow: the ranks agree on the most tokens of each call
     peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
     places: a `DeferredRouting` need not be placed before it sets out
     ahead_of: names of transports that it goes before where "auto" chooses, for transports of other packages; else they
@@ -76,6 +77,7 @@ class DispatcherCapabilities:
     scale_alignment_bytes: int = 4
     rounds: frozenset[str] = frozenset()
     static: bool = False
+    grows: bool = False
     peer_out: bool = False
     places: bool = False
     ahead_of: frozenset[str] = frozenset()
@@ -96,7 +98,8 @@ class DispatchShape:
     """The shape of what travels; equal layers of a context share the dispatcher of their shape.
 
     hidden_size H, top_k K, cap: slots per rank on the wire, num_ranks R, dtype: of the layer
-    max_tokens: the most tokens that a rank dispatches in one call; None: any number, on transports that are not static
+    max_tokens: the most tokens that a rank dispatches in one call; None: any number, on transports that are not static,
+        or grow
     wire: how rows are written while they travel
     """
 
@@ -171,6 +174,7 @@ class Dispatcher(ABC):
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         self.dispatch_shape = dispatch_shape
         self.rank_group = rank_group
+        self.newest_bound: int | None = None  # `max_tokens` of the newest call
         self._side: SideStream | None = None
 
     @classmethod
@@ -228,7 +232,7 @@ class Dispatcher(ABC):
             if hidden_size % unit:
                 wanted = f"a multiple of {unit} in {dtype_name(number)}"
                 return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
-        if can.static and max_tokens is None:
+        if can.static and not can.grows and max_tokens is None:
             return f"{cls.name} has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
         return None
 
@@ -242,6 +246,28 @@ class Dispatcher(ABC):
         """Rows that it keeps room for between calls, in bytes, for one call in flight; a library's own bookkeeping is
         not counted."""
         return 0
+
+    @property
+    def grows(self) -> bool:
+        """Whether its buffers grow with the calls, whose ranks agree on how many tokens they have at most."""
+        return self.capabilities.grows and self.dispatch_shape.max_tokens is None
+
+    def held_bytes(self) -> int:
+        """What a transport that grows has made room for by now, as `buffer_bytes` counts it."""
+        return 0
+
+    def call_bound(
+        self, tokens: int, device: torch.device, problem: str | None = None, *, gradients: Gradients = NO_GRADIENTS
+    ) -> int:
+        """`max_tokens` for a call of a transport that grows: a power of two that holds the most tokens of any rank, so
+        that kernels meet few sizes. Collective; raises InputError on all ranks where one has a problem."""
+        if capturing(device):
+            raise InputError(
+                f"{self.name} has buffers that grow with the calls, and a captured call has one size; say the most "
+                f"tokens of a call by EPContext.from_torchrun(max_tokens=...)"
+            )
+        most = self.rank_group.most_tokens(tokens, problem, device, self.name, gradients=gradients)
+        return 1 << max(most - 1, 0).bit_length()
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
@@ -278,8 +304,8 @@ class Dispatcher(ABC):
         """Send; `wait()` receives. What the caller does in between runs beside it, where the transport can.
 
         problem: a fault the caller found on this rank, raised on all of them
-        max_tokens: the most tokens that any rank has in this call, the same on all; default the geometry's. Fewer spare
-            a static transport's receiver empty rows.
+        max_tokens: the most tokens that any rank has in this call, the same on all; default the geometry's, and for
+            transports that grow what `call_bound` finds. Fewer spare a static transport's receiver empty rows.
         """
         return self._beside(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
 
@@ -304,10 +330,14 @@ class Dispatcher(ABC):
             raise InputError(
                 f"{self.name} waits for the device and cannot be captured in a CUDA graph; {_capturable()}"
             )
+        agrees = self.grows and bound is None
         problem = problem or self._problem(x, x_scale, routing, bound)
-        most = self.dispatch_shape.max_tokens
+        if agrees:
+            bound = self.call_bound(0 if problem else len(x), x.device, problem)
+        most = INT32 if self.grows else self.dispatch_shape.max_tokens
         if problem is not None and most is not None and not (bound is not None and 1 <= bound <= most):
-            bound = most  # this one is what is wrong; that of the peers is not known here
+            bound = 1 if self.grows else most  # this one is what is wrong; that of the peers is not known here
+        self.newest_bound = bound
         with self.rank_group.flight_recorder.step("dispatch", self.name):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
         return self._guarded("dispatch", pending, self._with_format)
@@ -366,10 +396,10 @@ class Dispatcher(ABC):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routing).__name__}"
         if (problem := self._rows_problem(x, x_scale)) is not None:
             return problem
-        if self.capabilities.static:
-            assert g.max_tokens is not None
-            if max_tokens is None or not 1 <= max_tokens <= g.max_tokens:
-                return f"max_tokens must be in [1, {g.max_tokens}], as EPContext has it, got {max_tokens}"
+        if self.capabilities.static and not (self.grows and max_tokens is None):
+            most = g.max_tokens or INT32
+            if max_tokens is None or not 1 <= max_tokens <= most:
+                return f"max_tokens must be in [1, {most}], as EPContext has it, got {max_tokens}"
             if (problem := too_many_tokens(x, max_tokens)) is not None:
                 return problem
         return routing_problem(given_ids(routing), routing.weights, x, g.top_k)

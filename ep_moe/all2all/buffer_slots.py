@@ -16,10 +16,13 @@ from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
 
 @dataclass(eq=False)
 class BufferSlot:
-    """One workspace of the library, whether a call is under way in it, and the stream that the last one ended on."""
+    """One workspace of the library, whether a call is under way in it, and the stream that the last one ended on.
+
+    given_back: a larger one has taken its place, and what was recorded on it cannot run any more"""
 
     library: Any
     busy: bool = False
+    given_back: bool = False
     stream: torch.cuda.Stream | None = None
 
     def release(self, device: torch.device) -> None:
@@ -28,6 +31,13 @@ class BufferSlot:
             return
         if self.stream is None or self.stream.cuda_stream != current_stream(device):
             self.stream = torch.cuda.current_stream(device)
+
+    def give_back(self, device: torch.device) -> None:
+        """Its memory, once the last call in it has ended on this rank: no peer writes there any more then."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.given_back = True
+        self.library.destroy()
 
     def on(self, stream: int) -> bool:
         """Whether no call ended on another stream than the one with this handle."""
@@ -67,17 +77,21 @@ class BufferPool:
         self._name, self._make = name, make
         self.made: list[BufferSlot] = []
 
-    def take(self, device: torch.device) -> BufferSlot:
-        """A lane for one call, from dispatch to combine. Collective where one is made."""
-        for buffer_slot in self.made:
-            if not buffer_slot.busy:
-                buffer_slot.follow(device)
-                return buffer_slot
+    def take(self, device: torch.device, fits: Callable[[Any], bool] = lambda library: True) -> BufferSlot:
+        """A lane for one call, from dispatch to combine. Collective where one is made: `fits` says alike on all ranks
+        whether a free one serves the call, or a new one takes its place."""
+        place = next((at for at, buffer_slot in enumerate(self.made) if not buffer_slot.busy), len(self.made))
+        before = self.made[place] if place < len(self.made) else None
+        if before is not None and fits(before.library):
+            before.follow(device)
+            return before
         if capturing(device):
             raise InputError(f"{self._name} makes its buffers in the first call: run the layer once before a capture")
         with torch.inference_mode(False):  # what is made within it could not be written outside
             buffer_slot = BufferSlot(self._make(device))
-        self.made.append(buffer_slot)
+        if before is not None:
+            before.give_back(device)
+        self.made[place : place + 1] = [buffer_slot]
         return buffer_slot
 
     def destroy(self) -> None:

@@ -38,7 +38,7 @@ class Exchange:
         self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
         self.to_peers = experts.capabilities.peer_out
-        self.bound = context._current_limit
+        self.bound = context._call_limit
         most = dispatcher.dispatch_shape.max_tokens
         self.in_parts = most is not None and self.bound is not None and self.bound > most
         self.kernel = experts
@@ -52,6 +52,9 @@ class Exchange:
         """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.
 
         Without work and in one part everything stays on the current stream."""
+        if self.bound is None and self.dispatcher.grows:
+            gradients = {"x": self.x, "routing.weights": self.routing.weights}
+            self.bound = self.dispatcher.call_bound(len(self.x), self.x.device, gradients=gradients)
         if self.in_parts and (problem := too_many_tokens(self.x, self.bound)) is not None:
             self.refuse(problem)
         if self.trained:

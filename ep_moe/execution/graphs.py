@@ -22,7 +22,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.execution.cuda_graph import Recorder
-from ep_moe.execution.graph_inputs import Inputs
+from ep_moe.execution.graph_inputs import CallSignature, Inputs
 from ep_moe.execution.recorded_calls import (
     CallerInputs,
     CopiedInputs,
@@ -70,14 +70,15 @@ class Sizes:
 
 
 class CallGraphs:
-    """One layer's. Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound,
-    the dtype of ids, the stream."""
+    """One layer's. Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound
+    of the call, the dtype of ids, the stream."""
 
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
         self._context, self._hidden = context, config.hidden_size
         recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
         self._automatic = recordable and context._tokens.whole and not config.routing.weight_on_input
         self._calls: dict[Any, Sizes | None] = {}  # None: a key that one call had, of which nothing is recorded
+        self._agreeing: dict[Any, CallSignature] = {}  # recorded under agreed bounds, by the rest of the key
         self._tries = _TRIES
 
     def __len__(self) -> int:
@@ -89,6 +90,8 @@ class CallGraphs:
 
     def drop(self, mode: type[RecordedCall] = RecordedCall) -> None:
         """Forget graphs, and run calls eagerly until others are recorded."""
+        if mode is not CopiedInputs:
+            self._agreeing.clear()
         if mode is RecordedCall:
             self._calls.clear()
         for key in [key for key in self._calls if key[0] is mode]:
@@ -104,16 +107,21 @@ class CallGraphs:
         bound, stream, tokens = context._current_limit, current_stream(device), x.numel() // self._hidden
         for mode in (CopiedInputs, CallerInputs):
             copied = mode is CopiedInputs
+            if bound is None and not copied:
+                bound = self._agreed_bound(layer, x, routing, tokens, stream)
+                if bound is None:
+                    return None
             found = self._calls.get((mode, bound, routed) if copied else (mode, bound, _ids_dtype(routing), stream))
             call = None if found is None else found.serving(tokens)
             if call is None or not call.form.fits(x, routing, tokens):
                 continue
-            if not call.places.kept(layer):
+            busy = call.stream != stream or not context._idle or context._stage_times is not None or capturing(device)
+            gone = False
+            for buffer_slot in call.buffer_slots:
+                busy, gone = busy or buffer_slot.busy, gone or buffer_slot.given_back
+            if gone or not call.places.kept(layer):
                 self.drop(mode)
                 continue
-            busy = call.stream != stream or not context._idle or context._stage_times is not None or capturing(device)
-            for buffer_slot in call.buffer_slots:
-                busy = busy or buffer_slot.busy
             if busy:
                 continue
             flight_recorder = context.flight_recorder
@@ -125,7 +133,18 @@ class CallGraphs:
             flight_recorder.leave_at(Step(number + call.steps, *call.left))
             flight_recorder.mark(device)
             return call.result(layer, x, tokens, out)
+        if context._current_limit is None:
+            context._agreed_limit = bound  # for the call that runs now
         return None
+
+    def _agreed_bound(self, layer: Layer, x: Tensor, routing: Routing | None, tokens: int, stream: int) -> int | None:
+        """The bound of a call over a transport that grows, if one like it was recorded under any bound. All ranks agree
+        on it once in each call, whether they replay or run it."""
+        form = self._agreeing.get((_ids_dtype(routing), stream))
+        if form is None or not form.fits(x, routing, tokens) or not self._context._idle:
+            return None
+        with self._context._entered(layer.name, layer._carried()):
+            return layer._dispatcher().call_bound(tokens, x.device, gradients={"x": x, "routing.weights": x})
 
     # --- what the user lists ------------------------------------------------------------------------------------------
 
@@ -177,7 +196,9 @@ class CallGraphs:
     def note(self, layer: Layer, routing: Routing | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
         bound, device = self._context._current_limit, self._context.device
-        if torch.compiler.is_compiling() or not self._automatic or bound is None:
+        if torch.compiler.is_compiling() or not self._automatic:
+            return
+        if bound is None and (bound := layer._dispatcher().newest_bound) is None:
             return
         if routing is None and type(layer.router) is not Router:
             return
@@ -192,6 +213,8 @@ class CallGraphs:
         if key in self._calls:
             call = self._recorded(layer, key[2], bound, placing)
             self._calls[key] = None if call is None else Sizes([call.most], [call])
+            if call is not None and self._context._current_limit is None:
+                self._agreeing[key[2:]] = call.form
             return
         self._make_room()
         self._calls[key] = None

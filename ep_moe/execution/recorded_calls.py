@@ -51,6 +51,7 @@ class Layer(Protocol):
     @property
     def _kernel(self) -> Experts | FusedExperts: ...
     def _dispatcher(self) -> Dispatcher: ...
+    def _carried(self) -> str: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -216,6 +217,11 @@ def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) 
             return (
                 f"{asked}={part.name} cannot be captured in a CUDA graph; choose another (docs/reference/backends.md)"
             )
+    if transport.grows:
+        return (
+            f"all2all={transport.name} has buffers that grow with the calls, and a replay has one size; say the most "
+            f"tokens of a call by EPContext.from_torchrun(max_tokens=...)"
+        )
     if transport.rank_group.size > 1 and not isinstance(getattr(transport, "buffer_pool", None), BufferPool):
         return f"all2all={transport.name} puts its calls in order on a stream that a replay passes by; {_INSTEAD}"
     if context._tokens.checks_input:

@@ -95,7 +95,7 @@ def register_ep_implementation(
         experts: The name of a kernel that reads weights as transformers holds them, or "auto". Calls with gradients
             need a transport and a kernel with a backward, which "auto" finds.
         options: How the expert kernel runs.
-        max_tokens: The most tokens of a rank in one call. It opens the transports whose buffers are made once.
+        max_tokens: The most tokens of a rank in one call, for which transports make buffers once. Default: any number.
         top_k: The most experts that a token takes. Default: what the model's configuration says.
         deadline_s: Seconds that a collective step may last before its peers are examined.
 

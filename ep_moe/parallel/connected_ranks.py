@@ -79,8 +79,9 @@ class ConnectedRanks:
             parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
             device: Where the layers compute. Default: this rank's GPU, else the CPU.
             deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. It opens the transports
-                whose buffers are made once, which CUDA graphs need. Default: any number.
+            max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. Transports then make
+                their buffers once, which CUDA graphs and some of them need. Default: any number; the buffers of
+                `nvlink_p2p` grow with the calls.
 
         Returns:
             The context, on every rank.
@@ -163,8 +164,7 @@ class ConnectedRanks:
             etp: The number of ranks over which an expert is cut, for a mesh of attention's axes. Default: 1.
             device: Where the layers compute. Default: this process's device of the mesh's type.
             deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens that any rank passes to a layer in one call. None: any number, and no
-                transport with fixed buffers.
+            max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
 
         Returns:
             The context. Its `layout.ranks` are the mesh's ranks in the order of the layout.

@@ -80,7 +80,7 @@ class BackendTable:
     def fixed(self) -> bool:
         """Whether some transport has buffers for one dtype and size, and no exchange before rows travel."""
         return any(
-            registry.load("dispatchers", entry.choice.all2all).capabilities.static
+            registry.load("dispatchers", entry.choice.all2all).capabilities.static and entry.room is not None
             for entry in self._entries
             if entry.choice.all2all != INSIDE
         )

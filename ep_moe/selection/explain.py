@@ -106,7 +106,10 @@ def explain(
                 reason = _refusal(
                     backends, config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire
                 )
-                yield transport, kernel, f"{why}; {kernel} is {stated}" if stated else why, reason
+                text = f"{why}; {kernel} is {stated}" if stated else why
+                if reason is None and max_tokens is None and backends.load("dispatchers", transport).capabilities.grows:
+                    text = f"{text}; its buffers grow with the calls, and max_tokens makes them once, for CUDA graphs"
+                yield transport, kernel, text, reason
 
     fused = [
         (

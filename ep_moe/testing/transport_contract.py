@@ -80,7 +80,7 @@ def check_dispatcher(
     """
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
-        can = _capabilities(factory, context)
+        can, grows = _promised(factory, context)
         can.check()
         dtypes = dtypes or sorted(can.dtypes or {torch.bfloat16, torch.float16, torch.float32}, key=str)
         for top_k in top_ks:
@@ -94,21 +94,22 @@ def check_dispatcher(
                 context.rank_groups["ep"],
                 device,
             )
-    if can.host_sync and dist.get_world_size() > 1:
+    if (can.host_sync or grows) and dist.get_world_size() > 1:
         a_peer_that_never_comes(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
     elif device.type == "cuda" and dist.get_world_size() > 1:
         a_peer_that_comes_too_late(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
-    if can.static:
+    if can.static and not grows:
         one_token_too_many(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
 
 
-def _capabilities(factory: DispatcherFactory, context: EPContext) -> DispatcherCapabilities:
+def _promised(factory: DispatcherFactory, context: EPContext) -> tuple[DispatcherCapabilities, bool]:
+    """What it can do, and whether those that the factory makes grow."""
     rank_group = context.rank_groups["ep"]
     probe = together(
         "made", rank_group, lambda: factory(dispatch_shape(context.layout.ep, 2, torch.bfloat16), rank_group)
     )
     together(f"{probe.name}: destroy", rank_group, probe.destroy)
-    return probe.capabilities
+    return probe.capabilities, probe.grows
 
 
 def _wires(can: DispatcherCapabilities) -> list[Wire]:

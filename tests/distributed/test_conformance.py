@@ -103,6 +103,24 @@ class CopyEngines(nvlink_p2p.NVLinkP2PDispatcher):
     few_bytes = copied_bytes = 0
 
 
+class Growing(nvlink_p2p.NVLinkP2PDispatcher):
+    """From 2 tokens on."""
+
+    least_room = 2
+
+
+class GrowingCopies(CopyEngines):
+    least_room = 2
+
+
+def p2p_growing(shape: DispatchShape, rank_group: RankGroup, kind=Growing) -> Dispatcher:
+    return p2p(dataclasses.replace(shape, max_tokens=None), rank_group, kind)
+
+
+def p2p_growing_copies(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
+    return p2p_growing(shape, rank_group, GrowingCopies)
+
+
 def p2p_many(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
     return p2p(shape, rank_group, ManyTokens)
 
@@ -112,11 +130,15 @@ def p2p_copies(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
 
 
 @distributed(1, 2, 4)
-@pytest.mark.parametrize("make", [p2p, p2p_many, p2p_copies], ids=["packets", "kernels", "copies"])
+@pytest.mark.parametrize(
+    "make",
+    [p2p, p2p_many, p2p_copies, p2p_growing, p2p_growing_copies],
+    ids=["packets", "kernels", "copies", "growing", "growing by copies"],
+)
 def test_nvlink_p2p(make, world_size):
     if rank_device().type == "cuda" and (why := nvlink_p2p.NVLinkP2PDispatcher.available()):
         pytest.skip(why)
-    check_dispatcher(make, top_ks=(3,) if make is p2p_copies else (1, 3))
+    check_dispatcher(make, top_ks=(1, 3) if make in (p2p, p2p_many) else (3,))
 
 
 @distributed(4)

@@ -77,3 +77,8 @@ def test_automatic_graphs_beside_other_streams_and_captures():
 def test_kernels_that_start_early(kind, tokens):
     body = "tests.distributed.test_early_start:test_the_bits_of_kernels_that_wait"
     run(2, body, kind=kind, tokens=tokens, world_size=2)
+
+
+def test_automatic_graphs_over_buffers_that_grow():
+    body = "tests.distributed.test_growing_buffers:test_replays_beside_calls_that_run_and_that_grow"
+    run(2, body, pair="bf16", world_size=2)

@@ -67,6 +67,7 @@ def _even(packets: int) -> int:
 class Workspace:
     """One call's memory, here and on the peers.
 
+    room: tokens of a rank that it holds
     places: this rank's tensors by name; peers: those of all ranks; offsets: bytes from the beginning, equal on all
     sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
         which peers lay out by another bound
@@ -77,14 +78,14 @@ class Workspace:
         read"""
 
     def __init__(self, dispatch_shape: DispatchShape, rank: int, shapes: Shapes, memory: Any) -> None:
+        assert dispatch_shape.max_tokens is not None
         self.dispatch_shape, self.rank, self.memory = dispatch_shape, rank, memory
+        self.room = dispatch_shape.max_tokens
         self.places = carve(memory.local, shapes)
         self.peers = [carve(peer, shapes) for peer in memory.peers]
         start = memory.local.data_ptr()
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
-        self.sent = torch.empty(
-            dispatch_shape.max_tokens or 0, dispatch_shape.top_k, dtype=torch.int32, device=memory.local.device
-        )
+        self.sent = torch.empty(self.room, dispatch_shape.top_k, dtype=torch.int32, device=memory.local.device)
         self.sequence = torch.zeros(5, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
         self._received: dict[tuple[int, bool, bool], dict[str, Any]] = {}

@@ -12,12 +12,16 @@ no reset.
 Dispatch and combine take turns, which is what keeps a buffer from being written before it was read: rows of the next
 call are sent after the peer said that its experts are done, and answers are written after all rows have arrived, which
 a peer sends after it has read the last ones.
+
+Without `max_tokens` the buffers grow. The ranks of a call agree on its bound before (`Dispatcher.call_bound`), and so
+make larger ones in the same call.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,7 +33,7 @@ from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
 from ep_moe.all2all.checks import one_host_problem
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace, pieces, place_shapes
 from ep_moe.all2all.nvlink_p2p.reference import give_copies, receive, send, send_copies, tell_given
-from ep_moe.errors import BackendUnavailable
+from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
@@ -69,6 +73,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         combine_formats=frozenset({"plain", "fp8"}),
         rounds=frozenset({"fp8_block", "fp8_row", "fp8_tensor"}),
         static=True,
+        grows=True,
         peer_out=True,
         places=True,
     )
@@ -81,9 +86,12 @@ class NVLinkP2PDispatcher(Dispatcher):
     few_programs: ClassVar[int] = 512  # of a kernel by packets, of 4 warps, all of which must run at once
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
+    least_room: ClassVar[int] = 256  # tokens that buffers which grow are made for at first: a decoder's calls fit
+
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)
         self._most_by_packets = self._few(dispatch_shape)
+        self._room = dispatch_shape.max_tokens or self.least_room  # tokens that buffers are made for
         self.buffer_pool = BufferPool(self.name, self._connect)
         self._side: SideStream = SideStream()
 
@@ -99,8 +107,13 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """All that is allocated for one call in flight, flags included."""
+        """All that is allocated for one call in flight, flags included; of buffers that grow, nothing yet."""
+        if dispatch_shape.max_tokens is None:
+            return 0
         return carved_bytes(place_shapes(dispatch_shape, cls._few(dispatch_shape)))
+
+    def held_bytes(self) -> int:
+        return sum(self.buffer_bytes(buffer_slot.library.dispatch_shape) for buffer_slot in self.buffer_pool.made)
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
@@ -110,11 +123,11 @@ class NVLinkP2PDispatcher(Dispatcher):
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        buffer_slot = self.buffer_pool.take(x.device)
+        assert max_tokens is not None
+        buffer_slot = self._buffers(x.device, max_tokens)
         if problem is not None:
             self._poison(buffer_slot, x.device, max_tokens)
             self.refuse(problem)
-        assert max_tokens is not None
         buffer_slot.busy = True
         how = {"packets": self._by_packets(max_tokens), "alone": not self._side.active}
         if self._by_copies(max_tokens):
@@ -123,6 +136,23 @@ class NVLinkP2PDispatcher(Dispatcher):
             send(buffer_slot.library, x, x_scale, routing, max_tokens, self._blocks, **how)
         there = buffer_slot.library.received(max_tokens, **how)
         return Pending.of(Received(handle=_Handle(buffer_slot, len(x), max_tokens), **there))
+
+    def _buffers(self, device: torch.device, bound: int) -> BufferSlot:
+        """Room for a call, whose ranks have one bound. Collective where it is made."""
+        before, self._room = self._room, max(self._room, bound)
+        try:
+            found = self.buffer_pool.take(device, lambda workspace: workspace.room >= bound)
+        except BaseException:
+            self._room = before
+            raise
+        if self._room > before and self.rank_group.rank == 0 and not self.rank_group.known.grew:
+            self.rank_group.known.grew = True  # said once
+            logging.getLogger("ep_moe").warning(
+                "%s has made room for %d tokens per rank (%.1f MiB), and makes more in a call that has more; "
+                "EPContext.from_torchrun(max_tokens=...) makes it once, which CUDA graphs need",
+                self.name, self._room, self.held_bytes() / 2**20,
+            )  # fmt: skip
+        return found
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
         answers = handle.buffer_slot.library.places["answers"]
@@ -145,7 +175,7 @@ class NVLinkP2PDispatcher(Dispatcher):
     def again(self, bound: int) -> RecordableCall | None:
         g, buffer_pool = self.dispatch_shape, self.buffer_pool.made
         rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
-        if not buffer_pool or not rounded_here or g.max_tokens is None or bound > g.max_tokens:
+        if not buffer_pool or not rounded_here or bound > buffer_pool[0].library.room:
             return None
         workspace, packets = buffer_pool[0].library, self._by_packets(bound)
 
@@ -180,7 +210,9 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     def _by_copies(self, bound: int) -> bool:
         """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""
-        return self._side.active and self._copies(self.dispatch_shape) and not self._by_packets(bound)
+        if not self._side.active or self._by_packets(bound):
+            return False
+        return self._copies(replace(self.dispatch_shape, max_tokens=bound) if self.grows else self.dispatch_shape)
 
     def _by_packets(self, bound: int) -> bool:
         """A call, from end to end: a rank that refuses knows no more of it."""
@@ -206,12 +238,20 @@ class NVLinkP2PDispatcher(Dispatcher):
         self.buffer_pool.destroy()
 
     def _connect(self, device: torch.device) -> Workspace:
-        shapes = place_shapes(self.dispatch_shape, self._few(self.dispatch_shape))
+        shape = replace(self.dispatch_shape, max_tokens=self._room)
+        shapes = place_shapes(shape, self._few(shape))
         try:
             memory = make_memory(self.rank_group, device, carved_bytes(shapes))
         except (ImportError, OSError, RuntimeError) as error:
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
-        return Workspace(self.dispatch_shape, self.rank_group.rank, shapes, memory)
+        except InputError as error:  # of all ranks alike, which keep the buffers that they have
+            found = BackendUnavailable(
+                f"{self.name} got no memory for {self._room} tokens per rank, {error}; pass fewer tokens in a call, or "
+                f"choose another all2all"
+            )
+            found.agreed_by = self
+            raise found from error
+        return Workspace(shape, self.rank_group.rank, shapes, memory)
 
 
 def make_memory(rank_group: RankGroup, device: torch.device, size: int) -> Any:

@@ -11,7 +11,8 @@ class PeerMemory:
     """local: uint8 [size], zero; peers: those of all ranks. addresses: int64 [R] on the device, where each begins in
     this rank's view.
 
-    Torch's symmetric memory in its own form (`CUDA`), without NVSHMEM and without multicast. Collective.
+    Torch's symmetric memory in its own form (`CUDA`), without NVSHMEM and without multicast. Collective; raises
+    InputError on all ranks where one gets none.
     """
 
     def __init__(self, rank_group: RankGroup, device: torch.device, size: int) -> None:
@@ -22,7 +23,13 @@ class PeerMemory:
             self.peers = [self.local]
             self.addresses = torch.tensor([self.local.data_ptr()], dtype=torch.int64, device=device)
             return
-        self.local = symm_mem.empty(size, dtype=torch.uint8, device=device)
+        problem = None
+        try:
+            self.local = symm_mem.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # no memory, as a rule
+            problem = f"{size / 2**20:.0f} MiB on {device}: {error}"
+        # the others would wait for this rank in what follows
+        rank_group.agree([], problem, device)
         handle = symm_mem.rendezvous(self.local, rank_group.group.group_name)
         self.peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(rank_group.size)]
         self.addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)

@@ -114,6 +114,7 @@ class HopperExperts(Experts):
             ids.dtype,
             0 if wire is None else wire.base,
             0 if wire is None or wire.ids_ready is None else wire.ids_ready.data_ptr(),
+            0 if wire is None or wire.sequence is None else wire.sequence.data_ptr(),
             0 if weights is None else weights.data_ptr(),
             received.weighting,
             out.data_ptr(),

@@ -59,8 +59,12 @@ def reason(
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8, 22])
 def test_the_first_choices_where_they_can_run(top_k, monkeypatch):
+    straight = "straight into peers' memory by own kernels, no host sync"
     found = choose(config(top_k), layout(), GPU, BF16, max_tokens=128)
-    assert (found.all2all, found.reason) == ("nvlink_p2p", "straight into peers' memory by own kernels, no host sync")
+    assert (found.all2all, found.reason) == ("nvlink_p2p", straight)
+    found = choose(config(top_k), layout(), GPU, BF16)
+    grows = "; its buffers grow with the calls, and max_tokens makes them once, for CUDA graphs"
+    assert (found.all2all, found.reason) == ("nvlink_p2p", straight + grows)
     monkeypatch.setattr(NVLinkP2PDispatcher, "available", classmethod(lambda cls: "no Triton"))
     found = choose(config(top_k), layout(), GPU, BF16, max_tokens=128)
     assert (found.all2all, found.reason) == ("flashinfer_nvlink", "straight into peers' memory, no host sync")
@@ -130,7 +134,6 @@ def test_refusals_of_pplx(fields, sentence):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"max_tokens": None}, f"nvlink_p2p has fixed buffers; {BY}"),
         ({"config": config(2, 20)}, "nvlink_p2p needs hidden_size to be a multiple of 8 in bfloat16, got 20"),
         ({"layout": layout(9)}, "nvlink_p2p serves at most 8 ranks, ep=9"),
         ({"layout": layout(8)}, "nvlink_p2p is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
@@ -143,6 +146,7 @@ def test_refusals_of_pplx(fields, sentence):
 def test_refusals_of_nvlink_p2p(fields, sentence):
     assert reason(name="nvlink_p2p") is None
     assert reason(name="nvlink_p2p", wire=FP8) is None
+    assert reason(name="nvlink_p2p", max_tokens=None) is None, "its buffers grow"
     assert reason(name="nvlink_p2p", **fields) == sentence
 
 

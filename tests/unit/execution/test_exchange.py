@@ -39,7 +39,7 @@ def exchange(tokens: int, *, most: int, bound: int):
         ),
         refuse=lambda problem: None,
     )
-    context = SimpleNamespace(_current_limit=bound, _stage_times=None)
+    context = SimpleNamespace(_call_limit=bound, _stage_times=None)
     experts = SimpleNamespace(capabilities=SimpleNamespace(peer_out=False))
     routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
     return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), given
@@ -105,7 +105,7 @@ def in_parts(tokens: int):
         combine=lambda *args: give(*args).wait(),
         refuse=refuse,
     )
-    context = SimpleNamespace(_current_limit=12, _stage_times=None, _compute=SideStream())
+    context = SimpleNamespace(_call_limit=12, _stage_times=None, _compute=SideStream())
     routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
     return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), events, given, outs
 

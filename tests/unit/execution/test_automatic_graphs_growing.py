@@ -1,0 +1,114 @@
+"""Repeated calls over buffers that grow, by `tests.emulations.automatic_graphs`: by the bound of each call, and anew
+once larger buffers have taken the place of those that were recorded."""
+
+# ruff: noqa: F811
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ep_moe import EPContext, InputError, MoELayer
+from ep_moe.all2all import base
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import Links
+from ep_moe.parallel.layout import RankLayout
+from tests.emulations.automatic_graphs import CPU, built, driver, given, repeats, shifted  # noqa: F401 (fixtures)
+from tests.fixtures.launches import INTERPRETED, Driver
+
+pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="stands in for a GPU, and compiles")
+
+
+@pytest.fixture
+def context(monkeypatch):
+    monkeypatch.setattr(NVLinkP2PDispatcher, "least_room", 4)
+    layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
+    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder) as made:
+        yield made
+
+
+def room(layer: MoELayer) -> int:
+    return layer._dispatcher().buffer_pool.made[0].library.room
+
+
+def test_each_bound_from_its_third_call_on(driver, context):
+    layer = built(context)
+    assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
+    assert [repeats(layer, *given(tokens)) for tokens in (4, 3, 4, 3)] == [False, False, True, True]
+    assert repeats(layer, *given(1)), "recorded under another bound"
+    assert repeats(layer, *given(0)), "of a rank without tokens, under the same"
+    assert [repeats(layer, *given(2)) for _ in range(3)] == [False, False, True]
+    assert not repeats(layer, shifted(given(2)[0]), given(2)[1])
+    assert room(layer) == 4
+
+
+def test_larger_buffers_are_recorded_anew(driver, context):
+    layer, twin = built(context), built(context)
+    for made in (layer, twin):
+        assert [repeats(made, *given(1)) for _ in range(3)] == [False, False, True]
+    before = layer._dispatcher().buffer_pool.made[0]
+    assert not repeats(twin, *given(5))
+    assert room(layer) == 8
+    assert before.given_back
+    for made in (layer, twin):
+        assert [repeats(made, *given(1)) for _ in range(3)] == [False, False, True], "on memory that is there"
+        assert [call.buffer_slots[0].given_back for calls in made._graphs._calls.values() for call in calls.calls] == [
+            False
+        ]
+    assert [repeats(twin, *given(7)) for _ in range(3)] == [False, False, True]
+
+
+def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
+    """And ranks agree once in each call, whether it is replayed or not."""
+    draw, layers, most, repeated = random.Random(0), [built(context), built(context)], 0, 0
+    agrees = mock.patch.object(
+        NVLinkP2PDispatcher, "call_bound", autospec=True, side_effect=NVLinkP2PDispatcher.call_bound
+    )
+    for step in range(200):
+        layer = draw.choice(layers)
+        x, routing = given(draw.choice((0, 1, 2, 3, 4, 5 if step > 60 else 1, 9 if step > 120 else 2)), step)
+        x = x if draw.random() < 0.8 else shifted(x)
+        most = max(most, len(x))
+        with agrees as agreed:
+            repeated += repeats(layer, x, routing)
+        assert agreed.call_count == 1, step
+        assert context._agreed_limit is None
+        assert room(layer) == max(4, 1 << max(most - 1, 0).bit_length())
+        replayed, run = (launched(driver, call, x, routing) for call in (layer.forward_routed, layer.run))
+        if x.data_ptr() % 16 == 0:
+            assert replayed == run, step
+    assert 80 < repeated < 190, repeated
+
+
+@torch.no_grad()
+def launched(driver: Driver, call, x, routing) -> tuple:
+    """All that a call launches, but for where the sums go."""
+    driver.found.clear(), driver.functions.clear()
+    call(x, routing)
+    last = driver.found[-1]
+    return driver.functions[:], driver.found[:-1], last[:2], last[3:]
+
+
+def test_a_capture_names_max_tokens(driver, context):
+    """That of a graph around the layer, and the layer's own."""
+    layer = built(context)
+    for _ in range(3):
+        repeats(layer, *given(2))
+    x, routing = given(2)
+    with (
+        mock.patch.object(base, "capturing", return_value=True),
+        pytest.raises(
+            InputError, match=r"a captured call has one size; say .* EPContext.from_torchrun\(max_tokens=\.\.\.\)"
+        ),
+        torch.no_grad(),
+    ):
+        layer.forward_routed(x, routing)
+    assert repeats(layer, x, routing), "and the layer goes on"
+    with pytest.raises(ValueError, match=r"capture_routed: .* a replay has one size; say .*\(max_tokens=\.\.\.\)"):
+        layer.capture_routed([2])
