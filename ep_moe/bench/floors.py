@@ -32,6 +32,7 @@ WEIGHTS = {
     "none": (2.0, False),
     "fp8_static": (1.0, True),
     "fp8_dynamic": (1.0, True),
+    "fp8_channel": (1.0, True),  # and a float32 for each row
     "fp8_block": (1.0 + 4 / 128**2, True),  # a float32 for each block of 128 x 128
     "mxfp4": (0.53, False),
     "mxfp4_fp8": (0.53, True),

@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe.checkpoint.factors import check_finite
 from ep_moe.checkpoint.formats import ExpertFormat, Inner, Projection, Projections, Source, named
 from ep_moe.checkpoint.halves import concatenate, join_halves
-from ep_moe.checkpoint.stored import ALL
+from ep_moe.checkpoint.stored import ALL, StoredMatrix
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme
 from ep_moe.weights.cutting import cut
@@ -48,14 +48,16 @@ def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoECon
     return wrong
 
 
-def rounds_again(found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme) -> str | None:
-    """How a block's numbers are stored that a scheme quantises a second time, None if there are none such."""
+def rounds_again(
+    found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme
+) -> StoredMatrix | None:
+    """A matrix of a block whose numbers a scheme quantises a second time, None if there is none such."""
     if scheme.plain:
         return None
     for expert in range(config.num_experts):
         for one in found.projections(source, block, config, expert):
             if one.matrix.quantized and not one.keeps(scheme.name):
-                return one.matrix.words
+                return one.matrix
     return None
 
 

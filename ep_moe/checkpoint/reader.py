@@ -26,6 +26,7 @@ from ep_moe.layer import MoELayer
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
+from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.router import Router
 
 
@@ -114,11 +115,13 @@ def quantised_again(source: CheckpointSource, plan: Iterable[tuple[MoELayer, str
     """A sentence if a scheme quantises numbers that the checkpoint has in other codes."""
     for layer, block, form in plan:
         scheme = layer.expert_weights.scheme
-        words = rounds_again(form, source, block, layer.config, scheme)
-        if words is not None:
+        matrix = rounds_again(form, source, block, layer.config, scheme)
+        if matrix is not None:
+            ranges = matrix.has_input_scale()
+            keep = [n for n, one in SCHEMES.items() if matrix.keeps(n) and (ranges or not one.activations.calibrated)]
             return [
-                f"experts are {words}, and quantization {scheme.name} quantises their numbers a second time; a "
-                f"quantization that has these bytes, or none, does not"
+                f"experts are {matrix.words}, and quantization {scheme.name} quantises their numbers a second time; "
+                f"quantization {' or '.join([*keep, PLAIN.name])} does not"
             ]
     return []
 

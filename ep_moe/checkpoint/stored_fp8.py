@@ -112,6 +112,8 @@ class ScaledFp8(StoredMatrix):
     def keeps(self, scheme: str) -> bool:
         if self._each == _MATRIX:
             return scheme in ("fp8_static", "fp8_dynamic")
+        if self._each == _ROWS:
+            return scheme == "fp8_channel"
         if self._each == _BLOCKS and not self._apart:
             return scheme == {(FP8_BLOCK, FP8_BLOCK): "fp8_block", (1, MX_BLOCK): "mxfp8"}.get(self._block)
         return False

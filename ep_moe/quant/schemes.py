@@ -120,6 +120,20 @@ class Fp8Tensor(WeightFormat):
         return parts[""].float() * parts["_scale"][..., None, None]
 
 
+class Fp8Channels(WeightFormat):
+    """E4M3 with a float32 scale per row, which is an output channel (compressed-tensors' strategy "channel")."""
+
+    def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        return {"": TensorSpec((rows, columns), FP8), "_scale": TensorSpec((rows,), torch.float32)}
+
+    def quantize(self, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        scale = scale_to(weight.float().abs().amax(-1), FP8_MAX)
+        return {"": to_fp8(weight, scale.unsqueeze(-1)), "_scale": scale}
+
+    def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return parts[""].float() * parts["_scale"].unsqueeze(-1)
+
+
 class Fp8Blocks(WeightFormat):
     """E4M3 with a float32 scale per 128 x 128 block (DeepSeek-V3)."""
 
@@ -354,6 +368,7 @@ SCHEMES: dict[str, Scheme] = {
         PLAIN,
         Scheme("fp8_static", Fp8Tensor(), Rounding.FP8_STATIC),
         Scheme("fp8_dynamic", Fp8Tensor(), Rounding.FP8_DYNAMIC),
+        Scheme("fp8_channel", Fp8Channels(), Rounding.FP8_ROWS),
         Scheme("fp8_block", Fp8Blocks(), Rounding.FP8_BLOCKS),
         Scheme("mxfp4", Mxfp4()),
         Scheme("mxfp4_fp8", Mxfp4(), Rounding.FP8_ROWS),

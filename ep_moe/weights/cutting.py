@@ -10,9 +10,9 @@ from ep_moe.config import MoEConfig
 
 def cut_dim(name: str, dims: int) -> int | None:
     """Which dimension of an expert's tensor is cut over etp; None: not at all."""
-    if dims == 0 or name == "w2_bias":
-        return None
-    return 1 if name.startswith("w2") else 0
+    if not name.startswith("w2"):
+        return 0 if dims else None
+    return 1 if dims > 1 else None  # columns; what w2 has once for a row, a bias or a scale, is every rank's
 
 
 def cut(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -> Tensor:

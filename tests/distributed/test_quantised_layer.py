@@ -23,7 +23,9 @@ MAPS = {
 
 @distributed(4)
 @pytest.mark.parametrize("etp", [1, 2])
-@pytest.mark.parametrize("scheme", ["none", "fp8_dynamic", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8"])
+@pytest.mark.parametrize(
+    "scheme", ["none", "fp8_dynamic", "fp8_channel", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8"]
+)
 def test_within_the_bound_under_any_map(scheme, etp, world_size):
     rank, device = dist.get_rank(), rank_device()
     parallel = ParallelConfig(dp=world_size, ep=world_size // etp, etp=etp)

@@ -70,7 +70,7 @@ def numbers(matrix: dict[str, Tensor]) -> Tensor:
 
 
 def as_ours(projections: dict[str, dict[str, Tensor]], scheme: str) -> dict[str, Tensor]:
-    """Canonical tensors of a file's, where gate and up have one scale: gate first."""
+    """Canonical tensors of a file's, gate first; with a scale a matrix gate and up have the same one."""
     gate, up, down = (projections[name] for name in PROJECTIONS)
     whole = {
         "w13": torch.cat([m["weight"].view(torch.uint8) for m in (gate, up)]).view(FP8),
@@ -78,6 +78,9 @@ def as_ours(projections: dict[str, dict[str, Tensor]], scheme: str) -> dict[str,
         "w2": down["weight"],
         "w2_scale": down["weight_scale"],
     }
+    if scheme == "fp8_channel":
+        whole["w13_scale"] = torch.cat([gate["weight_scale"], up["weight_scale"]])
+        whole |= {name: whole[name].float().flatten() for name in ("w13_scale", "w2_scale")}
     if scheme == "fp8_static":
         whole |= {"w13_input_scale": max(gate["input_scale"], up["input_scale"])}
         whole |= {"w2_input_scale": down["input_scale"]}
@@ -98,6 +101,44 @@ def test_bytes_are_kept(scheme, calibrated, one, tmp_path):
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert same_bytes(found[name], tensor), (e, name)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("end", [(1,), ()], ids=["[rows, 1]", "[rows]"])
+def test_bytes_with_a_scale_a_row_are_kept(end, calibrated, tmp_path, recwarn):
+    """bf16 scales, as compressed-tensors writes them, become the same numbers in float32. Input scales are not needed:
+    each row of activations gets its own."""
+    given = experts(0.7, by_row=True, calibrated=calibrated)
+    for each in given:
+        for matrix in each.values():
+            matrix["weight_scale"] = matrix["weight_scale"].reshape(-1, *end)
+    save(tmp_path, given)
+    layer = load(tmp_path, "fp8_channel")
+    assert not [each for each in recwarn if "second time" in str(each.message)]
+    for e, projections in enumerate(given):
+        found, wanted = stored(layer, e), as_ours(projections, "fp8_channel")
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert same_bytes(found[name], tensor), (e, name)
+
+
+@pytest.mark.parametrize("etp", [2, 4])
+def test_a_rank_of_etp_reads_its_piece_with_the_scales_of_its_rows(etp, tmp_path):
+    """Rows of w13 are cut, and their scales with them; of w2 columns, and each rank has the scales of all rows."""
+    matrices = save(tmp_path, experts(by_row=True))
+    source = CheckpointSource(tmp_path)
+    found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
+    assert isinstance(found, PerExpert)
+    whole = as_ours(matrices[1], "fp8_channel")
+    for rank in range(etp):
+        inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
+        piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "fp8_channel")
+        assert piece.keys() == whole.keys()
+        for name, tensor in whole.items():
+            assert same_bytes(piece[name], cut(CONFIG, name, tensor, etp, rank)), name
+        assert torch.equal(piece["w2_scale"], whole["w2_scale"])
+        gate, up = whole["w13_scale"].chunk(2)
+        assert torch.equal(piece["w13_scale"], torch.cat([gate[slice(*inner)], up[slice(*inner)]]))
 
 
 @pytest.mark.parametrize("etp", [2, 4])

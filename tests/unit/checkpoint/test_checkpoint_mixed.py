@@ -24,7 +24,7 @@ BLOCK = "model.layers.0.mlp"
 CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=2)
 SIZES = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
 # kind of file -> the scheme whose bytes it has
-SCHEME = {"blocks": "fp8_block", "int4": "int4_fp8", "matrix": "fp8_dynamic"}
+SCHEME = {"blocks": "fp8_block", "int4": "int4_fp8", "matrix": "fp8_dynamic", "rows": "fp8_channel"}
 
 
 def quantised(kind: str, rows: int, columns: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -36,6 +36,8 @@ def quantised(kind: str, rows: int, columns: int, generator: torch.Generator) ->
     codes = torch.randn(rows, columns, generator=generator).to(FP8)
     if kind == "matrix":
         return {"weight": codes, "weight_scale": torch.rand((), generator=generator)}
+    if kind == "rows":
+        return {"weight": codes, "weight_scale": torch.rand(rows, 1, generator=generator)}
     return {"weight": codes, "weight_scale_inv": torch.rand(rows // 128, columns // 128, generator=generator)}
 
 
@@ -74,7 +76,7 @@ def wanted(tensors: dict[str, Tensor], expert: int, names: tuple[str, ...], sche
             halves.append({"": data, "_scale": tensors[f"{full}_scale"]})
         elif tensors[full].dtype == FP8:
             scale = tensors.get(f"{full}_scale_inv", tensors.get(f"{full}_scale"))
-            halves.append({"": tensors[full], "_scale": scale})
+            halves.append({"": tensors[full], "_scale": scale.flatten() if scheme == "fp8_channel" else scale})
         else:
             halves.append(SCHEMES[scheme].weights.quantize(tensors[full], torch.bfloat16))
     if halves[0]["_scale"].dim() == 0:
@@ -108,7 +110,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["blocks", "int4"])
+@pytest.mark.parametrize("kind", ["blocks", "int4", "rows"])
 @pytest.mark.parametrize("case", CASES)
 def test_each_matrix_keeps_its_bytes_or_is_quantised_once(case, kind, tmp_path, recwarn):
     tensors = write(tmp_path, kind, CASES[case])
@@ -176,10 +178,15 @@ def test_codes_without_factors_are_refused(expert, tmp_path):
             load(tmp_path, quantization)
 
 
-def test_another_scheme_than_the_file_s_is_said(tmp_path):
-    write(tmp_path, "blocks", WHOLE_0)
-    with pytest.warns(UserWarning, match=r"a factor for each block of 128 x 128, and quantization fp8_dynamic"):
-        load(tmp_path, "fp8_dynamic")
+@pytest.mark.parametrize(
+    ("kind", "words"), [("blocks", "each block of 128 x 128"), ("rows", "each row"), ("int4", None)]
+)
+def test_another_scheme_than_the_file_s_is_said_with_those_that_keep_its_bytes(kind, words, tmp_path):
+    write(tmp_path, kind, WHOLE_0)
+    what = "INT4.*" if words is None else f"E4M3 with a factor for {words}"
+    sentence = rf"{what}, and quantization mxfp8 quantises .* a second time; quantization {SCHEME[kind]} or none does"
+    with pytest.warns(UserWarning, match=sentence):
+        load(tmp_path, "mxfp8")
 
 
 def test_halves_under_two_scales_are_said(tmp_path):
@@ -191,10 +198,11 @@ def test_halves_under_two_scales_are_said(tmp_path):
         load(tmp_path, "fp8_dynamic")
 
 
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_of_etp_are_those_of_the_whole(case, tmp_path):
-    write(tmp_path, "blocks", CASES[case])
-    source, scheme = CheckpointSource(tmp_path), SCHEMES["fp8_block"]
+def test_pieces_of_etp_are_those_of_the_whole(case, kind, tmp_path):
+    write(tmp_path, kind, CASES[case])
+    source, scheme = CheckpointSource(tmp_path), SCHEMES[SCHEME[kind]]
     found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
     for expert in (0, 2):
         given = (found, source, BLOCK, CONFIG, expert, scheme)

@@ -249,10 +249,11 @@ def test_fused_experts_with_a_scale_for_each_output(tmp_path):
         found[name] = codes.float() * scale.unsqueeze(2)
         tensors |= {f"experts.{name}_proj": codes.mT, f"experts.{name}_proj_scale": scale.float().reshape(shape)}
     write(tmp_path, tensors, family="llama4_text")
-    check(
-        load(tmp_path, "llama4_text"),
-        {"gate": found["gate_up"][:, :INNER], "up": found["gate_up"][:, INNER:], "down": found["down"]},
-    )
+    found |= {"gate": found["gate_up"][:, :INNER], "up": found["gate_up"][:, INNER:]}
+    check(load(tmp_path, "llama4_text"), found)
+    layer = load(tmp_path, "llama4_text", "fp8_channel")
+    check(layer, found)
+    assert same_bytes(stored(layer, 1)["w13"], tensors["experts.gate_up_proj"][1].mT)
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "mixtral"])
@@ -269,6 +270,7 @@ def test_a_matrix_for_each_expert_of_llama4(family, tmp_path):
     )
     write(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": "float-quantized"}, family)
     check(load(tmp_path, family), found)
+    check(load(tmp_path, family, "fp8_channel"), found)
 
 
 @pytest.mark.parametrize("end", ["weight_scale", "scale", "qscale_weight"])

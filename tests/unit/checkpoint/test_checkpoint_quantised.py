@@ -104,7 +104,7 @@ def test_gpt_oss_has_the_bytes_of_all_that_weigh_alike(tmp_path):
     assert alike == ["mxfp4", "mxfp4_fp8", "mxfp4_mxfp8"]
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8_block", "fp8_dynamic", "mxfp4_fp8", "mxfp8"])
+@pytest.mark.parametrize("quantization", ["none", "fp8_block", "fp8_channel", "fp8_dynamic", "mxfp4_fp8", "mxfp8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_kept_in_another_scheme(kind, quantization, tmp_path):
     save(kind, tmp_path)

@@ -15,6 +15,7 @@ from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.checkpoint.stored_words import GptqMatrix
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
+from ep_moe.quant.schemes import SCHEMES
 from tests.fixtures.checkpoint_files import quiet, save, saved_twice
 from tests.fixtures.interface_models import FORMATS, interface_model
 from tests.fixtures.packed_codes import awq, channel, gptq, int4, nvfp4
@@ -52,8 +53,9 @@ def written(folder, kind, form, make, how, **options):
     return stored
 
 
-def loaded(folder):
-    return load_pretrained(folder, EPContext.local(torch.device("cpu")), dtype=torch.float32, progress=False)
+def loaded(folder, quantization="none"):
+    context = EPContext.local(torch.device("cpu"))
+    return load_pretrained(folder, context, quantization=quantization, dtype=torch.float32, progress=False)
 
 
 @torch.no_grad()
@@ -122,6 +124,24 @@ def test_numbers_are_those_of_the_codes(kind, form, case, tmp_path):
             whole = layer.expert_weights.whole(slots[0])
             assert torch.equal(whole["w13"], theirs.gate_up_proj[expert])
             assert torch.equal(whole["w2"], theirs.down_proj[expert])
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=BOUND * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("kind", "form"), FAMILIES)
+def test_a_scale_for_each_channel_is_kept_with_its_codes(kind, form, tmp_path, recwarn):
+    make, options, how = CASES["channel"]
+    written(tmp_path, kind, form, make, how, **options)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    model, scheme = loaded(tmp_path / "quantised", quantization="fp8_channel"), SCHEMES["fp8_channel"]
+    assert not [each for each in recwarn if "second time" in str(each.message)]
+    experts = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
+    for layer, theirs in zip(moe_layers(model), experts, strict=True):
+        assert layer.expert_weights.scheme is scheme
+        for expert, slots in layer.expert_weights.held.items():
+            whole = layer.expert_weights.whole(slots[0])
+            assert torch.equal(scheme.dequantize(whole, "w13"), theirs.gate_up_proj[expert])
+            assert torch.equal(scheme.dequantize(whole, "w2"), theirs.down_proj[expert])
+    expected = logits(plain)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=BOUND * float(expected.abs().max()))
 
 

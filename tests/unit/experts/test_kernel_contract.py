@@ -24,7 +24,7 @@ GPU = torch.device("cuda")
 
 
 @pytest.mark.timeout(400)  # float64 on a CPU that other processes may share
-@pytest.mark.parametrize("scheme", ["fp8_block", "int4_fp8"])
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel", "int4_fp8"])
 def test_reference_quantised(scheme):
     assert check_experts(ReferenceExperts, device="cpu", schemes=[scheme], activations=[Activation.SWIGLU]) == 6
 

@@ -81,6 +81,16 @@ def test_fp8_per_tensor_is_within_half_a_step(name, lead):
 
 
 @pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+def test_fp8_per_channel_is_within_half_a_step(lead):
+    weight = matrix(*lead)
+    scale = SCHEMES["fp8_channel"].weights.quantize(weight, BF16)["_scale"]
+    assert scale.shape == (*lead, ROWS)
+    torch.testing.assert_close(scale * FP8_MAX, weight.abs().amax(-1))
+    limit = half_step_fp8(weight, scale.unsqueeze(-1))
+    assert ((there_and_back(SCHEMES["fp8_channel"], weight) - weight).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
 def test_fp8_blocks_are_within_half_a_step(lead):
     weight = matrix(*lead)
     scale = SCHEMES["fp8_block"].weights.quantize(weight, BF16)["_scale"]
@@ -134,6 +144,10 @@ def representable(scheme: Scheme) -> Tensor:
             weight = fp8(ROWS, COLUMNS)
             weight[7, 9] = -FP8_MAX
             return weight * 0.75
+        case "fp8_channel":
+            weight = fp8(ROWS, COLUMNS)
+            weight[torch.arange(ROWS), torch.arange(ROWS) % COLUMNS] = -FP8_MAX
+            return weight * (0.75 * torch.exp2(torch.arange(ROWS) % 40 - 20.0)).unsqueeze(1)
         case "fp8_block":
             weight = fp8(ROWS, COLUMNS)
             weight[::128, ::128] = FP8_MAX
@@ -321,6 +335,7 @@ def test_one_scheme_is_plain():
         ("fp8_block", {}, 2, None),
         ("mxfp4", {"hidden": 96}, 8, None),
         ("fp8_static", {"hidden": 24, "inner": 10}, 2, None),
+        ("fp8_channel", {"hidden": 24, "inner": 10}, 2, None),
         ("none", {"hidden": 7, "inner": 3}, 1, None),
         ("nvfp4", {"hidden": 24}, 1, "quantization nvfp4 needs hidden_size to be a multiple of 16, got 24"),
         ("nvfp4", {"inner": 80}, 5, None),
@@ -338,6 +353,6 @@ def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ConfigError) as error:
         scheme_of("fp4")
     assert str(error.value) == (
-        "quantization must be one of none, fp8_static, fp8_dynamic, fp8_block, mxfp4, mxfp4_fp8, mxfp4_mxfp8, "
-        "int4_fp8, mxint4, mxfp8, nvfp4, got 'fp4'"
+        "quantization must be one of none, fp8_static, fp8_dynamic, fp8_channel, fp8_block, mxfp4, mxfp4_fp8, "
+        "mxfp4_mxfp8, int4_fp8, mxint4, mxfp8, nvfp4, got 'fp4'"
     )
