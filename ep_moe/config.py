@@ -187,7 +187,8 @@ class Wire:
         "fp8_block": E4M3 with a float32 scale for each 128 columns (DeepSeek-V3's activations): half the bytes. Rounded
             once, before the wire: a kernel that takes such rows (`fp8_block_triton`) gives the same bits as from plain
             ones, which it would round alike; others widen them.
-        "fp8_row": E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton`.
+        "fp8_row": E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton` and
+            `fp8_channel_triton`.
         "fp8_tensor": E4M3 under one scale and none beside the rows, for `fp8_static` with calibrated scales.
         "mxfp8": E4M3 with an E8M0 scale for each 32 columns, for Blackwell's kernels of this format.
         "nvfp4": E2M1 with an E4M3 scale for each 16 columns, for Blackwell's kernels of this format.

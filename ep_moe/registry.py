@@ -35,6 +35,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "experts": {
         "bf16_triton": "ep_moe.experts.hopper.experts:Bf16TritonExperts",
         "fp8_tensor_triton": "ep_moe.experts.hopper.experts:Fp8TensorTritonExperts",
+        "fp8_channel_triton": "ep_moe.experts.hopper.experts:Fp8ChannelTritonExperts",
         "fp8_block_triton": "ep_moe.experts.hopper.experts:Fp8BlockTritonExperts",
         "fp8_dynamic_triton": "ep_moe.experts.hopper.experts:Fp8DynamicTritonExperts",
         "flashinfer_cutlass": "ep_moe.experts.flashinfer.cutlass:FlashInferCutlassExperts",

@@ -49,6 +49,7 @@ VARIANTS = (
     ("fp8_tensor_triton", "fp8_static"),
     ("flashinfer_cutlass", "fp8_dynamic"),
     ("fp8_dynamic_triton", "fp8_dynamic"),
+    ("fp8_channel_triton", "fp8_channel"),
     ("flashinfer_cutlass", "fp8_block"),
     ("fp8_block_triton", "fp8_block"),
     ("flashinfer_cutlass", "mxfp4"),

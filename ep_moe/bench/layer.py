@@ -78,6 +78,7 @@ VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire (out/back
     ("fp8_tensor_triton", "fp8_static", "fp8_tensor/fp8", "nvlink_p2p", (2,)),
     ("flashinfer_cutlass", "fp8_static", "fp8_tensor", "nvlink_p2p", ()),
     ("fp8_dynamic_triton", "fp8_dynamic", "fp8_row", "nvlink_p2p", ()),
+    ("fp8_channel_triton", "fp8_channel", "fp8_row", "nvlink_p2p", ()),
     ("flashinfer_mega_fp8", "fp8_block", "plain", AUTO, ()),
 )
 OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whatever the wire is called

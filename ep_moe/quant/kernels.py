@@ -34,11 +34,16 @@ class RowScales:
 
     Args:
         rows: float32 [M], value = number * scale.
-        weights: float32 [L], of any stride.
+        weights: float32 [L], one per matrix, of any stride; or [L, n], one per row of each, contiguous in n.
     """
 
     rows: Tensor
     weights: Tensor
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether each row of weights, an output channel, has a scale."""
+        return self.weights.dim() == 2
 
     def given(self) -> tuple[Any, ...]:
         """Arguments of kernels, as `MatrixScales.given`."""

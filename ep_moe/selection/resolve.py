@@ -194,8 +194,7 @@ def _warn(context: EPContext, asked: LayerRequest, experts: str) -> None:
             warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=5)
     elif asked.experts == explain.AUTO and (doubt := explain.untried(experts, context.device)) is not None:
         warnings.warn(
-            f"{doubt}; see whether tests/gpu/test_blackwell.py of ep_moe's repository passes on this GPU, then name "
-            f"experts={experts!r}",
+            f"{doubt}; see whether tests/gpu of ep_moe's repository passes on this GPU, then name experts={experts!r}",
             stacklevel=5,
         )
 

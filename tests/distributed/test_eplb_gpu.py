@@ -83,6 +83,7 @@ def settled(balancer, check, most=3000):
         ("none", "bf16_triton"),
         ("fp8_block", "fp8_block_triton"),
         ("fp8_dynamic", "flashinfer_cutlass"),
+        ("fp8_channel", "fp8_channel_triton"),
         ("mxfp4", "flashinfer_cutlass"),
     ],
 )

@@ -257,6 +257,7 @@ on_gpus = pytest.mark.skipif(
         ),
         ("mxfp4", "flashinfer_cutlass", {"wire": Wire(dispatch="fp8_block")}),
         ("fp8_dynamic", "fp8_dynamic_triton", {"wire": Wire(dispatch="fp8_row")}),
+        ("fp8_channel", "fp8_channel_triton", {"wire": Wire(dispatch="fp8_row")}),
     ],
 )
 def test_captured_with_other_routes_tokens_and_placements(scheme, experts, options, world_size):

@@ -23,6 +23,7 @@ from ep_moe.execution import graphs
 from ep_moe.experts.hopper.experts import (
     Bf16TritonExperts,
     Fp8BlockTritonExperts,
+    Fp8ChannelTritonExperts,
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
 )
@@ -121,7 +122,13 @@ def driver(monkeypatch):
     able = dataclasses.replace(NVLinkP2PDispatcher.capabilities, **anywhere)
     monkeypatch.setattr(NVLinkP2PDispatcher, "capabilities", able)
     anywhere |= {"min_compute_capability": None, "max_compute_capability": None}
-    for kernel in (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8DynamicTritonExperts, Fp8TensorTritonExperts):
+    for kernel in (
+        Bf16TritonExperts,
+        Fp8BlockTritonExperts,
+        Fp8ChannelTritonExperts,
+        Fp8DynamicTritonExperts,
+        Fp8TensorTritonExperts,
+    ):
         able = dataclasses.replace(kernel.capabilities, **anywhere)
         monkeypatch.setattr(kernel, "capabilities", able)
         monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))

@@ -19,7 +19,12 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 from ep_moe.experts.base import Experts
 from ep_moe.experts.hopper import step
-from ep_moe.experts.hopper.experts import ACTIVATIONS, Fp8BlockTritonExperts, Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.experts import (
+    ACTIVATIONS,
+    Fp8BlockTritonExperts,
+    Fp8ChannelTritonExperts,
+    Fp8DynamicTritonExperts,
+)
 from ep_moe.experts.hopper.scaling import Scaling
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
@@ -61,6 +66,11 @@ def dynamic(config: MoEConfig, slots: int, **options: Any) -> tuple[Experts, Ten
     return fp8_dynamic_triton.build(Fp8DynamicTritonExperts, config, tensors, **options), tensors
 
 
+def channel(config: MoEConfig, slots: int, **options: Any) -> tuple[Experts, Tensors]:
+    tensors = fp8_dynamic_triton.channels_apart(config, slots)
+    return fp8_dynamic_triton.build(Fp8ChannelTritonExperts, config, tensors, **options), tensors
+
+
 def in_blocks(received: Received, _: Tensors) -> Received:
     data, scale = round_blocks(received.x)
     return dataclasses.replace(received, x=data, x_scale=scale)
@@ -79,6 +89,7 @@ KERNELS = {
     "fp8_tensor_triton": Kernel(fp8_tensor_triton.build, SCHEMES["fp8_static"], with_the_input_scale),
     "fp8_block_triton": Kernel(block, SCHEMES["fp8_block"], in_blocks),
     "fp8_dynamic_triton": Kernel(dynamic, fp8_dynamic_triton.BY_ROW, by_row, fp8_dynamic_triton.apart, "row"),
+    "fp8_channel_triton": Kernel(channel, SCHEMES["fp8_channel"], by_row, fp8_dynamic_triton.apart),
 }
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 # for each way through a kernel: each program sorts for itself, `gemm_streaming`, `gemm_grouped`

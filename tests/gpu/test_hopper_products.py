@@ -1,5 +1,5 @@
 """The products of this project's Hopper kernels, grouped and streamed, against float64: in bf16, and in E4M3 with one
-scale a matrix or one a row."""
+scale a matrix or one a row, of weights too."""
 
 from __future__ import annotations
 
@@ -28,21 +28,33 @@ each_form = pytest.mark.parametrize("tiles", FORMS, ids=str)
 SPARE_ROWS = 130  # after the last expert's; no product may write to them
 
 
-def matrix_scales(_rows: int, _experts: int) -> MatrixScales:
+def matrix_scales(_rows: int, _experts: int, _n: int) -> MatrixScales:
     rows = torch.tensor([0.5, 1, 2, 4, 0.25, 8], device="cuda")
     return MatrixScales(rows, rows.flip(0) / 3)
 
 
-def row_scales(rows: int, experts: int) -> RowScales:
+def row_scales(rows: int, experts: int, _n: int) -> RowScales:
     """Far apart from row to row, and the weights' with a stride."""
     row = torch.arange(rows, device="cuda")
     return RowScales(2.0 ** (row * 7 % 11 - 5).float(), torch.rand(experts, 3, 2, device="cuda")[:, 0, 0])
 
 
+def channel_scales(rows: int, experts: int, n: int) -> RowScales:
+    """The weights' differ from row to row as well: no two of an expert are alike."""
+    scales = torch.rand(experts, n, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda") + 0.5
+    return RowScales(row_scales(rows, experts, n).rows, scales * 2.0 ** (torch.arange(n, device="cuda") * 5 % 7 - 3))
+
+
+each_scales = pytest.mark.parametrize(
+    "made", [matrix_scales, row_scales, channel_scales], ids=["a scale a matrix", "a scale a row", "a scale a channel"]
+)
+
+
 def factor_of(scales: MatrixScales | RowScales, expert: Tensor) -> Tensor:
-    """What each row's sums are multiplied by, [r, 1]."""
+    """What each row's sums are multiplied by, [r, 1] or [r, n]."""
     rows = scales.rows.double()[expert] if isinstance(scales, MatrixScales) else scales.rows.double()
-    return (rows * scales.weights.double()[expert]).unsqueeze(1)
+    weights = scales.weights.double()[expert]
+    return rows.unsqueeze(1) * (weights if weights.dim() == 2 else weights.unsqueeze(1))
 
 
 def grouped(a: Tensor, expert: Tensor) -> list[tuple[Tensor, int]]:
@@ -55,13 +67,13 @@ def expert_of(ends: Tensor) -> Tensor:
 
 @each_form
 @pytest.mark.parametrize("spare", [0, 120], ids=["every multiprocessor", "a few"])
-@pytest.mark.parametrize("made", [matrix_scales, row_scales], ids=["a scale a matrix", "a scale a row"])
+@each_scales
 def test_grouped_in_e4m3(tiles, spare, made):
     """Experts without rows and tiles past an expert's last row and column among them. 384 columns: the last tile of
     256 is half another expert's."""
     n, k = 384, 384
     a, b, ends, expert = operands(n, k, FP8)
-    scales = made(len(a), len(b))
+    scales = made(len(a), len(b), n)
     out = torch.full((len(a) + SPARE_ROWS, n), torch.nan, dtype=BF16, device="cuda")
     kernels.grouped_gemm(a, b, ends, out, tiles, spare_sms=spare, scales=scales)
     factor = factor_of(scales, expert)
@@ -155,3 +167,54 @@ def test_streamed_in_bf16(counts, ring):
         size = torch.einsum("rk,rnk->rn", left.abs(), w.double()[expert].abs())
         assert bool(((out[:total].double() - expected).abs() <= limit_in_bf16(expected, size, k)).all())
         assert bool(out[total:].isnan().all())
+
+
+@pytest.mark.parametrize("ring", [Ring(16, 12), Ring(32, 11), Ring(64, 9)], ids=lambda ring: str(ring.rows))
+@each_scales
+def test_streamed_in_e4m3(ring, made):
+    """Rows where they lie and gathered, whose scales are gathered too."""
+    n, k = 384, 384
+    a, b, ends, expert = operands(n, k, FP8)
+    source = torch.randint(len(a), (len(a),), generator=torch.Generator(device="cuda").manual_seed(2), device="cuda")
+    scales = made(len(a), len(b), n)
+    for gather in (False, True):
+        rows = source if gather else torch.arange(len(a), device="cuda")
+        out = torch.full((len(a) + SPARE_ROWS, n), torch.nan, dtype=BF16, device="cuda")
+        product(a, b, Lists(source.int(), source.int(), ends), out, ring, gather=gather, scales=scales)
+        taken = scales if isinstance(scales, MatrixScales) else RowScales(scales.rows[rows], scales.weights)
+        factor = factor_of(taken, expert)
+        for part in torch.arange(len(a), device="cuda").split(128):
+            expected, lost = exact_sums(a[rows[part]].double(), b.double()[expert[part]])
+            own = factor[part]
+            limit = own * (lost + 2.0**-8 * (expected.abs() + lost) + 2.0**-20 * expected.abs())
+            assert bool(((out[part].double() - own * expected).abs() <= limit).all())
+        assert bool(out[len(a) :].isnan().all())
+
+
+@each_form
+@pytest.mark.parametrize("form", ["grouped", "streamed"])
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda kind: kind.value)
+def test_gate_and_up_have_channels_of_their_own(tiles, form, activation):
+    """Scales of gates far from those of `up`. Operands of small integers, whose sums are exact; 192 columns: a group's
+    tile is cut off."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    _, _, ends, expert = operands(128, 128, FP8)
+    inner, gated = 192, activation.gated
+    if form == "streamed":
+        inner = 256  # whole tiles
+    a = torch.randint(-2, 3, (len(expert), 256), generator=generator, device="cuda").to(FP8)
+    b = torch.randint(-2, 3, (len(COUNTS), inner * (1 + gated), 256), generator=generator, device="cuda").to(FP8)
+    made = channel_scales(len(a), len(b), b.shape[1])
+    scales = RowScales(made.rows / 64, made.weights)
+    out = torch.full((len(a) + SPARE_ROWS, inner), torch.nan, dtype=BF16, device="cuda")
+    if form == "grouped":
+        kernels.grouped_gemm(a, b, ends, out, tiles, activation=activation, scales=scales, spare_sms=120)
+    else:
+        product(a, b, Lists(ends, ends, ends), out, Ring(32, 11), activation=activation, scales=scales)
+    h = torch.cat([part.double() @ b[e].double().T for part, e in grouped(a, expert)]) * factor_of(scales, expert)
+    gate, up = h.chunk(2, 1) if gated else (h, h)
+    value = torch.nn.functional.silu(gate) * up if gated else gate.relu().square()
+    # one rounding to bf16, and 2**-16 for exp, division and scales in float32
+    limit = value.abs() * (2.0**-8 + 2.0**-16) + 2.0**-30
+    assert bool(((out[: len(a)].double() - value).abs() <= limit).all())
+    assert bool(out[len(a) :].isnan().all())

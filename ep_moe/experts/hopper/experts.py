@@ -1,4 +1,4 @@
-"""This project's own expert kernels for Hopper: one step (`step`) under four scalings (`scaling`).
+"""This project's own expert kernels for Hopper: one step (`step`) under several scalings (`scaling`).
 
 Weights are read as the checkpoint has them, rows where the transport left them, ids as they travelled. Nothing is tuned
 at run time.
@@ -258,6 +258,25 @@ class Fp8TensorTritonExperts(HopperExperts):
     scaling = "matrix"
     capabilities = dataclasses.replace(
         _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"})
+    )
+
+    @classmethod
+    def available(cls) -> str | None:
+        return super().available() or nvrtc.missing()
+
+
+class Fp8ChannelTritonExperts(HopperExperts):
+    """Experts in fp8 with one scale for each row of weights, an output channel, which the products multiply into their
+    sums. Rows have one scale each, found here, and may have travelled so."""
+
+    name = "fp8_channel_triton"
+    run_on = "NOT RUN on a GPU; few rows on CPU in Triton's interpreter"
+    scaling = "channel"
+    capabilities = dataclasses.replace(
+        _HOPPER,
+        schemes=frozenset({"fp8_channel"}),
+        row_formats=frozenset({"plain", "fp8_row"}),
+        run_on=frozenset(),
     )
 
     @classmethod

@@ -2,10 +2,11 @@
 // out[r] = a[r] @ b[e]; with OVER_ROWS out[e] = the sum over its rows r of a[r].T @ b[r], where b is called weights here.
 // With GATHER (not OVER_ROWS) a[source[r]] stands in the place of a[r].
 //
-// One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four warps multiply 128 rows of weights each, of
-// the tile's 256, with the tile's rows (wgmma) and write what comes out, turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, TURNED, OVER_ROWS, GATHER, and the name of the
-// activation, if there is one.
+// One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
+// warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
+// turned, through shared memory.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, TURNED, OVER_ROWS, GATHER, and the name of
+// the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -159,6 +160,7 @@ struct Out {
   float alpha, limit;
   int turn;
   const float* row_scale;
+  const float* channel_scale;  // of the expert
 };
 
 // Scales of a tile's rows: a lane has those of row `lane`, `lane` + 32 and so on, and shows them to its warp.
@@ -172,6 +174,26 @@ struct RowScales {
   __device__ __forceinline__ float at(int j, int odd) const {  // of row 8 * j + 2 * (lane % 4) + odd
     return __shfl_sync(~0u, own[j / 4], j % 4 * 8 + threadIdx.x % 4 * 2 + odd);
   }
+};
+
+// Scales of rows of weights, of which a lane has sums of four: 64 rows of its group's 128, 8 of its warp's 16. Columns
+// past the last are not written, and take its scale.
+struct ChannelScales {
+  float own[CHANNELS ? 2 : 1][CHANNELS ? 2 : 1];
+
+  __device__ __forceinline__ void load(const Out& to, const Walk& tiles, float scale) {
+    static_assert(!CHANNELS || OUT_BYTES == 2, "weights lie otherwise for results in E4M3");
+    const int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int inside = GATED ? 32 * m + 8 * warp + line : 64 * m + 16 * warp + 8 * i + line;
+        const int column = min((tiles.column * GROUPS + to.group) * COLUMNS + inside, to.n - 1);
+        own[m][i] = scale * __ldg(to.channel_scale + column + (GATED && i ? to.n : 0));
+      }
+  }
+  __device__ __forceinline__ float at(int m, int i) const { return CHANNELS ? own[CHANNELS ? m : 0][CHANNELS ? i : 0] : 1.0f; }
 };
 
 // The lines of a stage behind an expert's last row are the next one's, or nothing: zeros in both operands.
@@ -218,16 +240,18 @@ __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, 
 
 // 16 rows of a group's results, from row 8 * j on, into their boxes.
 __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int j, u32 box, const Out& to,
-                                           const RowScales& rows, float scale, float factor) {
+                                           const RowScales& rows, const ChannelScales& channels, float scale,
+                                           float factor) {
   const int warp = threadIdx.x / 32 % 4, matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8;
   float by[2][2];
 #pragma unroll
-  for (int i = 0; i < 4; i++) by[i / 2][i % 2] = SCALED_ROWS ? scale * rows.at(j + i / 2, i % 2) : scale;
+  for (int i = 0; i < 4; i++) by[i / 2][i % 2] = (CHANNELS ? 1.0f : scale) * (SCALED_ROWS ? rows.at(j + i / 2, i % 2) : 1.0f);
   // m: 64 rows of weights; next: 8 rows; i: 8 rows of weights, where a gate's `up` is the second; odd: row
   auto value = [&](int m, int next, int i, int odd) {
     const float* own = &sum[m][4 * (j + next) + odd];
     const float one = IN_BYTES == 1 ? by[next][odd] : 1.0f;
-    const float result = activate(own[2 * i] * one, own[2] * one, to.alpha, to.limit);
+    const float result =
+        activate(own[2 * i] * one * channels.at(m, i), own[2] * one * channels.at(m, 1), to.alpha, to.limit);
     return OUT_BYTES == 1 ? result * factor : result;
   };
   auto two = [&](int m, int next, int i) { return two_bf16(value(m, next, i, 0), value(m, next, i, 1)); };
@@ -255,11 +279,14 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int 
 __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Walk& tiles, Out& to, float scale, float factor) {
   RowScales rows;
   if constexpr (SCALED_ROWS) rows.load(to.row_scale, tiles);
+  ChannelScales channels;
+  if constexpr (CHANNELS) channels.load(to, tiles, scale);
   auto stage = [&](int start) {
 #pragma unroll
     for (int row = 0; row < CHUNK_ROWS && start + row < MOST; row += STEP)
       if (start + row < tiles.width)
-        stage_step(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, rows, scale, factor);
+        stage_step(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, rows, channels, scale,
+                   factor);
   };
   stage(0);
 #pragma unroll
@@ -428,7 +455,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // as their map counts them. most: rows of a tile.
 // OVER_ROWS: weights: b, wide: a, in boxes of 64 numbers and DEEP rows; units: columns of a.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
-// With SCALED_ROWS a_scale is of each row.
+// With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights.
 // With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
@@ -453,11 +480,14 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
       copy(weights, wide, step, ring, tiles, units, k_blocks, Gathered(gathered, source, row_bytes));
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHER ? 224 : 232));  // 168 of each thread are all there are
-    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale};
+    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale};
     while (tiles.next()) {
       float scale = a_factor, factor = 1.0f;
       if (a_scale && !SCALED_ROWS) scale *= a_scale[tiles.expert * a_step];
-      if (b_scale) scale *= b_scale[tiles.expert * b_step];
+      if (CHANNELS)
+        to.channel_scale = b_scale + tiles.expert * b_step;
+      else if (b_scale)
+        scale *= b_scale[tiles.expert * b_step];
       if (out_scale) factor = 1.0f / out_scale[tiles.expert];
       if (OVER_ROWS) k_blocks = tiles.deep();
       const int tail = OVER_ROWS ? tiles.rows - (k_blocks - 1) * DEEP : DEEP;

@@ -1,5 +1,5 @@
-"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix, or one
-a matrix of weights and one a row. For few rows: `gemm_streaming`, `gemm_skinny`.
+"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix, or one a row of
+x and one a matrix of weights or a row of it (a channel). For few rows: `gemm_streaming`, `gemm_skinny`.
 
 In CUDA C++, with weights as the left operand of the tensor cores, so that a tile is as wide as an expert's rows ask
 for, in steps of 16: Triton's shapes are powers of two.
@@ -100,8 +100,8 @@ def grouped_gemm(
         *_gathered(a, source),
     ]
     form = options(
-        itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales), turned=turned,
-        gather=source is not None,
+        itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales),
+        channels=isinstance(scales, RowScales) and scales.per_channel, turned=turned, gather=source is not None,
     )  # fmt: skip
     function = nvrtc.kernel(source_text(itemsize, "turned" if turned else ""), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
@@ -151,13 +151,13 @@ def shared_bytes(tiles: Tiles, experts: int) -> int:
 
 
 def options(
-    itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, turned: bool = False,
-    over_rows: bool = False, gather: bool = False,
+    itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
+    turned: bool = False, over_rows: bool = False, gather: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """What `source_text` is compiled with."""
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
-    given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather)}
+    given |= {"CHANNELS": int(channels), "TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather)}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 

@@ -1,5 +1,6 @@
 """Products of few rows with many weights, which read each expert's weights once and are bound by that. In Triton, for
-weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block or for each matrix (and rows one each, too).
+weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block, each matrix (and rows one each, too), or
+each row of a matrix (a channel; rows of x have one each then).
 
 `first_product` and `second_product`, and `route_sort.reduce`, are a forward pass in which each program finds its
 expert's rows itself. For more rows `route_sort.list_pairs` comes first, and the same two products go by its lists.
@@ -117,7 +118,8 @@ def first_product(
     x: [N, H]; ids: int [N, K]; weights: float32 [N, K] or None; w13: [L, 2 * I, H], gate first ([L, I, H] without a
     gate); out: [at least N * K, I], rows of pairs that are not ours are left as they are
     w13_scale, x_scale: float32 [L, 2 * I / 128, H / 128] and, of any strides, [N, H / 128], of weights and rows in E4M3
-    scales: of weights, rows and out in E4M3, one a matrix; or of weights, and of rows one each, for an out in bf16
+    scales: of weights, rows and out in E4M3, one a matrix; or of weights one a matrix or a row of it, and of rows of x
+        one each, for an out in bf16
     lists: out's rows are then in the order of `source`, and ids are not read
     """
     experts, rows, hidden = w13.shape
@@ -144,7 +146,7 @@ def second_product(
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = w2[e] @ act[p], rows as `first_product` left them. w2: [L, H, I]; out: [at least N * K, H]
-    w2_scale: float32 [L, H / 128, I / 128] of weights in E4M3; act is rounded to E4M3 then
+    w2_scale: float32 [L, H / 128, I / 128] or [L, H] of weights in E4M3; act is rounded to E4M3 by blocks then
     scales: of weights and act in E4M3, one a matrix"""
     experts, hidden, inner = w2.shape
     pairs = ids.numel()
@@ -162,9 +164,11 @@ def second_product(
 
 def _scales(of_weights: Tensor | None, scales: MatrixScales | RowScales | None) -> str:
     """One for each what."""
-    if scales is None:
-        return "" if of_weights is None else "block"
-    return "matrix" if isinstance(scales, MatrixScales) else "row"
+    if isinstance(scales, MatrixScales):
+        return "matrix"
+    if of_weights is None:
+        return ""
+    return {1: "row", 2: "channel", 3: "block"}[of_weights.dim()]
 
 
 def _looked_through(pairs: int, lists: Lists | None) -> int:
@@ -249,7 +253,7 @@ def _first_product(
     else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs. BY_ROUTE: programs belong to
     routes, of which the first of an expert stands for it; else to experts.
     SCALES: of x and w13 in E4M3, one for each "block" of them or each "matrix", or for each matrix of w13 and "row" of
-    x; "" in bf16 or fp16."""
+    x, or for each row of w13, a "channel", and each row of x; "" in bf16 or fp16."""
     columns = inner // BLOCK_N
     asked = tl.program_id(0) // columns
     first_column = tl.program_id(0) % columns * BLOCK_N
@@ -318,6 +322,12 @@ def _first_product(
             scales = (tl.load(x_scale + safe * scale_row) * tl.load(w13_scale + expert * w_step))[:, None]
             gate *= scales
             up *= scales
+        if SCALES == "channel":
+            steps = tl.load(x_scale + safe * scale_row)[:, None]
+            channel = w13_scale + expert * w_step + column
+            gate *= steps * tl.load(channel)[None, :]
+            if GATED:
+                up *= steps * tl.load(channel + inner)[None, :]
         value = _activate(gate, up, alpha, bound, ACTIVATION)
         if SCALES == "matrix":
             value = saturated(value * tl.div_rn(1.0, tl.load(out_scale + expert)))
@@ -346,6 +356,7 @@ def _second_product(
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     BLOCKS: tl.constexpr = SCALES == "block"
+    ROUNDS: tl.constexpr = BLOCKS or SCALES == "channel"
     w_at = w2 + expert.to(tl.int64) * hidden * inner + column[None, :] * inner + k[:, None]
     k_blocks = inner // 128
     s_at = w2_scale
@@ -360,18 +371,21 @@ def _second_product(
         valid = row >= 0
         a_at = act + tl.maximum(row, 0).to(tl.int64)[:, None] * inner + k[None, :]
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        scale = 1.0
         if BLOCKS:
-            tl.static_assert(BLOCK_K == 128)
             scale = tl.load(s_at)
         for i in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
             left = tl.load(a_at + i, mask=valid[:, None], other=0.0)
-            if BLOCKS:
-                following = tl.load(s_at + tl.minimum(i // 128 + 1, k_blocks - 1))
+            if ROUNDS:
+                tl.static_assert(BLOCK_K == 128)
+                following = tl.load(s_at + tl.minimum(i // 128 + 1, k_blocks - 1)) if BLOCKS else scale
                 left, step = _rounded(left, SMALLEST)
                 total += tl.dot(left, tl.load(w_at + i)) * (step * scale)[:, None]
                 scale = following
             else:
                 total = tl.dot(left, tl.load(w_at + i), total)
+        if SCALES == "channel":
+            total *= tl.load(w2_scale + expert * hidden + column)[None, :]
         if SCALES == "matrix":
             total *= _scale_of(act_factor, act_scale, act_step, w2_scale, expert)
         out_at = out + row.to(tl.int64)[:, None] * hidden + column[None, :]

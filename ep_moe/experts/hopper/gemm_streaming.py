@@ -1,6 +1,6 @@
 """The product of few rows, grouped by expert, with many weights, on Hopper: bound by reading weights once, which begins
-before the rows are known. In bf16, and in E4M3 with one scale a matrix, or one a matrix of weights and one a row. For
-many rows: `gemm_grouped`.
+before the rows are known. In bf16, and in E4M3 with one scale a matrix, or one a row of x and one a matrix of weights
+or a row of it (a channel). For many rows: `gemm_grouped`.
 
 Nothing here allocates or waits for the device.
 
@@ -107,7 +107,7 @@ def multiply(
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """See `gemm_streaming.product`; rows, stages: of its `Ring`; scales: as `MatrixScales.given` has them, five None
-    for bf16; scaled_rows: as `RowScales.given` has them"""
+    for bf16; scaled_rows: as `RowScales.given` has them, whose weights' scales [L, n] are of channels"""
     experts, n, k = w.shape
     block_k = LINE // w.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * w.element_size(), rank=2)
@@ -120,8 +120,8 @@ def multiply(
         weights, x, source, ends, out, *scales, 0 if w_scale is None else w_scale.stride(0), experts, n,
         n // 2 if gated else 64, width, columns, k // block_k,
         alpha, limit, ROWS=rows, BLOCK_K=block_k, STAGES=stages,
-        EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, SCALED_ROWS=scaled_rows, num_warps=4,
-        maxnreg=168, **pdl_launch(x.device),
+        EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, SCALED_ROWS=scaled_rows,
+        CHANNELS=w_scale is not None and w_scale.dim() == 2, num_warps=4, maxnreg=168, **pdl_launch(x.device),
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def multiply(
 def _stream(
     w, x, source, ends, out, x_factor, x_scale, x_step, w_scale, out_scale, w_step, experts, n, second, width, columns,
     k_blocks, alpha, limit, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, PDL: gl.constexpr,
+    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, CHANNELS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """second: how far a tile's second 64 rows of weights, its neighbours or what its first 64 are the gates of, are
     from its first; columns: tiles of an expert"""
@@ -145,9 +145,10 @@ def _stream(
     cut = (ends, experts, columns)
     to = (out, None, width, alpha, limit)
     scales = (x_factor, x_scale, x_step, w_scale, out_scale, w_step, source)
+    kinds: gl.constexpr = (SCALED_ROWS, CHANNELS)
     gl.warp_specialize(
         [
-            (_multiply, (ring, cut, to, scales, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, SCALED_ROWS, PDL)),
+            (_multiply, (ring, cut, to, scales, second, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, kinds, PDL)),
             (_copy_weights, (w, ring, cut, n, second, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, ACTIVATION, PDL)),
             (_copy_rows, (x, source, ring, cut, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, PDL)),
         ],
@@ -274,9 +275,13 @@ def _copy_tile_rows(
 
 @gluon.jit
 def _multiply(
-    ring, cut, to, scales, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, PDL: gl.constexpr,
+    ring, cut, to, scales, second, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
+    ACTIVATION: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """SCALED: rows of x have a scale each; rows of weights have, too"""
+    SCALED_ROWS: gl.constexpr = SCALED[0]
+    CHANNELS: gl.constexpr = SCALED[1]
+    WIDTH: gl.constexpr = 128 if ACTIVATION == "" or ACTIVATION == "relu2" else 64
     DEPTH: gl.constexpr = 256 // ring[0].dtype.primitive_bitwidth  # numbers of a row that one instruction multiplies
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, DEPTH])
     columns = cut[2]
@@ -287,13 +292,22 @@ def _multiply(
     for tile in range(gl.program_id(0) - gl.num_programs(0), _tiles(experts_of), gl.num_programs(0)):
         expert, column, start, count = _tile(tile, experts_of, columns, ROWS)
         if scales[3] is not None:  # asked for while the products are under way
-            scale = _scale_of(scales, expert, SCALED_ROWS)
-            if SCALED_ROWS:
-                scale *= _row_scales(scales, start, count, ROWS, MMA)
+            if CHANNELS:
+                gl.static_assert(SCALED_ROWS)
+                scale = _row_scales(scales, start, count, ROWS, MMA)
+                channels = _channel_scales(scales, expert, column * WIDTH, MMA)
+                channels1 = _channel_scales(scales, expert, column * WIDTH + second, MMA)
+            else:
+                scale = _scale_of(scales, expert, SCALED_ROWS)
+                if SCALED_ROWS:
+                    scale *= _row_scales(scales, start, count, ROWS, MMA)
         acc, acc1, stage, phase = _sum(ring, k_blocks, stage, phase, ROWS, STAGES, MMA)
         if scales[3] is not None:
             acc *= scale
             acc1 *= scale
+            if CHANNELS:
+                acc *= channels
+                acc1 *= channels1
         if ACTIVATION == "":
             _store(to, scales, expert, acc, start, count, column * 128)
             _store(to, scales, expert, acc1, start, count, column * 128 + 64)
@@ -362,3 +376,11 @@ def _row_scales(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
     if source is not None:
         row = gl.load(source + row, mask=r < count, other=0)
     return gl.load(x_scale + row, mask=r < count, other=0.0).expand_dims(0)
+
+
+@gluon.jit
+def _channel_scales(scales, expert, row, MMA: gl.constexpr):
+    """[64, 1], of 64 rows of an expert's weights from `row` on."""
+    _, _, _, w_scale, _, w_step, _ = scales
+    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    return gl.load(w_scale + expert * w_step + r).expand_dims(1)

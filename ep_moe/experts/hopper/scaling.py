@@ -6,6 +6,7 @@ multiply into their sums.
 | `none` | bf16 | bf16 | bf16 |
 | `matrix` | E4M3, one scale an expert | E4M3 by a calibrated scale | E4M3 by a calibrated scale |
 | `row` | E4M3, one scale an expert | E4M3, one scale a row | E4M3, one scale a row |
+| `channel` | E4M3, one scale a row | E4M3, one scale a row | E4M3, one scale a row |
 | `block` | E4M3, one scale for 128 x 128 | E4M3, one scale for 128 columns | the same |
 
 Scratch memory is the caller's. Nothing allocates or waits for the device.
@@ -259,7 +260,18 @@ class RowScaled(Scaling):
 
     def _scales(self, rows: Rows, which: int) -> dict[str, Any]:
         assert isinstance(rows.scale, Tensor)
-        return {"scales": RowScales(rows.scale, self.products.scales[which][:, 0, 0])}
+        return {"scales": RowScales(rows.scale, self._of_weights(self.products.scales[which]))}
+
+    def _of_weights(self, scales: Tensor) -> Tensor:
+        """As `RowScales.weights`."""
+        return scales[:, 0, 0]
+
+
+class ChannelScaled(RowScaled):
+    """`fp8_channel`: one scale a row of weights, an output channel, float32 [L, rows]; rows as `RowScaled`."""
+
+    def _of_weights(self, scales: Tensor) -> Tensor:
+        return scales
 
 
 class BlockScaled(Scaling):
@@ -347,5 +359,6 @@ SCALINGS: dict[str, type[Scaling]] = {
     "none": Unscaled,
     "matrix": MatrixScaled,
     "row": RowScaled,
+    "channel": ChannelScaled,
     "block": BlockScaled,
 }

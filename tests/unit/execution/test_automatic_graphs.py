@@ -48,6 +48,9 @@ KINDS = {
     "fp8 rows without calibration": {
         "experts": "fp8_dynamic_triton", "quantization": "fp8_dynamic", "wire": Wire(dispatch="fp8_row"),
     },
+    "fp8 per channel": {
+        "experts": "fp8_channel_triton", "quantization": "fp8_channel", "wire": Wire(dispatch="fp8_row"),
+    },
     "fp8 per tensor": {
         "experts": "fp8_tensor_triton", "quantization": "fp8_static",
         "wire": Wire(dispatch="fp8_tensor", input_scale=0.1),

@@ -21,7 +21,12 @@ from ep_moe import (
 )
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.experts.hopper.experts import Bf16TritonExperts, Fp8BlockTritonExperts, Fp8TensorTritonExperts
+from ep_moe.experts.hopper.experts import (
+    Bf16TritonExperts,
+    Fp8BlockTritonExperts,
+    Fp8ChannelTritonExperts,
+    Fp8TensorTritonExperts,
+)
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
 from ep_moe.selection.resolve import LayerRequest, agree
@@ -44,7 +49,8 @@ def hopper(monkeypatch):
     """An H200 with both libraries, as far as the choice looks: it runs nothing."""
     here = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
-    for kernel in (Bf16TritonExperts, FlashInferCutlassExperts, Fp8BlockTritonExperts, Fp8TensorTritonExperts):
+    own = (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8TensorTritonExperts)
+    for kernel in (*own, FlashInferCutlassExperts):
         monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))
     return here
 
@@ -74,7 +80,7 @@ def test_what_was_not_run_on_a_gpu_says_so(scheme, hopper):
     context = EPContext.local(torch.device("cpu"))
     context.device = GPU
     rest = {"all2all": "auto", "wire": Wire(), "pipeline": None, "options": ExpertsOptions(), "dtype": BF16}
-    with pytest.warns(UserWarning, match=f"{doubt}; see whether tests/gpu/test_blackwell.py"):
+    with pytest.warns(UserWarning, match=f"{doubt}; see whether tests/gpu of"):
         agree(context, "layer", config(), LayerRequest(experts="auto", quantization=scheme, router=None, **rest), None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -82,6 +88,16 @@ def test_what_was_not_run_on_a_gpu_says_so(scheme, hopper):
         agree(context, "layer", config(), named, None)
         hopper["capability"] = (9, 0)
         agree(context, "layer", config(), LayerRequest(experts="auto", quantization="none", router=None, **rest), None)
+
+
+def test_a_scale_for_each_channel_has_one_fast_kernel():
+    """FlashInfer's CUTLASS kernels have no such scales of weights."""
+    found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES["fp8_channel"])
+    assert found.experts == "fp8_channel_triton"
+    assert found.reason.endswith("fp8_channel_triton was NOT RUN on compute capability 9.0 yet")
+    for kernel in ("flashinfer_cutlass", "fp8_dynamic_triton", "fp8_block_triton"):
+        assert "quantization fp8_channel is not among" in str(reason(kernel, "fp8_channel"))
+    assert reason("reference", "fp8_channel") is None
 
 
 def test_what_the_fast_kernels_lack_goes_to_the_next():
@@ -97,6 +113,8 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
     assert chosen("fp8_dynamic", expert_bias=True) == "flashinfer_cutlass"
     assert chosen("fp8_dynamic", torch.float16) == "fp8_dynamic_triton"
     assert chosen("fp8_block", torch.float16) == "fp8_block_triton"
+    assert chosen("fp8_channel", expert_bias=True) == "reference"
+    assert chosen("fp8_channel", torch.float16) == "reference"
     assert chosen("none", torch.float32) == "reference"
     assert chosen("mxfp4", torch.float16) == "reference"
 
@@ -152,6 +170,11 @@ def test_missing_libraries(monkeypatch):
         ("fp8_tensor_triton", "fp8_static", torch.float16, {}, "dtype float16 is not among bfloat16"),
         ("fp8_tensor_triton", "fp8_static", BF16, {"hidden": 192},
          "hidden_size must be a multiple of 128 in bfloat16, got 192"),
+        ("fp8_channel_triton", "fp8_channel", torch.float16, {}, "dtype float16 is not among bfloat16"),
+        ("fp8_channel_triton", "fp8_channel", BF16, {"expert_bias": True},
+         "it has no expert biases (expert_bias=True)"),
+        ("fp8_channel_triton", "fp8_channel", BF16, {"inner": 256, "etp": 4},
+         "intermediate_size / etp must be a multiple of 128 in bfloat16, got 64"),
         ("fp8_block_triton", "none", BF16, {}, "quantization none is not among fp8_block"),
         ("fp8_dynamic_triton", "fp8_block", BF16, {}, "quantization fp8_block is not among fp8_dynamic"),
         ("fp8_dynamic_triton", "fp8_dynamic", torch.float16, {"inner": 192},

@@ -29,6 +29,7 @@ from ep_moe.experts.hopper import (
 from ep_moe.experts.hopper.experts import (
     Bf16TritonExperts,
     Fp8BlockTritonExperts,
+    Fp8ChannelTritonExperts,
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
 )
@@ -74,15 +75,17 @@ def operands(dtype: torch.dtype):
     return *(torch.empty(shape, dtype=dtype) for shape in shapes), torch.empty(ROWS, HIDDEN, dtype=BF16), *scales
 
 
-@pytest.mark.parametrize("kind", ["bf16", "e4m3", "e4m3 by row"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "e4m3 by row", "e4m3 by row and channel"])
 @pytest.mark.parametrize("rows", [1, 11, 23])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_streamed_products_fit(activation, rows, kind):
     x, w13, act, w2, y, *scales = operands(BF16 if kind == "bf16" else FP8)
-    scaled_rows, to = kind == "e4m3 by row", act
+    scaled_rows, to = kind.startswith("e4m3 by row"), act
     if scaled_rows:
-        of_weights = torch.ones(EXPERTS, 2, 3)[:, 0, 0]
-        scales, to = [RowScales(torch.ones(ROWS), of_weights)] * 2, act.bfloat16()
+        of_weights = [torch.ones(EXPERTS, 2, 3)[:, 0, 0]] * 2
+        if kind.endswith("channel"):
+            of_weights = [torch.ones(w.shape[:2]) for w in (w13 if activation == "swiglu" else w13[:, :INNER], w2)]
+        scales, to = [RowScales(torch.ones(ROWS), own) for own in of_weights], act.bfloat16()
     first, second = (NO_SCALES if own is None else own.given() for own in scales)
     ring, ends = gemm_streaming.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
@@ -134,7 +137,8 @@ def built(kind: type[Experts], scheme: str) -> Experts:
 @pytest.mark.parametrize(("kind", "scheme", "wire"), [
     (Bf16TritonExperts, "none", "plain"), (Fp8TensorTritonExperts, "fp8_static", "plain"),
     (Fp8BlockTritonExperts, "fp8_block", "plain"), (Fp8DynamicTritonExperts, "fp8_dynamic", "plain"),
-    (Fp8DynamicTritonExperts, "fp8_dynamic", "fp8_row"),
+    (Fp8DynamicTritonExperts, "fp8_dynamic", "fp8_row"), (Fp8ChannelTritonExperts, "fp8_channel", "plain"),
+    (Fp8ChannelTritonExperts, "fp8_channel", "fp8_row"),
 ])  # fmt: skip
 def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     """In their forms for Hopper, but for what NVRTC compiles."""

@@ -1,5 +1,6 @@
-"""`fp8_dynamic_triton` against the float64 oracle, and where it goes the way of `fp8_block_triton` against that on the
-same numbers, bit for bit; on a CPU in Triton's interpreter. More rows: tests/gpu/test_hopper_kernels.py."""
+"""`fp8_dynamic_triton` and `fp8_channel_triton` against the float64 oracle, and where the former goes the way of
+`fp8_block_triton` against that on the same numbers, bit for bit; on a CPU in Triton's interpreter. More rows:
+tests/gpu/test_hopper_kernels.py."""
 
 from __future__ import annotations
 
@@ -14,16 +15,31 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe.experts.base import Experts
-from ep_moe.experts.hopper.experts import ACTIVATIONS, Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.experts import ACTIVATIONS, Fp8ChannelTritonExperts, Fp8DynamicTritonExperts
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime import nvrtc
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from tests.fixtures.bf16_triton import BF16, CUT_OFF, DEVICE, SMALL, check_peers, rows, sorted_first
-from tests.fixtures.fp8_dynamic_triton import BY_ROW, apart, both, build, by_row, scales_apart
+from tests.fixtures.fp8_dynamic_triton import (
+    BY_ROW,
+    CHANNEL,
+    apart,
+    both,
+    build,
+    by_row,
+    channels_apart,
+    scales_apart,
+)
 
 COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
+# weights with a scale for each what -> kernel, experts, and how the oracle rounds
+KINDS = {
+    "matrix": (Fp8DynamicTritonExperts, scales_apart, BY_ROW),
+    "channel": (Fp8ChannelTritonExperts, channels_apart, CHANNEL),
+}
+each_kind = pytest.mark.parametrize(("kernel", "made", "scheme"), KINDS.values(), ids=KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -45,11 +61,12 @@ def within(y, scheme: Scheme, tensors, x, received: Received) -> None:
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 
+@each_kind
 @pytest.mark.parametrize("count", [1, 3, 16, 60])
 @pytest.mark.parametrize("travelled", [False, True])
-def test_few_rows_with_one_scale_each(count, travelled):
+def test_few_rows_with_one_scale_each(count, travelled, kernel, made, scheme):
     """Plain ones are rounded first; those that came rounded are read as they are."""
-    experts = build(Fp8DynamicTritonExperts, SMALL[0], tensors := scales_apart(*SMALL))
+    experts = build(kernel, SMALL[0], tensors := made(*SMALL))
     received = apart(rows(*SMALL, count))
     given, x = received, received.x
     if travelled:
@@ -57,23 +74,25 @@ def test_few_rows_with_one_scale_each(count, travelled):
         assert given.x_scale is not None
         x = given.x.float() * given.x_scale
     out = torch.full_like(received.x, torch.nan)
-    within(experts(given, out), BY_ROW, tensors, x, received)
+    within(experts(given, out), scheme, tensors, x, received)
 
 
+@each_kind
 @pytest.mark.parametrize("activation", COMPUTED, ids=lambda a: a.value)
-def test_every_activation_of_few_rows(activation):
+def test_every_activation_of_few_rows(activation, kernel, made, scheme):
     config = dataclasses.replace(SMALL[0], activation=activation)
-    tensors = scales_apart(config, SMALL[1])
+    tensors = made(config, SMALL[1])
     received = apart(rows(config, SMALL[1], 20))
-    y = build(Fp8DynamicTritonExperts, config, tensors)(received)
+    y = build(kernel, config, tensors)(received)
     expected, limit = expected_and_limit(
-        config, BY_ROW, tensors, received.x, received.local_ids, received.weights, BF16
+        config, scheme, tensors, received.x, received.local_ids, received.weights, BF16
     )
     assert worst(y, expected, CUT_OFF * limit) <= 1
 
 
-def test_ids_as_they_travelled_and_peers():
-    experts = build(Fp8DynamicTritonExperts, SMALL[0], scales_apart(*SMALL))
+@each_kind
+def test_ids_as_they_travelled_and_peers(kernel, made, scheme):
+    experts = build(kernel, SMALL[0], made(*SMALL))
     received = rows(*SMALL, 24)
     wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
     there = dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40))

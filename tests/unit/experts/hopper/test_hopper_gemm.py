@@ -42,16 +42,22 @@ def test_all_tiles_fit(tiles):
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize("activation", [None, *COMPUTED], ids=lambda kind: kind.value if kind else "none")
 @pytest.mark.parametrize(
-    ("itemsize", "out_bytes", "scaled_rows"),
-    [(2, 2, False), (1, 1, False), (1, 2, False), (1, 2, True)],
-    ids=["bf16", "e4m3", "e4m3 to bf16", "e4m3 with scaled rows to bf16"],
+    ("itemsize", "out_bytes", "scaled"),
+    [
+        (2, 2, {}),
+        (1, 1, {}),
+        (1, 2, {}),
+        (1, 2, {"scaled_rows": True}),
+        (1, 2, {"scaled_rows": True, "channels": True}),
+    ],
+    ids=["bf16", "e4m3", "e4m3 to bf16", "e4m3 with scaled rows to bf16", "e4m3 with scaled rows and channels to bf16"],
 )
-def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled_rows, activation):
+def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activation):
     """A word would be of products that wait for each other, for want of registers. Small: instructions of both products
     of a layer stay in a multiprocessor's cache (docs/explanation/performance_log.md)."""
-    form = gemm_grouped.options(itemsize, out_bytes, activation, scaled_rows=scaled_rows)
+    form = gemm_grouped.options(itemsize, out_bytes, activation, **scaled)
     binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(itemsize), form)
-    assert 0 < len(binary) < (104 if scaled_rows else 100) * 1024
+    assert 0 < len(binary) < (104 if scaled else 100) * 1024
     assert words == ""
 
 
