@@ -1,11 +1,15 @@
-"""Local experts alone, one GPU holding one rank's share of four: every kernel and scheme, beside FlashInfer's own call.
+"""Local experts alone, one GPU holding one rank's share of four: every kernel and scheme, beside FlashInfer's own call
+and kernels of other libraries where they are installed.
 
-    python -m ep_moe.bench.experts [--models NAME ...] [--schemes NAME ...] [--csv FILE]
+    python -m ep_moe.bench.experts [--models NAME ...] [--schemes NAME ...] [--no-peers] [--csv FILE]
 
 Medians of CUDA-graph replays in microseconds (of eager calls for torch's `reference`, which cannot be captured), and
 two ratios of one run: to the floor (the larger of weight bytes touched at the measured copy rate and operations at the
 measured matmul rate), and to FlashInfer's public `cutlass_fused_moe` where it has that scheme: tuned by its own
 autotuner on the same rows, and with the tiles that this project found (the raw call: what the adapter adds).
+
+peer: Triton's fused_moe of vLLM and SGLang, SonicMoE's forward (eager, its default tiles, routes listed beforehand) and
+DeepGEMM's two grouped products (nothing between them) on the same weights and routes.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.bench import floors
+from ep_moe.bench import floors, libraries
 from ep_moe.bench.csv_lines import write
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.start import Where, check_measured, one_sentence, parse
@@ -39,6 +44,8 @@ from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 
 RANKS = 4
+SONIC = "SonicMoE"
+Say = Callable[[str], Any]
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 ROWS = (64, 512, 4096, 16384)
 VARIANTS = (
@@ -201,7 +208,54 @@ def public_calls(experts: Any, received: Received, tiles: list[int]) -> dict[str
     return raw | {"peer_us": call}
 
 
-def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = ROWS) -> list[Line]:
+def peers_of(scheme: str, held: libraries.Held, received: Received) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """How the call of each other library is made, by name. received: of a rank that has the first experts of `held`"""
+    assert received.local_ids is not None
+    ids = torch.where(received.local_ids < 0, len(held.w2), received.local_ids).int()  # an expert of another rank
+    x, weights = received.x, received.weights
+    assert weights is not None
+
+    def fused(library: str) -> Callable[[], Any]:
+        return partial(libraries.FUSED_MOE[library](held), x, ids, weights)
+
+    made: dict[str, Callable[[], Callable[[], Any]]] = {}
+    if scheme in ("none", "fp8_block"):
+        made |= {f"{library} fused_moe": partial(fused, library) for library in libraries.FUSED_MOE}
+    if scheme == "none":
+        made[SONIC] = lambda: partial(libraries.sonic(held, ids, weights), x)
+    if scheme == "fp8_block":
+        made["DeepGEMM, two products alone"] = lambda: libraries.deepgemm_products(held, ids)
+    return made
+
+
+def peer_lines(
+    model: str, config: MoEConfig, scheme: str, rows: Sequence[int], rates: Rates, device: torch.device, say: Say
+) -> list[Line]:
+    """Of other libraries, on canonical weights. What cannot run is left out, with its reason, at its first rows."""
+    weights = make("reference", scheme, config, device, max(rows)).weights
+    slots = torch.arange(weights.num_slots + 1, dtype=torch.int32, device=device)
+    slots[-1] = -1
+    stored = {name: weights.get_parameter(name).detach() for name in weights.names}
+    held, lines, failed = libraries.Held(slots=slots, **stored), list[Line](), set[str]()
+    for count in rows:
+        received = received_rows(config, weights.num_slots, count, device)
+        least = floor_us(config, scheme, received, rates)
+        for name, begin in peers_of(scheme, held, received).items():
+            if name in failed:
+                continue
+            try:
+                (us,) = (eager if name == SONIC else replayed)([begin()])
+            except Exception as error:  # whatever a library raises: the others are still to be measured
+                failed.add(name)
+                say(f"left out: {name}, {scheme}: {type(error).__name__}: {error}")
+                continue
+            lines.append(Line(model, count, f"peer: {name}", scheme, "rank_major", us, least))
+    return lines
+
+
+def run(
+    models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = ROWS, *, peers: bool = True
+) -> list[Line]:
     device = torch.device("cuda", torch.cuda.current_device())
     console = Console(width=160)
     rates = measure_rates(device)
@@ -227,13 +281,16 @@ def run(models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = R
                 least = floor_us(config, scheme, received, rates)
                 theirs = public_calls(experts, received, tactic_for(tiles, count))
                 us, *others = timed(experts)([_own_call(experts, received), *theirs.values()])
-                peers = dict(zip(theirs, others, strict=True))
-                lines.append(Line(model, count, kernel, scheme, "rank_major", us, least, untuned[count], **peers))
+                found = dict(zip(theirs, others, strict=True))
+                lines.append(Line(model, count, kernel, scheme, "rank_major", us, least, untuned[count], **found))
                 if scheme == "fp8_block":
                     grouped = contiguous_rows(received, experts.weights.num_slots)
                     (us,) = replayed([_own_call(experts, grouped)])
                     lines.append(Line(model, count, kernel, scheme, "contiguous", us, least))
             del experts
+            torch.cuda.empty_cache()
+        for scheme in [scheme for scheme in ("none", "fp8_block") if peers and scheme in schemes]:
+            lines += peer_lines(model, config, scheme, rows, rates, device, partial(console.print, markup=False))
             torch.cuda.empty_cache()
         console.print(table([line for line in lines if line.model == model], model))
     return lines
@@ -275,9 +332,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--schemes", nargs="+", choices=list(floors.WEIGHTS), default=list(floors.WEIGHTS))
+    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--csv", type=Path)
     asked = parse(parser, Where.GPU)
-    lines = run(asked.models, asked.schemes)
+    lines = run(asked.models, asked.schemes, peers=not asked.no_peers)
     check_measured(lines)
     if asked.csv is not None:
         write(lines, asked.csv)

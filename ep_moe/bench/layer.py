@@ -231,6 +231,9 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
             continue
         reference = out if reference is None else reference
         line.error = slowest(context, relative_error(out, reference))
+        if not entry.graph:
+            graphs[number] = partial(repeated, entry.call, repeat)
+            continue
         graph = attempt(context, f"{entry.name}, {entry.scheme}, captured", partial(captured, entry.call, repeat))
         if graph is not None:
             graphs[number] = graph.replay
@@ -238,6 +241,11 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
     for number, us in zip(graphs, found, strict=True):
         lines[number].us = slowest(context, us)
     return lines
+
+
+def repeated(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def calls_per_graph(tokens: int) -> int:

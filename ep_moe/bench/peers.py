@@ -1,9 +1,11 @@
 """What a user has without this package, on one host of Hopper GPUs: FlashInfer's parts joined by hand, NCCL's
-collectives around its experts, and its own fused kernels. Each is called as its authors would call it: nothing of our
-adapters runs between the parts, no id is renumbered, no row copied.
+collectives around its experts or Triton's `fused_moe`, fused layers of FlashInfer and DeepGEMM, and transformers' own
+expert parallelism. Each is called as its authors would call it: nothing of our adapters runs between the parts, no id
+is renumbered, no row copied.
 
-The weights are those of our layers, whose layout is FlashInfer's; the tiles are those that our tuner found, because the
-autotuner of 0.7.2 ends within minutes only sometimes. Experts lie in order, and so a logical id is the physical one.
+The weights are those of our layers, in FlashInfer's layout or the canonical one; FlashInfer's tiles are those that our
+tuner found, because the autotuner of 0.7.2 ends within minutes only sometimes. Experts lie in order, and so a logical
+id is the physical one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.all2all.flashinfer_nvlink import communication
+from ep_moe.bench import libraries
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
@@ -30,10 +33,12 @@ from ep_moe.layer import MoELayer
 from ep_moe.parallel.collectives import reduce_scatter_single
 from ep_moe.parallel.rank_group import all_gather_single
 from ep_moe.types import Activation, Routing
+from ep_moe.weights.layouts.base import WeightLayout
 
 DTYPE = torch.bfloat16
 CUTLASS = "flashinfer_cutlass"
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # rows, global ids, weights; where the result goes
+BY_NAME = {"none": "bf16", "fp8_block": "fp8 128 x 128"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Entry:
 
     weights: "bf16" or "fp8"; rows: what travels out and back; call: a layer call's result [T, H]
     close: gives back what it holds alone; collective
+    graph: whether a CUDA graph can hold the call; others are timed as they are called
     """
 
     owner: str
@@ -51,6 +57,7 @@ class Entry:
     rows: str
     call: Callable[[], Tensor]
     close: Callable[[], Any] = lambda: None
+    graph: bool = True
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,13 @@ class Peers:
             "FlashInfer mega fp8": partial(self.mega, "FlashInfer mega", DefaultMegaFp8, "fp8_block", "fp8 / fp8"),
             f"{nccl}, bf16": partial(self.gathered, nccl, nullcontext),
             f"{nccl}, bf16, grouped": partial(self.gathered, f"{nccl}, grouped", self._grouped),
+            "DeepGEMM mega fp8": self.deepgemm,
+            "transformers all_to_all": self.transformers,
         }
+        for library in libraries.FUSED_MOE:
+            for scheme, called in BY_NAME.items():
+                name = f"NCCL AG/RS + {library} fused_moe"
+                made[f"{name}, {called}"] = partial(self.gathered, name, self._grouped, scheme, library)
         return made
 
     def hand_made(self, name: str, scheme: str, *, rounds_back: bool = False) -> Entry:
@@ -145,22 +158,45 @@ class Peers:
         rows = f"{'bf16' if rounding is None else 'fp8'} / {'fp8' if rounds_back else 'bf16'}"
         return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", rows, call)
 
-    def gathered(self, name: str, together: Callable[[], AbstractContextManager[Any]]) -> Entry:
-        """All ranks' rows to all, each computes its own experts' share of every row, and the shares are summed."""
+    def gathered(
+        self,
+        name: str,
+        together: Callable[[], AbstractContextManager[Any]],
+        scheme: str = "none",
+        library: str | None = None,
+    ) -> Entry:
+        """All ranks' rows to all, each computes its own experts' share of every row, and the shares are summed.
+        library: whose `fused_moe` computes, None for FlashInfer's CUTLASS"""
         own = (self.x, self.ids, self.weights)
         whole = [tensor.new_empty(self.rank_group.size * len(tensor), *tensor.shape[1:]) for tensor in own]
-        shares, out = torch.empty_like(whole[0]), torch.empty_like(self.x)
-        experts = self._experts("none", len(shares), None, all2all=False)
+        out = torch.empty_like(self.x)
+        if library is None:
+            experts = self._into(self._experts(scheme, len(whole[0]), None, all2all=False), torch.empty_like(whole[0]))
+        else:
+            experts = libraries.FUSED_MOE[library](self._held(scheme))
 
         def call() -> Tensor:
             with together():
                 for all_ranks, mine in zip(whole, own, strict=True):  # as bytes: gloo groups but tensors of one dtype
                     all_gather_single(all_ranks.view(torch.uint8), mine.view(torch.uint8), group=self.rank_group.group)
-            experts(whole[0], whole[1], whole[2], shares)
-            reduce_scatter_single(out, shares, group=self.rank_group.group)
+            reduce_scatter_single(out, experts(*whole), group=self.rank_group.group)
             return out
 
-        return Entry("peer", name, "none", "bf16", "bf16 / bf16", call)
+        return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", "bf16 / bf16", call)
+
+    def deepgemm(self) -> Entry:
+        """DeepGEMM's fused layer for Hopper: E4M3 rows out."""
+        scheme, group = "fp8_block", self.rank_group.group
+        step = libraries.deepgemm_mega(self._held(scheme), self.config, group, len(self.x))
+        call = partial(step, self.x, self.ids, self.weights)
+        return Entry("peer", "DeepGEMM mega", scheme, "fp8", "fp8 / bf16", call)
+
+    def transformers(self) -> Entry:
+        """A row travels once for each of its experts."""
+        step = libraries.transformers_all_to_all(self._held("none"), self.config, self.device)
+        call = partial(step, self.x, self.ids, self.weights)
+        name = "transformers all_to_all, eager"
+        return Entry("peer", name, "none", "bf16", "bf16 / bf16", call, graph=False)
 
     def mega(self, name: str, kind: type[FlashInferMega], scheme: str, rows: str) -> Entry:
         """One of FlashInfer's fused kernels, with buffers of its own and ids that are ready."""
@@ -184,6 +220,29 @@ class Peers:
                 f"it reads the weights of a layer of {kernel} in {scheme}, and there is none: name {kernel}"
             )
         return self._sources[kernel, scheme]
+
+    def _held(self, scheme: str) -> libraries.Held:
+        """This rank's share of a layer whose weights are in the canonical layout."""
+        for source in self._sources.values():
+            held = source.layer.expert_weights
+            if held.scheme.name == scheme and type(held.weight_layout) is WeightLayout:
+                stored = {name: tensor.detach() for name, tensor in held.stored_tensors().items()}
+                slots = torch.full((self.config.num_experts,), -1, dtype=torch.int32, device=self.device)
+                first = held.num_slots * self.rank_group.rank
+                slots[first : first + held.num_slots] = torch.arange(held.num_slots, device=self.device)
+                return libraries.Held(slots=slots, **stored)
+        raise ConfigError(
+            f"it reads canonical weights of a layer in {scheme}, and there is none: name bf16_triton, fp8_block_triton"
+        )
+
+    def _into(self, experts: Experts, out: Tensor) -> libraries.Step:
+        """Results go to one tensor, of all calls."""
+
+        def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            experts(x, ids, weights, out)
+            return out
+
+        return call
 
     def _communication(self, rounds_back: bool) -> Any:
         """The hand-made peers share it: one call at a time."""

@@ -1,0 +1,173 @@
+"""Other libraries' kernels as the benchmarks call them, over emulations of their contracts: what is handed over is what
+they ask for, and each computes the layer. Without a library its line is left out, with the reason."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from ep_moe import EPContext, MoEConfig
+from ep_moe.bench import experts, layer, libraries, stages, timing
+from ep_moe.bench.floors import Rates
+from ep_moe.errors import BackendUnavailable
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.testing import distributed
+from ep_moe.testing.expert_oracle import random_expert
+from tests.emulations import bench_libraries as emulated
+
+CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+RATES, HELD = Rates(4.3e12, 800e12, 1468e12), 3
+LIBRARIES = ("vllm", "sglang", "sonicmoe", "quack", "deep_gemm")
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed():
+    """Whatever a test puts into sys.modules is taken away."""
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]:
+            del sys.modules[name]
+        yield
+
+
+def held(scheme: str) -> libraries.Held:
+    """Experts 2 to 4 of 8."""
+    tensors = [random_expert(CONFIG, SCHEMES[scheme], expert, torch.bfloat16) for expert in range(HELD)]
+    slots = torch.full((8,), -1, dtype=torch.int32)
+    slots[2 : 2 + HELD] = torch.arange(HELD, dtype=torch.int32)
+    stacked = {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
+    return libraries.Held(slots=slots, **stacked)
+
+
+def given(count: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, ids, weights, among them rows without an expert here."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, CONFIG.hidden_size, generator=generator).bfloat16()
+    ids = torch.rand(count, 8, generator=generator).topk(2).indices.int()
+    return x, ids, torch.rand(count, 2, generator=generator)
+
+
+def expected(own: libraries.Held, x, ids, weights) -> torch.Tensor:
+    w13, w2 = (emulated.wide(w, scale) for w, scale in ((own.w13, own.w13_scale), (own.w2, own.w2_scale)))
+    return emulated.dense(x, w13, w2, own.slots[ids.long()], weights)
+
+
+def same(y: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Up to one rounding to bf16 and sums in another order."""
+    assert wanted.std() > 0.1
+    assert bool(((y.float() - wanted).abs() <= 2.0**-7 * wanted.abs() + 1e-4).all())
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize(
+    ("library", "emulation"),
+    [("vLLM", emulated.vllm), ("vLLM", lambda: emulated.vllm(quant_config=False)), ("SGLang", emulated.sglang)],
+    ids=["vLLM", "vLLM before 0.11", "SGLang"],
+)
+def test_fused_moe_gets_this_ranks_experts(library, emulation, scheme):
+    emulation()
+    own = held(scheme)
+    same(libraries.FUSED_MOE[library](own)(*given()), expected(own, *given()))
+
+
+def test_sonic_gets_routes_and_rows_of_gate_and_up_in_turns():
+    emulated.sonic()
+    own, (x, ids, weights) = held("none"), given()
+    same(libraries.sonic(own, ids, weights)(x), expected(own, x, ids, weights))
+    total = sys.modules["sonicmoe.functional.reduction_over_k_gather"].token_gather_sum_kernel
+    assert len(total.configs) == 1
+
+
+def test_deepgemm_gets_rows_grouped_and_filled_up():
+    products = emulated.deepgemm()
+    own, (_, ids, _) = held("fp8_block"), given(300)
+    libraries.deepgemm_products(own, ids)()
+    (layout, first), (again, second) = products
+    assert torch.equal(layout, again)
+    assert first is own.w13
+    assert second is own.w2
+    for slot in range(HELD):
+        rows = int((own.slots[ids.long()] == slot).sum())
+        start = int((layout == slot).nonzero()[0])
+        assert start % 128 == 0
+        assert bool((layout[start : start + rows] == slot).all())
+        assert int((layout == slot).sum()) == rows
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_lines_of_local_experts(scheme, monkeypatch):
+    """Each library's, or why there is none."""
+    monkeypatch.setattr(experts, "replayed", lambda calls: [(calls[0](), 7.0)[1]])
+    monkeypatch.setattr(experts, "eager", lambda calls: [(calls[0](), 9.0)[1]])
+
+    def lines() -> tuple[dict[tuple[str, int], float], list[str]]:
+        said: list[str] = []
+        found = experts.peer_lines("m", CONFIG, scheme, (16, 64), RATES, torch.device("cpu"), said.append)
+        return {(line.kernel, line.rows): line.us for line in found}, said
+
+    none, said = lines()
+    assert none == {}
+    names = {"none": ["vLLM fused_moe", "SGLang fused_moe", "SonicMoE"]}
+    names["fp8_block"] = [*names["none"][:2], "DeepGEMM, two products alone"]
+    assert [sentence.split(", " + scheme)[0] for sentence in said] == [f"left out: {name}" for name in names[scheme]]
+    assert all("cannot be imported (No module named" in sentence for sentence in said)
+    for emulation in (emulated.vllm, emulated.sglang, emulated.sonic, emulated.deepgemm):
+        emulation()
+    found, said = lines()
+    assert said == []
+    wanted = {
+        (f"peer: {name}", rows): 9.0 if name == "SonicMoE" else 7.0 for name in names[scheme] for rows in (16, 64)
+    }
+    assert found == wanted
+
+
+def test_what_is_not_installed_is_named():
+    with pytest.raises(BackendUnavailable, match=r"deep_gemm cannot be imported .*put the library and what it needs"):
+        libraries.deepgemm_products(held("fp8_block"), given()[1])
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+MACHINE = layer.Machine(RATES, 389e9)
+VARIANTS = [("reference", scheme, "plain", "allgather", ()) for scheme in ("none", "fp8_block")]
+PEERS = {
+    ("DeepGEMM mega", "fp8_block", "fp8 / bf16"),
+    ("transformers all_to_all, eager", "none", "bf16 / bf16"),
+    *((f"NCCL AG/RS + {library} fused_moe", scheme, "bf16 / bf16")
+      for library in ("vLLM", "SGLang") for scheme in ("none", "fp8_block")),
+}  # fmt: skip
+
+
+def lines_of(context: EPContext) -> list[layer.Line]:
+    """Of a rank's process, on the CPU."""
+    layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
+    layer.in_turns = lambda calls, repeat, replays, before: [1.0 + (call() is None) for call in calls]
+    layer.host = lambda call, calls, before: timing.host(call, calls=1, samples=1, before=before)
+    stages.timeline = lambda call, device: []
+    with torch.no_grad():
+        return layer.measure(context, "m", CONFIG, VARIANTS, MACHINE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over emulations, on the CPU")
+@distributed(2)
+def test_layers_of_other_libraries_compute_the_same(world_size):
+    for emulation in (emulated.vllm, emulated.sglang, emulated.deepgemm):
+        emulation()
+    with EPContext.from_groups(device=torch.device("cpu"), deadline_s=30, max_tokens=8) as context:
+        lines = lines_of(context)
+    peers = [line for line in lines if line.owner == "peer"]
+    assert {(line.name, line.scheme, line.rows) for line in peers} == PEERS
+    assert not [line for line in lines if line.wrong]
+    eager = [line.name for line in lines if line.us == 2]  # `repeated` returns nothing, a replayed call its rows
+    assert eager == ["transformers all_to_all, eager"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over emulations, on the CPU")
+@distributed(2)
+def test_layers_without_the_libraries(world_size):
+    with EPContext.from_groups(device=torch.device("cpu"), deadline_s=30, max_tokens=8) as context:
+        lines = lines_of(context)
+    assert {line.name for line in lines if line.owner == "peer"} == {"transformers all_to_all, eager"}
