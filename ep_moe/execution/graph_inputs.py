@@ -176,7 +176,7 @@ class Inputs:
             to += [self.routing.ids[:tokens], self.routing.weights[:tokens]]
             if tokens < self.most:
                 to.append(self.routing.ids[tokens:])
-                constants.append(self._constant[: self.most - tokens])
+                constants.append(self._constant[tokens:])
         elif self.tokens is not None:
             to.append(self.tokens)
             constants.append(self._constant[tokens : tokens + 1])

@@ -86,6 +86,20 @@ def test_files_are_those_of_transformers(folders, world_size):
                         check_equal(*(one.state_dict() for one in sources))
 
 
+@distributed(4)
+def test_experts_travel_to_the_rank_that_writes_alone(folders, monkeypatch, world_size):
+    """From their owners in its own EP group: those of other groups have nothing that it lacks."""
+    send, sent = dist.batch_isend_irecv, []
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda works: sent.extend(works) or send(works))
+    for sizes, senders in (({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {0, 2}), ({"dp": 4, "ep": 2}, {0, 1})):
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+            model = load_pretrained(folders / "olmoe" / "per_expert", context, progress=False)
+            sent.clear()
+            save_pretrained(model, folders / "once" / str(len(senders)))
+            found = {rank for rank, count in enumerate(everywhere(len(sent))) if count}
+            assert found == senders, context.layout
+
+
 def local():
     return EPContext.local(torch.device("cpu"))
 
@@ -112,6 +126,22 @@ def test_a_save_that_fails_leaves_no_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(saving, "save_file", full_disk)
     with pytest.raises(CheckpointError, match=r"the model cannot be saved: .*no space left"):
+        save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_is_not_forgotten_for_what_is_written_after_it(tmp_path, monkeypatch):
+    """There may be room again for the next file."""
+    write, failed = saving.save_file, []
+
+    def full_once(tensors, path, metadata):
+        if not failed:
+            failed.append(path)
+            raise OSError("no space left")
+        write(tensors, path, metadata)
+
+    monkeypatch.setattr(saving, "save_file", full_once)
+    with pytest.raises(CheckpointError, match="no space left"):
         save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
     assert not list(tmp_path.iterdir())
 

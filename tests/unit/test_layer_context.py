@@ -181,3 +181,15 @@ def test_layer_may_change_its_dtype(context):
     assert "x must be bfloat16 as the layer is, got float32" in str(error.value)
     assert torch.equal(layer.to(torch.float32).forward_routed(x, chosen), wide)
     assert layer._dispatcher() is before
+
+
+def test_a_layer_keeps_the_dtype_that_all_ranks_have_buffers_for(context):
+    """A rank that converts its layer by itself is told so: its peers send rows of the old dtype."""
+    layer = MoELayer(shape(), context)
+    layer._checks.dtype = layer.dtype  # as after the first call of ranks with fixed buffers
+    before = layer._dispatcher()
+    layer.to(torch.bfloat16)
+    with pytest.raises(InputError, match="became bfloat16 after its first call in float32, and all2all=local has"):
+        layer(torch.ones(3, HIDDEN).bfloat16())
+    assert layer._dispatcher() is before
+    assert layer._dispatch_shape().dtype == torch.float32

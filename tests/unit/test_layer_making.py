@@ -3,6 +3,7 @@
 # ruff: noqa: F811
 
 import copy
+import dataclasses
 import pickle
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer
+from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.selection.explain import explain
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, INNER, context, full, shape  # noqa: F401 (a fixture)
 
@@ -139,3 +141,11 @@ def test_a_layer_is_not_copied(context):
             copied(nn.Sequential(layer))
     other = MoELayer(shape(), context)
     other.load_state_dict(layer.state_dict())
+
+
+def test_parameters_of_a_kernel_without_backward_require_no_gradients(context, monkeypatch):
+    able = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
+    monkeypatch.setattr(ReferenceExperts, "capabilities", able)
+    layer = MoELayer(shape(), context)
+    assert layer.router.weight.requires_grad
+    assert not any(parameter.requires_grad for parameter in layer.expert_weights.parameters())

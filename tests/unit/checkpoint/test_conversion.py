@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
+from transformers import AutoConfig, AutoModelForCausalLM, OlmoeForCausalLM, core_model_loading
 from transformers import conversion_mapping as mapping
 from transformers.core_model_loading import Concatenate, Interleave, Transpose, WeightConverter
 
@@ -151,6 +151,30 @@ BROKEN = [
 def test_broken_files_are_refused_by_name(olmoe, change, message):
     with pytest.raises(CheckpointError, match=message):
         loaded(olmoe(change))
+
+
+def test_what_the_models_class_ignores_is_no_reason_to_refuse(olmoe, monkeypatch):
+    """By the name in the files, or by that which transformers would give it."""
+    folder = olmoe(put("model.layers.0.mlp.experts.0.extra.weight", lambda tensors: torch.zeros(2)))
+    rename = conversion.rename_source_key
+
+    def renamed(name, *rest):
+        target, pattern = rename(name, *rest)
+        return target.replace(".extra.", ".target."), pattern
+
+    monkeypatch.setattr(conversion, "rename_source_key", renamed)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.extra\.weight, which .* no place for"):
+        files_of(folder)
+    for ignored in (r"experts\.0\.extra", r"experts\.0\.target"):
+        monkeypatch.setattr(OlmoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [ignored])
+        assert files_of(folder).left_out == []
+
+
+def test_codes_beside_experts_are_called_by_their_quantisation(olmoe):
+    """All weights are there, and so what is superfluous says what the files are."""
+    folder = olmoe(put("model.layers.0.mlp.experts.0.gate_proj.absmax", lambda tensors: torch.zeros(2)))
+    with pytest.raises(CheckpointError, match=r"quantised by bitsandbytes.*absmax is there; dequantise"):
+        files_of(folder)
 
 
 def test_fused_experts_of_another_number_are_refused(olmoe):

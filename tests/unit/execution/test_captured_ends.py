@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ep_moe import ConfigError, InputError, MoELayer
+from ep_moe.all2all.buffer_slots import BufferPool
 from ep_moe.types import Routing
 from tests.emulations.captured import CONFIG, layer, replayed, rows  # noqa: F401 (a fixture)
 from tests.emulations.graph import RecordableCall
@@ -160,6 +162,33 @@ def test_rows_of_a_capture_are_no_load_of_a_users_router(layer):
     layer = MoELayer(CONFIG, layer.context, router=lambda x: integer_routing(len(x), CONFIG, 0))
     layer.capture([4])
     assert not any(layer.stats().expert_load)
+
+
+def test_what_replays_of_another_layer_left_is_no_input_of_a_capture(layer):
+    """Layers alike share the tensors that replays read; experts of a larger one are none of a smaller one's."""
+    config = dataclasses.replace(CONFIG, num_experts=64)
+    larger = MoELayer(config, layer.context)
+    larger.capture_routed([4])
+    routing = Routing(torch.full((4, 3), 63), torch.ones(4, 3))
+    with torch.no_grad():
+        larger.forward_routed(rows(4), routing)
+    layer.capture_routed([4])
+    assert replayed(layer, rows(4), integer_routing(4, CONFIG, 0))
+
+
+def test_a_capture_that_fails_leaves_no_workspace_busy(layer, monkeypatch):
+    """A call that it began ends nowhere; the peers' workspaces are free."""
+    pool = BufferPool("own", lambda device: None)
+    monkeypatch.setattr(layer._dispatcher(), "buffer_pool", pool, raising=False)
+
+    def record(self, call):
+        pool.take(layer.device).busy = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(RecordableCall, "record", record)
+    with pytest.raises(ConfigError, match="the call could not be captured"):
+        layer.capture([4])
+    assert [slot.busy for slot in pool.made] == [False]
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, Wire, load_model_config, registry
 from ep_moe.cli import app as cli
 from ep_moe.cli.run import DEMO
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.quant.schemes import scheme_of
@@ -159,6 +160,33 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
     )  # fmt: skip
     expected = {("p2p", 16): 2 * 160, ("p2p", 64): 3 * 640, ("other", 16): 160}
     assert table.transport_bytes(lambda entry: entry.room) == expected
+
+
+def test_another_dtype_is_asked_of_a_transport_with_all_that_it_was_chosen_for():
+    """Its wire too, which may not carry that dtype."""
+    table = BackendTable([TableEntry(4, select.BackendChoice("local", "reference", "chosen", ""), None, None)])
+    asked = [torch.bfloat16, CONFIG, RankLayout(world=1, rank=0), scheme_of("none"), ExpertsOptions()]
+    assert table.dtype_problem(*asked, Wire()) is None
+    assert "all2all=local does not carry it: local carries plain rows in combine, not fp8" in table.dtype_problem(
+        *asked, Wire(combine="fp8")
+    )
+
+
+def test_kernels_of_a_layer_are_made_with_the_same(monkeypatch):
+    own = SimpleNamespace(name="own", value="tests.fixtures.plugins:EagerKernel")
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: [own] if group == "ep_moe.experts" else [])
+    registry._plugins.cache_clear()
+    with EPContext.local(CPU) as context:
+        context.max_tokens = 9
+        options = ExpertsOptions(chunk_rows=7)
+        file = tuned(line(4, "own", 5), line(9, "reference", 7))
+        layer = MoELayer(CONFIG, context, tuned=file, options=options)
+        assert [kernel.name for kernel in layer._kernels] == ["reference", "own"]
+        for kernel in layer._kernels:
+            assert kernel.config is layer.config
+            assert kernel.weights is layer.expert_weights
+            assert kernel.workspaces is context._workspaces, "scratch memory of one call at a time"
+            assert kernel.options is options
 
 
 # --- the file ----------------------------------------------------------------------------------------------------

@@ -114,3 +114,11 @@ def test_a_call_of_another_kind(routed, sentence):
     for each in (kernel, alone):
         with pytest.raises(InputError, match=sentence):
             each(torch.zeros(3, 16), routed)
+
+
+def test_its_buffers_hold_what_a_rank_sends(monkeypatch):
+    """The ranks of a tp group may send each a part of a call's tokens, or all of them."""
+    monkeypatch.setattr(EPContext, "_max_dispatch_tokens", property(lambda self: 12))
+    layer = layer_of()
+    assert layer.context.max_tokens != 12
+    assert layer.experts.dispatch_shape.max_tokens == 12

@@ -1,0 +1,27 @@
+"""What every transport adds to the rows that it delivers."""
+
+import pytest
+import torch
+
+from ep_moe import Wire
+from ep_moe.all2all.base import DispatchShape
+from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.config import ONE_SCALE
+from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.quant.wire import round_rows, widen_rows
+from ep_moe.types import PhysicalRouting
+
+
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_received_rows_say_how_they_were_written(name):
+    """A kernel widens them by that alone."""
+    wire = Wire(dispatch=name, input_scale=0.25 if name in ONE_SCALE else None)
+    shape = DispatchShape(hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=wire)
+    x, ids = torch.randn(3, 256).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
+    sent, scale = round_rows(x, wire)
+    assert scale is None or scale.shape == (3, shape.scales)
+    received = LocalDispatcher(shape, RankGroup.alone()).dispatch(sent, PhysicalRouting(ids, ids.float()), scale)
+    told = Wire(dispatch=received.format, input_scale=received.input_scale)
+    assert told == wire
+    assert torch.equal(widen_rows(received.x, received.x_scale, told, x.dtype), widen_rows(sent, scale, wire, x.dtype))

@@ -1,0 +1,26 @@
+"""Which of a rank's gradients count in a norm over all ranks, in one process."""
+
+import pytest
+import torch
+
+from ep_moe import ExpertMap, MoEConfig
+from ep_moe.training.gradients import _experts_once
+from ep_moe.weights.expert_weights import ExpertWeights
+from tests.fixtures.expert_weights import etp_link
+
+CONFIG = MoEConfig(hidden_size=4, intermediate_size=8, num_experts=6, top_k=2, expert_bias=True)
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("expert_map", [ExpertMap.linear(6, 2), ExpertMap.redundant(6, 2, 4)])
+def test_each_number_counts_once_on_all_ranks_together(etp, expert_map):
+    """Also biases, which all ranks of an etp group have whole, and an expert's copies."""
+    numbers = {"w1": 6 * 4 * 8, "w2": 6 * 4 * 8, "w3": 6 * 4 * 8, "w13_bias": 6 * 16, "w2_bias": 6 * 4}
+    counted = 0.0
+    for ep_rank in range(2):
+        for etp_rank in range(etp):
+            weights = ExpertWeights(CONFIG, expert_map, ep_rank=ep_rank, etp=etp_link(etp, etp_rank))
+            for parameter in weights.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            counted += sum(share * float(gradient.sum()) for gradient, share in _experts_once(weights))
+    assert counted == sum(numbers.values())
