@@ -102,7 +102,7 @@ class FlightRecorder:
         self._started = time.monotonic()
         self._failure: EPMoEError | None = None
         self._keeps, self._more_s = True, 0.0  # of the step under way
-        self._abort, self._aborted = abort, False
+        self._abort = abort
         self._device = torch.device("cpu") if device is None else device
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -339,9 +339,8 @@ class FlightRecorder:
 
     def _free(self) -> None:
         """A thread that waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait
-        for the lost peer."""
-        if self._abort is not None and not self._aborted:
-            self._aborted = True
+        for the lost peer. Once, with the first failure: there is no other."""
+        if self._abort is not None:
             threading.Thread(target=self._abort, daemon=True, name="ep_moe abort").start()
 
     def _late_on_host(self) -> float:

@@ -197,6 +197,22 @@ def test_an_expert_that_is_here_twice_has_one_parameter():
     assert (weights.get_submodule("0").w1.grad == 101).all(), "and its gradient counts"
 
 
+def test_copies_of_an_expert_are_written_once_for_each_change():
+    """Not by every call: what reads the tensors would find them changed."""
+    weights = filled(
+        shape(Activation.RELU2, bias=False), ExpertMap.from_ranks([[0, 1, 0, 2, 3, 4]], 5, allow_duplicates=True)
+    )
+    for number in range(2):
+        with torch.no_grad():
+            weights.get_submodule("0").w1.fill_(number)
+        assert not weights.settled
+        weights.settle()
+        assert weights.settled
+        before = [tensor._version for tensor in weights.stored_tensors().values()]
+        assert (weights.w13[2] == number).all()
+        assert [tensor._version for tensor in weights.stored_tensors().values()] == before
+
+
 def test_what_parameters_carry_goes_with_them():
     """Gradients and frozen ones, to another dtype; frozen ones to another map too."""
     weights = filled(shape(bias=False), ExpertMap.linear(5, 1))
