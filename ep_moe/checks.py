@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import importlib.util
 import numbers
 from operator import index
 from os import PathLike
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, SupportsIndex, get_args, get_origin, get_type_hints
 
@@ -177,3 +179,29 @@ def shown(value: object) -> str:
 
 def _name(config: Any) -> str:
     return type(config).__name__
+
+
+# --- files that a command writes --------------------------------------------------------------------------------------
+# Files that a command is to write: what is wrong with them is said before anything is computed.
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_target(option: str, file: Path | None) -> None:
+    """option: as the user wrote it, such as `--csv`"""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option} {file} is in a folder that does not exist; make it first")
+    if file.is_dir():
+        raise ConfigError(f"{option} {file} is a folder; name a file in it")
+
+
+def check_picture(option: str, file: Path | None) -> None:
+    check_target(option, file)
+    if file is None:
+        return
+    if file.suffix not in _PICTURES:
+        raise ConfigError(f"{option} {file} must end in one of {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(f"{option} needs matplotlib; pip install ep-moe[plot]")

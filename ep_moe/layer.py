@@ -13,10 +13,10 @@ from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.execution.autocast import call_cast
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
     NO_ROUTING,
+    call_cast,
     call_problem,
     chosen_problem,
     mask_problem,

@@ -18,8 +18,7 @@ from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.execution.graphs import CallGraphs
-from ep_moe.execution.initial_seed import fresh_numbers
-from ep_moe.execution.rank_checks import RankChecks
+from ep_moe.execution.rank_checks import RankChecks, fresh_numbers
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fused.base import (
     INSIDE,
@@ -27,8 +26,7 @@ from ep_moe.experts.fused.base import (
 )
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
-from ep_moe.placement.placement import Placement
-from ep_moe.placement.stats import LayerStats, layer_stats
+from ep_moe.placement.placement import LayerStats, Placement, layer_stats
 from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device, on_device_of

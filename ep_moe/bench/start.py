@@ -12,10 +12,10 @@ from typing import NoReturn
 import torch
 from rich.console import Console
 
+from ep_moe.checks import check_picture, check_target
 from ep_moe.config import load_model_config
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.groups import TorchrunEnv, local_device
-from ep_moe.runtime.targets import check_picture, check_target
 
 
 class Where(enum.Enum):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.factors import check_finite
-from ep_moe.checkpoint.halves import join_halves
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, span
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, join_halves, span
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import dtype_name

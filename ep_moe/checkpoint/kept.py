@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ep_moe.checkpoint.factors import check_finite
 from ep_moe.checkpoint.formats import ExpertFormat, Inner, Projection, Projections, Source, named
-from ep_moe.checkpoint.halves import concatenate, join_halves
-from ep_moe.checkpoint.stored import ALL, StoredMatrix
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, concatenate, join_halves
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme
-from ep_moe.weights.cutting import cut
+from ep_moe.weights.parts import cut
 
 _OTHER = "choose another quantization"
 _REMEDY = {"fp8_static": "calibrate with more data, or choose fp8_dynamic"}

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from ep_moe.checkpoint.declared import Declared
 from ep_moe.checkpoint.families import ALIASES, CheckpointNames
-from ep_moe.checkpoint.folder import read_object
 from ep_moe.checkpoint.formats import ExpertFormat, Source
+from ep_moe.checkpoint.hub import read_object
 from ep_moe.errors import CheckpointError
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router

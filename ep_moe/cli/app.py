@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
+from ep_moe.checks import check_picture, check_target
 from ep_moe.cli import doctor as doctor_report
 from ep_moe.cli.run import DIGITS, RunOptions, RunReport
 from ep_moe.cli.run import run as run_model
@@ -28,7 +29,6 @@ from ep_moe.eplb import report as plan_report
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import RanksFailed
-from ep_moe.runtime.targets import check_picture, check_target
 from ep_moe.selection.explain import explain_model
 from ep_moe.selection.tuned import Tuned
 

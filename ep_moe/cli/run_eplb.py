@@ -16,7 +16,7 @@ from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.planner.score import critical_path
 from ep_moe.layer import MoELayer
-from ep_moe.placement.stats import LayerStats
+from ep_moe.placement.placement import LayerStats
 
 BYTES_PER_STEP = 1 << 20  # small, so that the demo's move takes more than one step
 _PASSES = 40  # over the text, at most, until all that is to move has

@@ -35,7 +35,7 @@ from ep_moe.eplb.migration.transfer import BalancedLayer, Migration
 from ep_moe.eplb.stats import BalancerStats
 from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.placement.stats import LayerStats
+from ep_moe.placement.placement import LayerStats
 from ep_moe.runtime.devices import on_device_of
 
 _GO, _BACK = "go", "back"  # what can be said of a commit

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ep_moe.checks import check_count, check_kind, check_not_negative, check_positive, check_share
+from ep_moe.checks import check_count, check_kind, check_not_negative, check_picture, check_positive, check_share
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.eplb.cost import H200, LayerTime, Machine, Price, verdict
 from ep_moe.eplb.planner.packing import Floats, Ints
@@ -17,7 +17,6 @@ from ep_moe.eplb.planner.score import Traffic, balancedness, critical_path, load
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.runtime.targets import check_picture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.planner.score import critical_path
-from ep_moe.placement.stats import LayerStats
+from ep_moe.placement.placement import LayerStats
 
 
 @dataclass(frozen=True)

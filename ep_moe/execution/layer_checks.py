@@ -174,3 +174,22 @@ def id_problem(ids: Tensor, experts: int) -> str | None:
     if not len(bad):
         return None
     return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"
+
+
+# --- under autocast ---------------------------------------------------------------------------------------------------
+# A layer under `torch.autocast`: what a user sees is what `nn.Linear` shows, and the layer computes in its own dtype.
+#
+# Autocast chooses dtypes operation by operation. Kernels, transports and the router of a layer have one dtype each,
+# so it is switched off inside: x is cast to the layer's dtype, and the result to autocast's.
+
+
+def call_cast(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
+    """The layer's call where autocast is on. Gradients arrive in the dtypes that were given."""
+    kind = layer.context.device.type
+    with torch.autocast(kind, enabled=False):
+        if isinstance(x, Tensor) and x.dtype in CAST:
+            x = x.to(layer.dtype)
+        if isinstance(routing, Routing) and isinstance(routing.weights, Tensor) and routing.weights.dtype in CAST:
+            routing = Routing(routing.ids, routing.weights.float())
+        out: Tensor = layer._call(x, routing, mask)
+    return out.to(torch.get_autocast_dtype(kind))

@@ -10,7 +10,8 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.parallel.checksum import checksum
-from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.placement.placement import Placement
+from ep_moe.runtime.devices import with_index
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -210,3 +211,25 @@ def _compare_experts(layer: Layer, rank_group: RankGroup, device: torch.device) 
 
 def _of_all(tensors: list[Tensor], device: torch.device) -> Tensor:
     return checksum(torch.stack([checksum(tensor, device) for tensor in tensors]), device)
+
+
+# --- fresh numbers ----------------------------------------------------------------------------------------------------
+# The numbers of a fresh layer: the same ones on all ranks, under every layout and map.
+
+
+@contextmanager
+def fresh_numbers(context: EPContext, device: torch.device) -> Iterator[None]:
+    """Within, torch's default generators begin with a seed that all ranks of the stage share: one number that the first
+    rank draws from its own default generator. Afterwards they go on as if that number were all that was drawn, so that
+    what a model draws next depends on no layout either. On the meta device nothing is drawn."""
+    if device.type == "meta":
+        yield
+        return
+    seed = context._shared_seed(int(torch.randint(2**62, (), device="cpu")))
+    index = with_index(device).index
+    gpus = [index] if device.type == "cuda" and index is not None else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
+        yield

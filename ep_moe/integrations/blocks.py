@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from ep_moe.checkpoint.families import CheckpointNames, names_of
 from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
 from ep_moe.checkpoint.module_layout import fused_layout
-from ep_moe.checkpoint.reader import read_experts
+from ep_moe.checkpoint.reader import checked_block, read_experts
 from ep_moe.checkpoint.source import ModuleSource
 from ep_moe.checkpoint.unread import left_out
-from ep_moe.checkpoint.validate import checked_block
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError

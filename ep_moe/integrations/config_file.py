@@ -16,9 +16,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ep_moe.checkpoint.families import ALIASES
-from ep_moe.checkpoint.folder import read_object
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.hub import HubOptions, model_folder
+from ep_moe.checkpoint.hub import HubOptions, model_folder, read_object
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.types import dtype_name
 

@@ -1,9 +1,12 @@
-"""The newest step of each rank of a host, in memory that its peers can read after its process is gone.
+"""How far ranks have come, for those that must not wait for them: processes of a host, and a device.
 
 A heartbeat is up to seconds old when a process is killed. Here a rank writes one word for each step, and the ranks of
 its host have mapped that word beforehand. The memory has no name in a file system, so a killed process leaves nothing
 behind. Linux only; elsewhere, and between hosts and containers, heartbeats are all there is. Beside that word are those
 of `host_exchange`.
+
+A host thread reads how far a GPU has come from host memory: a query of the driver from beside breaks a CUDA graph
+capture under way.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _BYTES = 1 << 14
 _TOKEN, _STEP, _LENGTH = 0, 1, 2  # words
@@ -126,3 +131,28 @@ def _host() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return secrets.token_hex(8)
+
+
+# --- a device's progress ----------------------------------------------------------------------------------------------
+
+
+class DeviceMark:
+    """A number that the device writes into host memory when it gets there; one is under way at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._asked = 0
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.set()  # what it runs for the first time is loaded now, while no kernel waits for a peer
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def set(self) -> None:
+        """Behind everything that the current stream has been given."""
+        self._asked += 1
+        self._count.add_(1)
+        self._seen.copy_(self._count, non_blocking=True)
+
+    @property
+    def reached(self) -> bool:
+        return int(self._seen) >= self._asked

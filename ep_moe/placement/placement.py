@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from ep_moe.checks import check_divides, check_kind
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.deferred import RANK_FACTOR, DeferredRouting, Tables, place
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.runtime.devices import on_device_of
+from ep_moe.runtime.profiling import balancedness
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing, without_rows
 
 
@@ -263,3 +266,37 @@ class Placement(nn.Module):
     def extra_repr(self) -> str:
         """Describe the map in force, for `print`."""
         return repr(self.expert_map)
+
+
+# --- what placements counted ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Routes of a whole EP group.
+
+    Args:
+        name: The layer's.
+        expert_load: [E], routes per logical expert.
+        rank_load: [R], routes per EP rank.
+    """
+
+    name: str
+    expert_load: tuple[int, ...]
+    rank_load: tuple[float, ...]
+
+    @property
+    def balancedness(self) -> float:
+        """Mean over ranks / fullest rank, 1 where there is no load."""
+        return balancedness(list(self.rank_load))
+
+
+def layer_stats(name: str, placement: Placement, ep: RankGroup) -> LayerStats:
+    """As counted since the last `reset_load` (per rank also since the last `update`). Collective over the EP group,
+    waits for the device."""
+    counts = torch.cat([placement.expert_load, placement.rank_load()])
+    with ep.flight_recorder.step("stats"):
+        rows = ep.exchange(counts)
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    experts = placement.expert_map.num_experts
+    return LayerStats(name, tuple(sums[:experts]), tuple(map(float, sums[experts:])))

@@ -28,7 +28,7 @@ from ep_moe.quant.microscale import (
     quantize_nvfp4,
 )
 from ep_moe.quant.schemes import Nvfp4, Rounding, Scheme
-from ep_moe.weights.layouts.cutlass_sm90 import activation_bound
+from ep_moe.weights.layouts.cutlass import activation_bound
 
 Z = 7.0
 
@@ -207,7 +207,7 @@ def summing(a: Tensor, w: Tensor) -> Tensor:
 def dynamic_scales(
     config: MoEConfig, scheme: Scheme, experts: list[dict[str, Tensor]], longest: Tensor
 ) -> list[Tensor]:
-    """Per slot, the scale of the second product's input where the scheme derives it; see `cutlass_sm90`."""
+    """Per slot, the scale of the second product's input where the scheme derives it; see `weights.layouts.cutlass`."""
     if scheme.activations is not Rounding.FP8_DYNAMIC:
         return []
     slots_per_rank = torch.inf

@@ -27,7 +27,7 @@ from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.kernel_case import SLOTS, Layer, that
 from ep_moe.testing.kernel_gradients import EXACT, exact_expert, gradients
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
-from ep_moe.weights.cutting import cut
+from ep_moe.weights.parts import cut
 
 TOP_K, HIDDEN, INNER = 3, 256, 256
 TOP_KS = (1, 2, 8)  # with fewer rows

@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_moe.checks import check_kind, check_not_negative, check_positive
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.parallel.checksum import checksum
-from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local
 

@@ -10,7 +10,8 @@ from ep_moe.experts.flashinfer import cutedsl_op, cutlass_op
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
-from ep_moe.weights.layouts import cutedsl, cutlass_sm90, cutlass_sm100
+from ep_moe.weights.layouts import cutedsl
+from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from tests.fixtures.blackwell_layer import on_the_cpu
 from tests.fixtures.helpers import integer_routing
 
@@ -95,12 +96,12 @@ def test_rows_rounded_before_the_wire_are_rounded_once(kernel, scheme, world_siz
 
 
 def gate_first() -> None:
-    cutlass_sm90.CutlassSm90._swapped = lambda self, tensors: dict(tensors)
+    cutlass_layouts.CutlassSm90._swapped = lambda self, tensors: dict(tensors)
     cutedsl.swap_halves = lambda tensor: tensor
 
 
 def not_swizzled() -> None:
-    cutlass_sm100.arrange = cutedsl.arrange = lambda scales, layout: scales.contiguous()
+    cutlass_layouts.arrange = cutedsl.arrange = lambda scales, layout: scales.contiguous()
 
 
 def wrong_interleave() -> None:

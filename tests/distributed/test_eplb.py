@@ -15,7 +15,7 @@ from ep_moe import (
 )
 from ep_moe.eplb.cost import H200
 from ep_moe.eplb.migration.consensus import State
-from ep_moe.eplb.migration.sub_plans import sub_plans
+from ep_moe.eplb.migration.schedule import sub_plans
 from ep_moe.placement.placement import Replicas
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device

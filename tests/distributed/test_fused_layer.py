@@ -20,7 +20,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.testing.transport_case import said_within
 from ep_moe.types import PhysicalIds, PhysicalRouting
-from ep_moe.weights.layouts.mega import MegaBf16
+from ep_moe.weights.layouts.base import MegaBf16
 from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
 from tests.fixtures.eplb_cases import all_alike, assert_slots, on_request, random_map
 from tests.fixtures.fused_conformance import ready

@@ -14,7 +14,7 @@ from torch import Tensor
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
 from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.cutting import cut
+from ep_moe.weights.parts import cut
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 

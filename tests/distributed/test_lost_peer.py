@@ -26,9 +26,8 @@ from ep_moe import (
 )
 from ep_moe.parallel import flight_recorder as ledger_module
 from ep_moe.parallel.consensus import StoreConsensus
-from ep_moe.parallel.device_mark import DeviceMark
 from ep_moe.parallel.flight_recorder import _FEWER_CALLS, FlightRecorder, Step, _compare
-from ep_moe.parallel.step_board import PeerBoard, StepBoard
+from ep_moe.parallel.step_board import DeviceMark, PeerBoard, StepBoard
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill

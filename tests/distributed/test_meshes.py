@@ -17,7 +17,7 @@ from ep_moe import (
     ParallelConfig,
     Tokens,
 )
-from ep_moe.parallel.mesh import device_mesh
+from ep_moe.parallel.connected_ranks import device_mesh
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.eplb_cases import assert_slots, make_layers, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle, oracle_layer

@@ -16,16 +16,14 @@ from typing import Any, TypeAlias
 from ep_moe.config import MoEConfig
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import LayerTime, Price, verdict
-from ep_moe.eplb.migration.schedule import TransferSchedule, transfer_schedule
+from ep_moe.eplb.migration.schedule import TransferSchedule, sub_plans, transfer_schedule
 from ep_moe.eplb.migration.staging import Room
-from ep_moe.eplb.migration.sub_plans import sub_plans
 from ep_moe.eplb.planner.packing import Ints
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import loads_by_rank, traffic
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.placement.placement import Placement
-from ep_moe.placement.stats import LayerStats
+from ep_moe.placement.placement import LayerStats, Placement
 
 _YIELD_S = 1e-3
 _STRETCH_S = 2e-4  # of Python without a pause: it runs one thread at a time, and the other one has forwards to launch

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from ep_moe.eplb.planner import packing
-from ep_moe.eplb.planner.exhaustive_search import exhaustive_search
-from ep_moe.eplb.planner.local_search import refine
-from ep_moe.eplb.planner.packing import ABSENT, Floats, Ints
-from ep_moe.eplb.planner.relabel import assign, relabel_ranks
+from ep_moe.eplb.planner.packing import ABSENT, Floats, Ints, assign, relabel_ranks
+from ep_moe.eplb.planner.search import exhaustive_search, refine
 from ep_moe.placement.expert_map import EMPTY
 
 SLACK = 1 + 1e-9  # loads this close are equal

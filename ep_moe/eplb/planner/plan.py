@@ -30,8 +30,7 @@ from ep_moe.eplb.planner.candidates import (
     occupied,
     refined,
 )
-from ep_moe.eplb.planner.packing import ABSENT, Bools, Floats, Ints
-from ep_moe.eplb.planner.relabel import relabel_slots
+from ep_moe.eplb.planner.packing import ABSENT, Bools, Floats, Ints, relabel_slots
 from ep_moe.eplb.planner.score import checked_loads, dead_of
 from ep_moe.errors import ConfigError, NoRoom
 from ep_moe.placement.expert_map import EMPTY, ExpertMap

@@ -24,8 +24,7 @@ from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES, CutlassSm100
+from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES, CutlassSm100
 
 # flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit given is the clamped one
 ACTIVATIONS = {

@@ -28,8 +28,7 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import Activation, PhysicalRouting, capturing
-from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.layouts.mega import MegaBf16
+from ep_moe.weights.layouts.base import MegaBf16, WeightLayout
 
 TOP_KS = (1, 2, 4, 6, 8)  # that its kernels are compiled for; others fill up with routes of none
 ELEMENTS = (1 << 32) - (1 << 24)  # of a bf16 product's output, less the last tile's (MAX_OUTPUT_ELEMENTS, 0.7.2.post1)

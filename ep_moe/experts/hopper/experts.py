@@ -24,7 +24,7 @@ from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
-from ep_moe.weights.layouts.per_block import PerBlock
+from ep_moe.weights.layouts.base import PerBlock
 
 # what the kernels' programs compute; they would take any other for the last of their cases
 ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})

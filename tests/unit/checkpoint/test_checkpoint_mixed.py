@@ -14,7 +14,7 @@ from ep_moe.checkpoint.kept import read_quantized
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.cutting import cut
+from ep_moe.weights.parts import cut
 from tests.fixtures.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.cutting import cut
+from ep_moe.weights.parts import cut
 from tests.fixtures.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")

@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from ep_moe import CheckpointError, ConfigError, EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint import families
 from ep_moe.checkpoint.families import names_of
-from ep_moe.checkpoint.reader import load_layers
+from ep_moe.checkpoint.reader import checked, load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.checkpoint.unread import HARMLESS, listed
-from ep_moe.checkpoint.validate import checked
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
 from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, LAYERS, make_layers, tiny_model, written

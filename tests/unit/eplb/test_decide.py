@@ -15,8 +15,7 @@ from ep_moe import ConfigError, EPLBConfig, ExpertMap, MoEConfig
 from ep_moe.eplb import H200, LayerTime, traffic, verdict
 from ep_moe.eplb.migration import background as decide
 from ep_moe.eplb.migration.background import Background, Decision, laid_out
-from ep_moe.eplb.migration.schedule import transfer_schedule
-from ep_moe.eplb.migration.sub_plans import sub_plans
+from ep_moe.eplb.migration.schedule import sub_plans, transfer_schedule
 from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)

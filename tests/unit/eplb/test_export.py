@@ -3,7 +3,7 @@
 from ep_moe.eplb.export import prometheus_text, to_tensorboard
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.stats import BalancerStats
-from ep_moe.placement.stats import LayerStats
+from ep_moe.placement.placement import LayerStats
 
 STATS = BalancerStats(
     state=State.MOVING,

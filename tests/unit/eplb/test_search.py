@@ -6,10 +6,8 @@ from hypothesis import strategies as st
 
 from ep_moe.eplb.planner import packing
 from ep_moe.eplb.planner.candidates import Problem, occupied
-from ep_moe.eplb.planner.exhaustive_search import exhaustive_search
-from ep_moe.eplb.planner.local_search import refine
-from ep_moe.eplb.planner.packing import ABSENT
-from ep_moe.eplb.planner.relabel import relabel_ranks, relabel_slots
+from ep_moe.eplb.planner.packing import ABSENT, relabel_ranks, relabel_slots
+from ep_moe.eplb.planner.search import exhaustive_search, refine
 from ep_moe.placement.expert_map import EMPTY
 from tests.fixtures.published import pack, replicate
 

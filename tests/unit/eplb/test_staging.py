@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from ep_moe import ExpertMap
 from ep_moe.eplb import plan
 from ep_moe.eplb.migration import staging
-from ep_moe.eplb.migration.schedule import changed_slots, transfer_schedule
+from ep_moe.eplb.migration.schedule import changed_slots, sub_plans, transfer_schedule
 from ep_moe.eplb.migration.staging import Room, Staging
-from ep_moe.eplb.migration.sub_plans import sub_plans
 from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)

@@ -8,7 +8,7 @@ from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.layouts.cutlass_sm90 import CutlassSm90
+from ep_moe.weights.layouts.cutlass import CutlassSm90
 
 CHECKSUM = Checksum(torch.device("cpu"))
 MAP = ExpertMap.from_ranks([[0, 1, 2]], 3)

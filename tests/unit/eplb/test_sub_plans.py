@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ExpertMap, Placement
-from ep_moe.eplb.migration.schedule import changed_slots, transfer_schedule
-from ep_moe.eplb.migration.sub_plans import sub_plans
+from ep_moe.eplb.migration.schedule import changed_slots, sub_plans, transfer_schedule
 from ep_moe.placement.expert_map import EMPTY
 from tests.fixtures.sub_plans import pairs
 

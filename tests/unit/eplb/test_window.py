@@ -9,7 +9,7 @@ import torch
 from ep_moe import EPLBConfig, ExpertBalancer, ExpertMap
 from ep_moe.eplb import balancer as module
 from ep_moe.eplb.migration.consensus import State
-from ep_moe.placement.stats import LayerStats
+from ep_moe.placement.placement import LayerStats
 
 OLD, NEW = ExpertMap.from_ranks([[0, 1], [2, 0]], 3), ExpertMap.from_ranks([[0, 1], [2, 1]], 3)
 NAMES = ("layers.0", "layers.1")

@@ -14,8 +14,7 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.testing import check_experts
 from ep_moe.testing.kernel_contract import computed_on
 from ep_moe.types import Received
-from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES
+from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES
 from tests.fixtures.flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")

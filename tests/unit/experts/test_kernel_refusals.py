@@ -30,7 +30,7 @@ from ep_moe.experts.hopper.experts import (
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
 from ep_moe.selection.resolve import LayerRequest, agree
-from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16

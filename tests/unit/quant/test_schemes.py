@@ -9,7 +9,7 @@ from torch import Tensor
 from ep_moe import Activation, ConfigError, MoEConfig
 from ep_moe.quant.microscale import dequantize_mxfp4
 from ep_moe.quant.schemes import FP8_MAX, SCHEMES, Scheme, scheme_of
-from ep_moe.weights.cutting import cut, join
+from ep_moe.weights.parts import cut, join
 
 ROWS, COLUMNS = 256, 384
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

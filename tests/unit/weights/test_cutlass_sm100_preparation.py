@@ -8,11 +8,10 @@ import torch
 from ep_moe import Activation, ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts import cutlass_sm100
-from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES, CutlassSm90
-from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES, CutlassSm100
+from ep_moe.weights.layouts import cutlass as cutlass_layouts
+from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES, CutlassSm90, CutlassSm100
+from ep_moe.weights.parts import cut
 from tests.fixtures.cutlass_sm100_preparation import config, same, with_and_without_a_gate
 
 BF16 = torch.bfloat16
@@ -105,6 +104,6 @@ def test_one_tensor_can_be_updated_alone(name):
 
 
 def test_scales_that_are_not_swizzled_are_seen(monkeypatch):
-    monkeypatch.setattr(cutlass_sm100, "arrange", lambda scales, layout: scales)
+    monkeypatch.setattr(cutlass_layouts, "arrange", lambda scales, layout: scales)
     with pytest.raises(AssertionError):
         test_every_byte_is_where_the_tensor_cores_look_for_it("nvfp4", Activation.SWIGLU, (256, 128))

@@ -11,8 +11,8 @@ from ep_moe.experts.activations import activate
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
-from ep_moe.weights.cutting import cut, cut_dim, join
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.parts import cut, cut_dim, join
 from tests.fixtures.expert_weights import etp_link
 from tests.fixtures.helpers import fill, integer_expert, integer_routing, integer_rows, saved_expert
 

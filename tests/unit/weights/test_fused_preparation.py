@@ -7,8 +7,7 @@ from ep_moe import ExpertMap, MoEConfig
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaFp8
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.layouts.mega import MegaBf16, in_halves, in_turns
+from ep_moe.weights.layouts.base import MegaBf16, WeightLayout, in_halves, in_turns
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=128, num_experts=2, top_k=1)
 

@@ -11,7 +11,7 @@ from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.quant.schemes import SCHEMES, Fp8Blocks
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.per_block import PerBlock
+from ep_moe.weights.layouts.base import PerBlock
 from tests.fixtures.expert_weights import etp_link
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=384, num_experts=3, top_k=2)

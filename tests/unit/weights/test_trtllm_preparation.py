@@ -10,9 +10,16 @@ from torch import Tensor
 from ep_moe import Activation, MoEConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import random_expert
-from ep_moe.weights.cutting import cut
-from ep_moe.weights.layouts.trtllm import LAYOUTS, Trtllm
-from ep_moe.weights.layouts.trtllm_shuffle import block_major, row_major, row_order, shuffle_rows, unshuffle_rows
+from ep_moe.weights.layouts.trtllm import (
+    LAYOUTS,
+    Trtllm,
+    block_major,
+    row_major,
+    row_order,
+    shuffle_rows,
+    unshuffle_rows,
+)
+from ep_moe.weights.parts import cut
 from tests.emulations.trtllm import row_places, scale_places
 
 BF16 = torch.bfloat16

@@ -19,9 +19,9 @@ from ep_moe.quant.wire import round_rows
 from ep_moe.selection.explain import choose, explain
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
-from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutedsl
+from ep_moe.weights.parts import cut
 from tests.emulations.cutedsl import Wrapper
 
 SLOTS, ROWS, TOP_K, NVFP4, BF16 = 5, 24, 3, SCHEMES["nvfp4"], torch.bfloat16

@@ -19,10 +19,10 @@ from ep_moe.quant.wire import round_rows
 from ep_moe.selection.explain import explain
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
-from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts import cutlass_sm90, cutlass_sm100
-from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES
+from ep_moe.weights.layouts import cutlass as cutlass_layouts
+from ep_moe.weights.layouts.cutlass import SM100_SCHEMES
+from ep_moe.weights.parts import cut
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.flashinfer_cutlass_planted import before_run, ratio, times_the_limit
 
@@ -36,7 +36,7 @@ each_scheme = pytest.mark.parametrize("name", SM100_SCHEMES)
 @each_scheme
 def test_gate_first_is_seen(name, monkeypatch):
     assert ratio(SCHEMES[name]) <= 1
-    monkeypatch.setattr(cutlass_sm90.CutlassSm90, "_swapped", lambda self, tensors: dict(tensors))
+    monkeypatch.setattr(cutlass_layouts.CutlassSm90, "_swapped", lambda self, tensors: dict(tensors))
     assert ratio(SCHEMES[name]) > 1
 
 
@@ -44,18 +44,18 @@ def test_gate_first_is_seen(name, monkeypatch):
 @each_scheme
 def test_a_tensor_with_gate_first_is_seen(name, left, monkeypatch):
     """Data turned and scales (or biases) not."""
-    swapped = cutlass_sm90.CutlassSm90._swapped
+    swapped = cutlass_layouts.CutlassSm90._swapped
 
     def planted(self, tensors):
         return swapped(self, tensors) | {left: tensors[left]}
 
-    monkeypatch.setattr(cutlass_sm90.CutlassSm90, "_swapped", planted)
+    monkeypatch.setattr(cutlass_layouts.CutlassSm90, "_swapped", planted)
     assert ratio(SCHEMES[name], shape(bias=True)) > 1
 
 
 @each_scheme
 def test_scales_that_are_not_swizzled_are_seen(name, monkeypatch):
-    monkeypatch.setattr(cutlass_sm100, "arrange", lambda scales, layout: scales.contiguous())
+    monkeypatch.setattr(cutlass_layouts, "arrange", lambda scales, layout: scales.contiguous())
     assert ratio(SCHEMES[name]) > 1
 
 

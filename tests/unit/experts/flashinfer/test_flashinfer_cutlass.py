@@ -10,8 +10,7 @@ from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExpe
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import Received
-from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
-from ep_moe.weights.layouts.cutlass_sm100 import SM100_SCHEMES
+from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES
 from tests.fixtures.flashinfer_cutlass import (
     build,
     emulated,  # noqa: F401 (fixtures)

@@ -16,10 +16,10 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, Received
-from ep_moe.weights.cutting import cut
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts import cutlass_sm90
-from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.layouts import cutlass as cutlass_layouts
+from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
+from ep_moe.weights.parts import cut
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.flashinfer_cutlass_planted import before_run, each_scheme, ratio, times_the_limit
 
@@ -36,18 +36,18 @@ each_of_both = pytest.mark.parametrize("scheme", BOTH.values(), ids=BOTH)
 def test_gate_first_is_seen(scheme, activation, monkeypatch):
     config = shape(activation)
     assert ratio(scheme, config) <= 1
-    monkeypatch.setattr(cutlass_sm90.CutlassSm90, "_swapped", lambda self, tensors: dict(tensors))
+    monkeypatch.setattr(cutlass_layouts.CutlassSm90, "_swapped", lambda self, tensors: dict(tensors))
     assert ratio(scheme, config) > 1
 
 
 def test_a_bias_with_gate_first_is_seen(monkeypatch):
     config = shape(bias=True)
-    swapped = cutlass_sm90.CutlassSm90._swapped
+    swapped = cutlass_layouts.CutlassSm90._swapped
 
     def planted(self, tensors):
         return swapped(self, tensors) | {"w13_bias": tensors["w13_bias"]}
 
-    monkeypatch.setattr(cutlass_sm90.CutlassSm90, "_swapped", planted)
+    monkeypatch.setattr(cutlass_layouts.CutlassSm90, "_swapped", planted)
     assert ratio(PLAIN, config) > 1
 
 
@@ -61,20 +61,22 @@ def test_a_bias_with_gate_first_is_seen(monkeypatch):
 )
 def test_weights_that_are_not_interleaved_are_seen(name, function, monkeypatch):
     assert ratio(SCHEMES[name]) <= 1
-    monkeypatch.setattr(cutlass_sm90.mixed, function, lambda data: data.clone())
+    monkeypatch.setattr(cutlass_layouts.mixed, function, lambda data: data.clone())
     assert ratio(SCHEMES[name]) > 1
 
 
 def test_another_interleave_is_seen(monkeypatch):
-    monkeypatch.setattr(cutlass_sm90.mixed, "interleave_mxfp4_fp8", cutlass_sm90.mixed.interleave_int4_fp8)
+    monkeypatch.setattr(cutlass_layouts.mixed, "interleave_mxfp4_fp8", cutlass_layouts.mixed.interleave_int4_fp8)
     assert ratio(SCHEMES["mxfp4_fp8"]) > 1  # its signs stay where they were
 
 
 @pytest.mark.parametrize(("name", "function"), [("mxfp4", "fold_mxfp4_scale"), ("int4_fp8", "fold_int4_scale")])
 def test_scales_that_are_not_folded_are_seen(name, function, monkeypatch):
-    fold = getattr(cutlass_sm90.mixed, function)
+    fold = getattr(cutlass_layouts.mixed, function)
     monkeypatch.setattr(
-        cutlass_sm90.mixed, function, lambda scale: scale.contiguous().view(fold(scale).dtype).view(fold(scale).shape)
+        cutlass_layouts.mixed,
+        function,
+        lambda scale: scale.contiguous().view(fold(scale).dtype).view(fold(scale).shape),
     )
     assert ratio(SCHEMES[name]) > 1
 
@@ -99,7 +101,7 @@ def test_an_exponent_that_is_one_more_is_seen(which):
 
 
 @pytest.mark.parametrize("which", ["w13", "w2"])
-@pytest.mark.parametrize("factor", [2.0, 1 / cutlass_sm90.mixed.HUMMING_COMPENSATION])
+@pytest.mark.parametrize("factor", [2.0, 1 / cutlass_layouts.mixed.HUMMING_COMPENSATION])
 def test_another_residual_is_seen(which, factor):
     experts, tensors = build(shape(), SCHEMES["mxfp4_fp8"])
     experts.weights.get_parameter(f"{which}_residual").mul_(factor)

@@ -16,7 +16,7 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
-from ep_moe.weights.layouts.cutlass_sm90 import SM90_SCHEMES
+from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.fp8_tensor_rows import empty_scales, scales_and_rows
 

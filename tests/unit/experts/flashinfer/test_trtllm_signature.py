@@ -17,8 +17,7 @@ from ep_moe.experts.flashinfer.trtllm import ACTIVATIONS, MAX_TOP_K, shape_probl
 from ep_moe.experts.fused import flashinfer_trtllm as monolithic
 from ep_moe.quant.microscale import quantize_mxfp4, quantize_mxfp8, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.layouts.trtllm import LAYOUTS, Trtllm
-from ep_moe.weights.layouts.trtllm_shuffle import block_major, row_order, shuffle_rows
+from ep_moe.weights.layouts.trtllm import LAYOUTS, Trtllm, block_major, row_order, shuffle_rows
 from tests.emulations.trtllm import row_places, scale_places
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")

@@ -19,7 +19,7 @@ from flashinfer.moe_ep.core.kernel import MegaKernelBackend
 from flashinfer.moe_ep.kernel_src.sm90.cake_bf16_megamoe.shim import cake_gemm, cake_runner, cake_weights
 from flashinfer.moe_ep.kernel_src.sm90.push_style_megamoe.shim import protocol, runner
 
-from ep_moe.weights.layouts.mega import GROUP
+from ep_moe.weights.layouts.base import GROUP
 from tests.emulations import mega as mega_emulation
 
 BOTH = [FlashInferMegaBf16, FlashInferMegaFp8]
