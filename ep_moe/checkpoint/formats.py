@@ -286,8 +286,7 @@ class Fused(ExpertFormat):
     def _turned(self, source: Source, block: str, config: MoEConfig) -> Fused:
         """With rows and columns as the file has them: no sizes fit both ways in both matrices."""
         other = replace(self, transposed=not self.transposed)
-        fits = [all(each.fits(source, block) for each in one.matrices(config)) for one in (self, other)]
-        return other if fits == [False, True] else self
+        return other if all(each.fits(source, block) for each in other.matrices(config)) else self
 
     def biases(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
         if not self.bias:

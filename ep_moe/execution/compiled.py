@@ -30,7 +30,7 @@ def traced(layer: Any, x: Tensor) -> bool:
     own = torch.is_grad_enabled() and getattr(layer._kernel, "own_backward", False)
     if own and (x.requires_grad or any(parameter.requires_grad for parameter in layer.expert_weights.parameters())):
         return False
-    plain = layer.wire.dispatch == "plain" and layer.wire.combine == "plain"
+    plain = layer.wire.dispatch == "plain"  # `local` combines no others
     return bool(plain and layer.choice.all2all == "local" and layer.context._tokens.whole)
 
 

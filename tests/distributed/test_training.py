@@ -120,6 +120,8 @@ def test_hybrid_sharding(world_size):
         assert len(held) == len(training.expert_parameters(model)), "experts are cut over the ranks that hold them"
         found = run(model, context, OPTIMIZERS["sgd"](training.parameter_groups(model)), lambda: None, range(STEPS))
         assert furthest(found, one_process("sgd", STEPS, device=rank_device())) <= BOUND
+        copied = training.fully_shard(made(context, redundant(context)), context)
+        assert not any(hasattr(p, "device_mesh") for p in training.expert_parameters(copied)), "copies are summed whole"
 
 
 @distributed(2, deadline_s=60)
@@ -149,6 +151,7 @@ def test_norms_are_those_of_one_process(world_size):
             own = made(context, redundant(context))
             loss_of(own, batch(0).chunk(2)[dist.get_rank()].to(context.device)).backward()
             training.sync_gradients(own, context)
+            assert all(block.moe.expert_weights.gradient_sum.compared for block in own.blocks), "once for a model"
             for kind in (2.0, 1.0, float("inf")):
                 wanted = nn.utils.get_total_norm([p.grad for p in model.parameters()], kind)
                 found = training.clip_grad_norm_(own, context, 1e9, kind)

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig
+from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, RankLayout
 from ep_moe.checkpoint import reader as reader
 from ep_moe.checkpoint import source as source_module
 from ep_moe.checkpoint.reader import load_layers
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import Links
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, check_layer, make_layers, written
 
@@ -258,3 +260,13 @@ def test_only_rank_0_shows_a_bar(checkpoints, world_size):
         # an expert in two slots is read once and counts twice
         slots = 2 * sum(expert >= 0 for expert in ranks[dist.get_rank()])
         assert (shown.total, shown.done) == (slots, slots)
+
+
+def test_the_contexts_first_rank_shows_the_bar(checkpoints, monkeypatch):
+    """Whatever its number in the job is."""
+    bars, checkpoint = [], checkpoints["mixtral shards"]
+    monkeypatch.setattr(reader, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
+    layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
+    with EPContext(layout, cpu, None, Links(layout, recorder, cpu), recorder) as context:
+        load_layers(make_layers(checkpoint, context, [0]), checkpoint.folder, "mixtral")
+    assert [bar.disable for bar in bars] == [None]

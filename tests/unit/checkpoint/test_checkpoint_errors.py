@@ -186,6 +186,18 @@ def test_ranks_may_read_copies_of_their_own(checkpoints):
         check_layer(layers[1], checkpoint.expected[1], ways)
 
 
+@pytest.mark.parametrize("part", ["experts.3.up_proj", "shared_experts.down_proj"])
+def test_numbers_that_the_layers_dtype_cannot_hold_are_refused(checkpoints, tmp_path, part):
+    """They would be infinite, of shared experts too."""
+    checkpoint, name = checkpoints["deepseek_v3 single"], f"model.layers.1.mlp.{part}.weight"
+    tensors = load_file(Path(checkpoint.folder) / SINGLE)
+    tensors[name][0, 0] = 70000.0
+    write_tensors(tmp_path, tensors, shards=1)
+    layers = make_layers(checkpoint, EPContext.local(torch.device("cpu")), [1], dtype=torch.float16)
+    with pytest.raises(CheckpointError, match=r"numbers up to 7e\+04, and torch.float16 ends at 6.55e\+04"):
+        load_layers(layers, tmp_path, "deepseek_v3", progress=False)
+
+
 def test_unknown_family_is_named(checkpoints):
     layers = make_layers(checkpoints["mixtral single"], EPContext.local(torch.device("cpu")), [0])
     with pytest.raises(ConfigError, match=r"family must be one of .*mixtral.*, got 'mixtrel'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import Activation, CheckpointError, EPContext, MoEConfig, MoELayer, RoutingConfig
+from ep_moe.checkpoint.factors import scalar_factor
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import SINGLE
 from ep_moe.config import RoutingMethod
@@ -358,3 +360,19 @@ def test_two_sets_of_factors_are_refused(tmp_path):
     write(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=r"two sets of factors, .*weight_scale_inv and .*weight_scale"):
         load(tmp_path, "none")
+
+
+@pytest.mark.parametrize(("shape", "expert", "found"), [((), 3, 2.0), ((1,), None, 2.0), ((8,), 3, 2.0)])
+def test_a_factor_is_one_number_or_one_for_each_expert(shape, expert, found):
+    held = torch.full(shape, 2.0)
+    tensors = SimpleNamespace(
+        header=lambda name: ("F32", shape), raw=lambda name, *index: held[index], location=lambda name: name
+    )
+    assert scalar_factor(tensors, "scale", expert) == found
+
+
+@pytest.mark.parametrize(("shape", "expert"), [((8, 2), 3), ((2, 4), 1), ((8,), None)])
+def test_more_factors_than_one_are_refused(shape, expert):
+    tensors = SimpleNamespace(header=lambda name: ("F32", shape), location=lambda name: name)
+    with pytest.raises(CheckpointError, match=r"scale must have shape \[\], got \[(8|2)"):
+        scalar_factor(tensors, "scale", expert)

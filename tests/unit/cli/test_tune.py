@@ -1,0 +1,61 @@
+"""What `ep-moe tune` gives its candidates, without measuring any."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ep_moe import MoEConfig, RankLayout, registry
+from ep_moe.cli import tune
+
+CPU = torch.device("cpu")
+CONFIG = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=8, top_k=2)
+
+
+def layer_of(rank: int = 0, chunk_rows: int = 10**6) -> SimpleNamespace:
+    context = SimpleNamespace(layout=RankLayout(world=4, rank=rank, dp=2, tp=2, ep=4))
+    options = SimpleNamespace(options=SimpleNamespace(chunk_rows=chunk_rows))
+    return SimpleNamespace(context=context, config=CONFIG, device=CPU, dtype=torch.float32, experts=options)
+
+
+def test_kernels_are_tuned_for_the_rows_of_all_ranks():
+    """Half of the tokens from each of 4 ranks: tp ranks share them. No more than a chunk."""
+    layer = layer_of()
+    assert tune._rows(layer.context, layer, [1, 8]) == [4, 16]
+    layer = layer_of(chunk_rows=10)
+    assert tune._rows(layer.context, layer, [1, 8]) == [4, 10]
+
+
+def test_a_batch_is_the_same_for_all_candidates_and_another_on_each_rank():
+    (x, routing), (again, same), (other, _) = (tune._batch(layer_of(rank), 6) for rank in (1, 1, 2))
+    assert torch.equal(x, again)
+    assert torch.equal(routing.ids, same.ids)
+    assert not torch.equal(x, other)
+    assert all(len(set(row)) == 2 for row in routing.ids.tolist())
+    assert torch.equal(routing.weights, torch.full((6, 2), 0.5))
+
+
+def test_the_first_round_by_the_clock_is_not_counted(monkeypatch):
+    now, order = [0.0], []
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: now[0])
+
+    def call(name, seconds):
+        left = iter(seconds)
+
+        def run():
+            order.append(name)
+            now[0] += next(left)
+
+        return run
+
+    calls = [call("a", (90.0, 1.0, 3.0)), call("b", (0.0, 6.0, 4.0))]
+    assert tune._by_the_clock(calls, 2, lambda: order.append("|")) == [pytest.approx(2e6), pytest.approx(5e6)]
+    assert "".join(order) == "|a|b" * 3, "in turns, and all ranks together"
+
+
+@pytest.mark.parametrize(("pipeline", "fits"), [(None, True), (16, False)])
+def test_buffers_are_as_many_as_calls_in_flight(monkeypatch, pipeline, fits):
+    kind = SimpleNamespace(buffer_bytes=lambda shape: tune.ROOM // 2 + 1, calls_in_parts=lambda shape: 2)
+    monkeypatch.setattr(registry, "load", lambda *_: kind)
+    context = SimpleNamespace(_dispatcher=lambda name, shape: name)
+    assert tune._transport(context, "p2p", None, pipeline) == ("p2p" if fits else None)
