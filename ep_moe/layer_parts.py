@@ -20,10 +20,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.execution.graphs import CallGraphs
 from ep_moe.execution.rank_checks import RankChecks, fresh_numbers
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.fused.base import (
-    INSIDE,
-    fused_dispatch_shape,
-)
+from ep_moe.experts.fused.base import INSIDE, fused_dispatch_shape
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import LayerStats, Placement, layer_stats
@@ -91,7 +88,6 @@ class LayerParts(nn.Module):
             BackendUnavailable: on all ranks, where a named backend cannot run here; it says why.
         """
         super().__init__()
-        layout = context.layout
         self.config, self.context = config, context
         self.wire, self.tuned = PLAIN_WIRE if wire is None else wire, tuned
         self.name = context._name_layer(name)
@@ -106,50 +102,57 @@ class LayerParts(nn.Module):
         self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
         self._shapes: dict[Any, DispatchShape] = {}
         self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
-        fused = self.choice.all2all == INSIDE
-        kernel: Any = registry.load("fused" if fused else "experts", self.choice.experts)
-        if device is None:
-            device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
-        device = as_device(device)
-        with torch.device(device), fresh_numbers(context, device):
-            self.router = Router(config, dtype=dtype) if router is None else router
-            self.shared_experts = shared_experts
-            if shared_experts is None and config.shared_intermediate_size:
-                self.shared_experts = SharedExperts(config, dtype=dtype)
-            self.placement = Placement(expert_map, ep_rank=layout.ep_rank)
-            self.expert_weights: ExpertWeights = self._weights_class(
-                config,
-                expert_map,
-                ep_rank=layout.ep_rank,
-                ep=context.rank_groups["ep"],
-                etp=context.rank_groups["etp"],
-                replicas=context.rank_groups["expert_data"],
-                dtype=dtype,
-                scheme=scheme_of(quantization),
-                weight_layout=kernel.weight_layout,
-                trainable=kernel.capabilities.differentiable,
-            )
-        self.experts: Kernel
-        if fused:
-            dispatch_shape = fused_dispatch_shape(
-                kernel.name, config, layout, expert_map.slots_per_rank, dtype, context._max_dispatch_tokens
-            )
-            shared = partial(context._pooled, dispatch_shape.kernel, dispatch_shape)
-            self.experts = kernel(
-                config, self.expert_weights, context.rank_groups["ep"], dispatch_shape, options, shared
-            )
-        else:
-            self.experts = kernel(config, self.expert_weights, context._workspaces, options)
-        self._routes_inside: bool = fused and kernel.capabilities.routes
-        self._others: dict[str, Experts] = {  # for fewer tokens, on the same weights
-            name: registry.load("experts", name)(config, self.expert_weights, context._workspaces, options)
-            for name in self._table.kernels[1:]
-        }
+        kernel = registry.load("fused" if self.choice.all2all == INSIDE else "experts", self.choice.experts)
+        self._make_modules(kernel, expert_map, asked)
+        self._make_kernels(kernel, options)
         self._checks = RankChecks(self)
         self._slow_training = SlowTraining()
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
         self._graphs = CallGraphs(context, config, self._kernels)
         context._register(self)
+
+    def _make_modules(self, kernel: Any, expert_map: ExpertMap, asked: LayerRequest) -> None:
+        """All that has parameters or buffers, with the same numbers on all ranks. kernel: a class"""
+        config, context, dtype, device = self.config, self.context, asked.dtype, asked.device
+        if device is None:
+            device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
+        device = as_device(device)
+        with torch.device(device), fresh_numbers(context, device):
+            self.router = Router(config, dtype=dtype) if asked.router is None else asked.router
+            self.shared_experts: nn.Module | None = asked.shared
+            if asked.shared is None and config.shared_intermediate_size:
+                self.shared_experts = SharedExperts(config, dtype=dtype)
+            self.placement = Placement(expert_map, ep_rank=context.layout.ep_rank)
+            self.expert_weights: ExpertWeights = self._weights_class(
+                config,
+                expert_map,
+                ep_rank=context.layout.ep_rank,
+                ep=context.rank_groups["ep"],
+                etp=context.rank_groups["etp"],
+                replicas=context.rank_groups["expert_data"],
+                dtype=dtype,
+                scheme=scheme_of(asked.quantization),
+                weight_layout=kernel.weight_layout,
+                trainable=kernel.capabilities.differentiable,
+            )
+
+    def _make_kernels(self, kernel: Any, options: ExpertsOptions) -> None:
+        """All that computes experts, on the same weights. kernel: a class, of the most tokens"""
+        config, context, weights = self.config, self.context, self.expert_weights
+        fused = self.choice.all2all == INSIDE
+        self._routes_inside: bool = fused and kernel.capabilities.routes
+        self.experts: Kernel
+        if fused:
+            slots, most = self.placement.expert_map.slots_per_rank, context._max_dispatch_tokens
+            shape = fused_dispatch_shape(kernel.name, config, context.layout, slots, self._made_dtype, most)
+            shared = partial(context._pooled, shape.kernel, shape)
+            self.experts = kernel(config, weights, context.rank_groups["ep"], shape, options, shared)
+        else:
+            self.experts = kernel(config, weights, context._workspaces, options)
+        self._others: dict[str, Experts] = {  # for fewer tokens
+            name: registry.load("experts", name)(config, weights, context._workspaces, options)
+            for name in self._table.kernels[1:]
+        }
 
     def __reduce__(self) -> Any:
         raise ConfigError(
