@@ -222,6 +222,40 @@ def test_fresh_factors_change_nothing_and_learn(models, world_size):
             assert context.layout.dp_rank or losses[-1] < losses[0] - 0.1, losses
 
 
+def test_layers_begin_with_numbers_of_their_own(models):
+    """By the seed and the layer's name alone."""
+
+    def factors(seed):
+        with EPContext.local(torch.device("cpu")) as context:
+            model = load_pretrained(models / "olmoe", context, progress=False)
+            add_lora(model, lora_config("olmoe", target_modules=[]), seed=seed)
+            return [layer.expert_weights.lora.factors("w2")[0].detach() for layer in moe_layers(model)]
+
+    first, again, other = factors(0), factors(0), factors(1)
+    assert len(first) == 2
+    assert all(map(torch.equal, first, again))
+    rows = torch.cat([*first, *other]).flatten(1)
+    assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
+
+
+def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models, tmp_path):
+    config = lora_config("olmoe", target_modules=[])
+    with EPContext.local(torch.device("cpu")) as context:
+
+        def model():
+            return load_pretrained(models / "olmoe", context, progress=False)
+
+        save_lora(add_lora(model(), config), tmp_path)
+        trained = {}
+        for trainable in (False, True):
+            loaded = load_lora(model(), tmp_path, trainable=trainable)
+            trained[trainable] = {name.rpartition(".")[2] for name, p in loaded.named_parameters() if p.requires_grad}
+        assert trained[False] == set()
+        assert trained[True] == {f"lora_{factor}_{matrix}" for factor in "AB" for matrix in ("w13", "w2")}
+        with pytest.raises(ConfigError, match="its factors may be merged already"):
+            save_lora(merge_lora(loaded), tmp_path)
+
+
 @distributed(2)
 def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
     quiet()
