@@ -248,21 +248,24 @@ class EPContext(ConnectedRanks):
         """The end of that forward."""
         self._inside, self._agreed_limit, self.flight_recorder.where = None, None, ""
 
-    def plan(self) -> dict[str, int]:
+    def plan(self, train_tokens: int | None = None) -> dict[str, int]:
         """Count this rank's bytes by kind over the layers that live.
+
+        Args:
+            train_tokens: As `MoELayer.plan` takes it, for all layers at once.
 
         Returns:
             Bytes by the kinds of `MoELayer.plan`. The largest workspace counts once (per stream that layers run on),
             and a transport's buffers once per dispatch shape (and call in flight), those that grow as they are now."""
         total: dict[str, int] = {}
         for layer in self._layers.values():
-            for name, size in layer.plan().items():
+            for name, size in layer.plan(train_tokens).items():
                 total[name] = total.get(name, 0) + size
         if total:
             total["workspace"] = self._workspaces.reserved
             shared: dict[Any, int] = {}
             for layer in self._layers.values():
-                for key, size in layer._transport_bytes().items():
+                for key, size in layer._transport_bytes(train_tokens).items():
                     shared[key] = max(shared.get(key, 0), size)
             total["transport"] = sum(shared.values())
         return total

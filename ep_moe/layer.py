@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.execution import memory_plan
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
     NO_ROUTING,
@@ -23,7 +24,6 @@ from ep_moe.execution.layer_checks import (
 )
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import (
-    INSIDE,
     FusedCall,
     FusedExperts,
     Routed,
@@ -330,29 +330,23 @@ class MoELayer(LayerParts):
 
     # --- what a user asks --------------------------------------------------------------------------------------
 
-    def plan(self) -> dict[str, int]:
+    def plan(self, train_tokens: int | None = None) -> dict[str, int]:
         """Count this rank's bytes by kind, from shapes alone.
 
         The result is the same before and after anything is allocated. Exception: buffers that grow (a transport with
         fixed buffers in a context without `max_tokens`) count as they are now.
 
+        Args:
+            train_tokens: The most tokens of a rank in a training step, which is counted too.
+
         Returns:
             Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The workspace and
-            the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once."""
-        held = {
-            kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
-            for kind in ("experts", "router", "placement", "shared_experts")
-            if isinstance(module := self.expert_weights if kind == "experts" else getattr(self, kind), nn.Module)
-        }
-        workspace = max(kernel.workspace_bytes() for kernel in self._kernels)
-        return held | {"workspace": workspace, "transport": sum(self._transport_bytes().values())}
+            the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once. With
+            `train_tokens` also "gradients", and "saved": what forward keeps for backward, with a uniform router."""
+        return memory_plan.layer_bytes(self, train_tokens)
 
-    def _transport_bytes(self) -> dict[tuple[str, DispatchShape], int]:
-        """Buffers by transport and geometry."""
-        if isinstance(self.experts, FusedExperts):
-            return {(INSIDE, self.experts.dispatch_shape): self.experts.buffer_bytes(self.experts.dispatch_shape)}
-        planned, made = self._table.transport_bytes(self._shape_of), self.context._pool
-        return {key: made[key].held_bytes() if key in made and made[key].grows else planned[key] for key in planned}
+    def _transport_bytes(self, train_tokens: int | None = None) -> memory_plan.Buffers:
+        return memory_plan.transport_bytes(self, train_tokens)
 
     # --- checks ------------------------------------------------------------------------------------------------
 

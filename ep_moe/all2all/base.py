@@ -157,6 +157,11 @@ class DispatchShape:
         return x, scale if self.scales else None
 
 
+def whole_bound(tokens: int) -> int:
+    """A power of two that holds so many tokens: kernels that are launched for any number meet few sizes."""
+    return 1 << max(tokens - 1, 0).bit_length()
+
+
 class Dispatcher(ABC):
     """One transport for one dispatch shape on one EP group. Made by `EPContext`, shared by equal layers."""
 
@@ -252,6 +257,11 @@ class Dispatcher(ABC):
         """Whether its buffers grow with the calls, whose ranks agree on how many tokens they have at most."""
         return self.capabilities.grows and self.dispatch_shape.max_tokens is None
 
+    @classmethod
+    def room_for(cls, bound: int) -> int:
+        """Tokens that buffers which grow are made for, at a call's bound."""
+        return bound
+
     def held_bytes(self) -> int:
         """What a transport that grows has made room for by now, as `buffer_bytes` counts it."""
         return 0
@@ -267,7 +277,7 @@ class Dispatcher(ABC):
                 f"tokens of a call by EPContext.from_torchrun(max_tokens=...)"
             )
         most = self.rank_group.most_tokens(tokens, problem, device, self.name, gradients=gradients)
-        return 1 << max(most - 1, 0).bit_length()
+        return whole_bound(most)
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:

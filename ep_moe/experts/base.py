@@ -292,6 +292,10 @@ class Experts(ABC):
         By default nothing: `gradients` then computes anew."""
         return self.compute(received, None), ()
 
+    def saved_bytes(self, rows: int) -> int:
+        """What `compute_saving` keeps of so many received rows, with a uniform router."""
+        return 0
+
     def gradients(
         self,
         received: Received,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing
+from ep_moe import Activation, ConfigError, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
@@ -167,3 +167,34 @@ def test_activation_checkpointing(world_size):
             for name, wanted in grads(layer, x, weights).items():
                 assert_same(wanted, plain[name], name)
         compare(layers, 4, rank, "behind it")
+
+
+@distributed(2)
+def test_what_a_call_keeps_is_in_the_plan(world_size):
+    """Every tensor that autograd keeps beside parameters and what the caller gave, with room for all rows."""
+    with pair({"dp": 2}) as layers:
+        layer = layers[0]
+        held = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+        x, ids, weights, _ = given(layer, MOST, dist.get_rank())
+        held.add(x.untyped_storage().data_ptr())
+        kept = {}
+
+        def keep(tensor):
+            if tensor.untyped_storage().data_ptr() not in held:
+                kept[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = layer.forward_routed(x, Routing(ids, weights))
+        plan = layer.plan(train_tokens=MOST)
+        assert plan["saved"] == sum(kept.values()), sorted(kept.values())
+        assert plan["gradients"] == sum(p.numel() * p.itemsize for p in layer.parameters())
+        y.sum().backward()
+        made = [dispatcher for (name, _), dispatcher in layer.context._pool.items() if name == "nvlink_p2p"]
+        assert len(made) == 2, "of rows, and of the routing weights' gradients"
+        assert plan["transport"] == sum(one.buffer_bytes(one.dispatch_shape) for one in made)
+        assert layer.plan()["transport"] == made[0].buffer_bytes(made[0].dispatch_shape)
+        with pytest.raises(ConfigError, match=r"train_tokens=8: what experts=reference over all2all=torch_a2a keeps"):
+            layers[1].plan(train_tokens=MOST)
+        with pytest.raises(ConfigError, match="train_tokens must be an integer of at least 1, got 0"):
+            layer.plan(train_tokens=0)

@@ -72,7 +72,7 @@ def test_context_sums_the_plans_of_living_layers(context):
 def test_buffers_that_layers_share_count_once(context, monkeypatch):
     layers = [MoELayer(shape(), context) for _ in range(3)]
     for layer, own in zip(layers, ({"a": 5}, {"a": 7, "b": 1}, {"b": 1}), strict=True):
-        monkeypatch.setattr(layer, "_transport_bytes", lambda own=own: own)
+        monkeypatch.setattr(layer, "_transport_bytes", lambda _tokens, own=own: own)
     assert context.plan()["transport"] == 7 + 1
     layers[0]._others = {"another": SimpleNamespace(workspace_bytes=lambda: 4096)}
     assert layers[0].plan()["workspace"] == 4096, "of the kernel that needs most"

@@ -112,6 +112,10 @@ class NVLinkP2PDispatcher(Dispatcher):
             return 0
         return carved_bytes(place_shapes(dispatch_shape, cls._few(dispatch_shape)))
 
+    @classmethod
+    def room_for(cls, bound: int) -> int:
+        return max(cls.least_room, bound)
+
     def held_bytes(self) -> int:
         return sum(self.buffer_bytes(buffer_slot.library.dispatch_shape) for buffer_slot in self.buffer_pool.made)
 

@@ -227,6 +227,15 @@ class Bf16TritonExperts(HopperExperts):
         kept = h.new_empty(len(h), 0) if self.options.recompute else h  # their number, without them
         return y, (kept, routes.slots, routes.ends, routes.source)
 
+    def saved_bytes(self, rows: int) -> int:
+        from ep_moe.experts.hopper import gradients
+
+        inner = self.weights.stored_tensors()["w13"].shape[1]
+        kept = 0 if self.options.recompute else inner * self.weights.dtype.itemsize
+        return gradients.saved_bytes(
+            rows, self.weights.num_slots, inner * self.weights.dtype.itemsize, kept, self.config
+        )
+
     def gradients(
         self,
         received: Received,

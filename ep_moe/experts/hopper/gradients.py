@@ -110,6 +110,16 @@ def forward(
     return routes.sum(rows, weights, y), routes, h
 
 
+def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoEConfig) -> int:
+    """Of the routes and of what is kept for each pair, with a uniform router. pair_bytes: as `Routes.sort`"""
+    if not slots:
+        return 0
+    routes = rows * config.top_k
+    counted = routes * pair_bytes > _UNCOUNTED
+    pairs = round(rows * expected_pairs(config, slots, config.top_k)) if counted else routes
+    return 4 * (2 * routes + slots) + pairs * kept
+
+
 @dataclass(frozen=True)
 class Gradients:
     """x: [N, H]; weights: float32 [N, K]; w13, w2: as the parameters, None where they were not wanted."""

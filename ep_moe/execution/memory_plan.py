@@ -1,0 +1,97 @@
+"""A layer's bytes by kind, from shapes alone: what it holds, and what a training step holds besides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import nn
+
+from ep_moe import registry
+from ep_moe.all2all.base import Dispatcher, DispatchShape, whole_bound
+from ep_moe.checks import check_count
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.execution.trained_exchange import narrow
+from ep_moe.experts.base import Experts
+from ep_moe.experts.fused.base import INSIDE, FusedExperts
+from ep_moe.selection.backend_table import BackendTable, TableEntry
+from ep_moe.weights.expert_weights import ExpertWeights
+
+Buffers = dict[tuple[str, DispatchShape], int]  # bytes by transport and shape
+_ID_BYTES, _WEIGHT_BYTES = 4, 4
+
+
+class Layer(Protocol):
+    """What is asked of a MoELayer."""
+
+    context: EPContext
+    experts: Any
+    expert_weights: ExpertWeights
+    _table: BackendTable
+
+    @property
+    def _kernels(self) -> tuple[Experts | FusedExperts, ...]: ...
+    @property
+    def _kernel(self) -> Experts | FusedExperts: ...
+    def _shape_of(self, entry: TableEntry) -> DispatchShape: ...
+    def parameters(self) -> Any: ...
+
+
+def layer_bytes(layer: Layer, train_tokens: int | None) -> dict[str, int]:
+    """As `MoELayer.plan`."""
+    held = {
+        kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
+        for kind in ("experts", "router", "placement", "shared_experts")
+        if isinstance(module := layer.expert_weights if kind == "experts" else getattr(layer, kind), nn.Module)
+    }
+    held["workspace"] = max(kernel.workspace_bytes() for kernel in layer._kernels)
+    held["transport"] = sum(transport_bytes(layer, train_tokens).values())
+    if train_tokens is not None:
+        held["gradients"] = sum(p.numel() * p.itemsize for p in layer.parameters() if p.requires_grad)
+        held["saved"] = _saved_bytes(layer, train_tokens)
+    return held
+
+
+def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
+    """Buffers that the layer's transports make."""
+    if isinstance(layer.experts, FusedExperts):
+        return {(INSIDE, layer.experts.dispatch_shape): layer.experts.buffer_bytes(layer.experts.dispatch_shape)}
+    found, made = layer._table.transport_bytes(layer._shape_of), layer.context._pool
+    for key in found:
+        if key in made and made[key].grows:
+            found[key] = made[key].held_bytes()
+    if train_tokens is not None:
+        kind, shape, bound = _trained(layer, train_tokens)
+        for one in (shape, narrow(shape)) if kind.capabilities.adjoint else (shape,):
+            sized = one if one.max_tokens is not None else replace(one, max_tokens=kind.room_for(bound))
+            found[kind.name, one] = max(found.get((kind.name, one), 0), kind.buffer_bytes(sized))
+    return found
+
+
+def _trained(layer: Layer, train_tokens: int) -> tuple[type[Dispatcher], DispatchShape, int]:
+    """The transport, its shape and the bound of a training call."""
+    entry = layer._table.at(layer.context._current_limit)
+    kind: type[Dispatcher] = registry.load("dispatchers", entry.choice.all2all)
+    tokens = check_count("train_tokens", train_tokens, at_least=1)
+    bound = layer.context.layout.max_dispatch_tokens(tokens)
+    shape = layer._shape_of(entry)
+    return kind, shape, whole_bound(bound) if kind.capabilities.grows and shape.max_tokens is None else bound
+
+
+def _saved_bytes(layer: Layer, train_tokens: int) -> int:
+    """What a call keeps for its backward, with a uniform router."""
+    kernel = layer._kernel
+    kind, shape, bound = _trained(layer, train_tokens)
+    if isinstance(kernel, FusedExperts) or not kernel.capabilities.differentiable:
+        raise ConfigError(f"train_tokens={train_tokens} with experts={kernel.name}, which has no backward")
+    adjoint = kind.capabilities.adjoint
+    if not (adjoint or kernel.own_backward or kernel.options.recompute):
+        raise ConfigError(
+            f"train_tokens={train_tokens}: what experts={kernel.name} over all2all={kind.name} keeps does not follow "
+            f"from shapes; with ExpertsOptions(recompute=True) it does"
+        )
+    rows = shape.num_ranks * bound
+    routes = shape.top_k * (_ID_BYTES + _WEIGHT_BYTES)
+    own = bound * shape.top_k * (8 + _WEIGHT_BYTES) if adjoint else 0  # ids and weights of the tokens that left
+    return rows * (shape.hidden_size * shape.dtype.itemsize + routes) + kernel.saved_bytes(rows) + own
