@@ -13,16 +13,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ep_moe.all2all.base import Dispatcher
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.execution.cuda_graph import Recorder
-from ep_moe.execution.graph_inputs import CallSignature, Inputs
+from ep_moe.execution.graph_inputs import Inputs
 from ep_moe.execution.recorded_calls import (
     CallerInputs,
     CopiedInputs,
@@ -69,6 +70,27 @@ class Sizes:
         self.sizes[place : place + same], self.calls[place : place + same] = [call.most], [call]
 
 
+class Agreeing(NamedTuple):
+    """How the bound of a call is found before it is replayed, where ranks agree on it in each call.
+
+    like: one that was recorded under any bound: calls that it could serve may be replayed
+    carried: as `MoELayer._carried` has it
+    """
+
+    like: RecordedCall
+    dispatcher: Dispatcher
+    carried: str
+
+    def bound(self, name: str, x: Tensor, tokens: int) -> int:
+        """Of this rank's call of the layer `name`, as `MoELayer.run` finds it on ranks that do not replay."""
+        flight_recorder = self.dispatcher.rank_group.flight_recorder
+        flight_recorder.enter(name, self.carried)
+        try:
+            return self.dispatcher.call_bound(tokens, x.device, gradients={"x": x, "routing.weights": x})
+        finally:
+            flight_recorder.where = ""
+
+
 class CallGraphs:
     """One layer's. Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound
     of the call, the dtype of ids, the stream."""
@@ -78,7 +100,7 @@ class CallGraphs:
         recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
         self._automatic = recordable and context._tokens.whole and not config.routing.weight_on_input
         self._calls: dict[Any, Sizes | None] = {}  # None: a key that one call had, of which nothing is recorded
-        self._agreeing: dict[Any, CallSignature] = {}  # recorded under agreed bounds, by the rest of the key
+        self._agreeing: dict[Any, Agreeing] = {}  # over a transport that grows, by the key without the bound
         self._tries = _TRIES
 
     def __len__(self) -> int:
@@ -107,12 +129,11 @@ class CallGraphs:
         bound, stream, tokens = context._current_limit, current_stream(device), x.numel() // self._hidden
         for mode in (CopiedInputs, CallerInputs):
             copied = mode is CopiedInputs
-            if bound is None and not copied:
-                bound = self._agreed_bound(layer, x, routing, tokens, stream)
-                if bound is None:
-                    return None
-            found = self._calls.get((mode, bound, routed) if copied else (mode, bound, _ids_dtype(routing), stream))
+            key = (mode, bound, routed) if copied else (mode, bound, _ids_dtype(routing), stream)
+            found, agreeing = self._calls.get(key), None
             call = None if found is None else found.serving(tokens)
+            if bound is None and not copied and (agreeing := self._agreeing.get(key[2:])) is not None:
+                call = agreeing.like
             if call is None or not call.form.fits(x, routing, tokens):
                 continue
             busy = call.stream != stream or not context._idle or context._stage_times is not None or capturing(device)
@@ -124,6 +145,17 @@ class CallGraphs:
                 continue
             if busy:
                 continue
+            if agreeing is not None:
+                bound = agreeing.bound(layer.name, x, tokens)
+                found = self._calls.get((mode, bound, *key[2:]))
+                if found is None:
+                    continue
+                call = found.calls[0]
+                if call is not agreeing.like:  # recorded at another time
+                    if any(slot.given_back for slot in call.buffer_slots) or not call.places.kept(layer):
+                        self.drop(mode)
+                        continue
+                    self._agreeing[key[2:]] = agreeing._replace(like=call)  # the next one has its bound, as a rule
             flight_recorder = context.flight_recorder
             flight_recorder.check()
             number, out = flight_recorder.number, call.launch(layer, x, routing, mask, tokens)
@@ -136,15 +168,6 @@ class CallGraphs:
         if context._current_limit is None:
             context._agreed_limit = bound  # for the call that runs now
         return None
-
-    def _agreed_bound(self, layer: Layer, x: Tensor, routing: Routing | None, tokens: int, stream: int) -> int | None:
-        """The bound of a call over a transport that grows, if one like it was recorded under any bound. All ranks agree
-        on it once in each call, whether they replay or run it."""
-        form = self._agreeing.get((_ids_dtype(routing), stream))
-        if form is None or not form.fits(x, routing, tokens) or not self._context._idle:
-            return None
-        with self._context._entered(layer.name, layer._carried()):
-            return layer._dispatcher().call_bound(tokens, x.device, gradients={"x": x, "routing.weights": x})
 
     # --- what the user lists ------------------------------------------------------------------------------------------
 
@@ -214,7 +237,7 @@ class CallGraphs:
             call = self._recorded(layer, key[2], bound, placing)
             self._calls[key] = None if call is None else Sizes([call.most], [call])
             if call is not None and self._context._current_limit is None:
-                self._agreeing[key[2:]] = call.form
+                self._agreeing[key[2:]] = Agreeing(call, layer._dispatcher(), layer._carried())
             return
         self._make_room()
         self._calls[key] = None

@@ -64,6 +64,20 @@ def test_larger_buffers_are_recorded_anew(driver, context):
     assert [repeats(twin, *given(7)) for _ in range(3)] == [False, False, True]
 
 
+@pytest.mark.parametrize("changed", ["buffers", "weights"])
+def test_what_changes_where_nothing_is_replayed(changed, driver, context):
+    """Calls with gradients replay nothing, and are recorded all the same: not all graphs are of one time."""
+    layer = built(context).requires_grad_(False)
+    assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
+    if changed == "weights":
+        layer.expert_weights.w2.data = layer.expert_weights.w2.data.clone()
+    with torch.enable_grad():
+        for _ in range(2):
+            layer.forward_routed(*given(4 if changed == "weights" else 7))
+    assert len(layer._graphs) == 2
+    assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
+
+
 def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
     """And ranks agree once in each call, whether it is replayed or not."""
     draw, layers, most, repeated = random.Random(0), [built(context), built(context)], 0, 0
