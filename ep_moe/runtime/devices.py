@@ -8,6 +8,7 @@ events run on the device that is current, which is 0 until it is set. Each entry
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -39,6 +40,24 @@ def current_stream(device: torch.device) -> int:
 def starts_early(device: torch.device) -> bool:
     """Kernels can start before those ahead of them have ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def without_peer_atomics(count: int) -> tuple[int, int] | None:
+    """The first two of so many GPUs of which one has no atomic operations in the memory of the other, as over PCI
+    Express; None where all have, as over NVLink, and where the driver cannot be asked."""
+    try:
+        from cuda.bindings import driver
+
+        driver.cuInit(0)
+    except (ImportError, RuntimeError):  # not installed, or no driver that it finds
+        return None
+    asked = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    for first, second in itertools.permutations(range(count), 2):
+        status, found = driver.cuDeviceGetP2PAttribute(asked, first, second)
+        if int(status) == 0 and not found:
+            return first, second
+    return None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

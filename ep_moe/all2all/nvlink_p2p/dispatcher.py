@@ -37,6 +37,7 @@ from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.runtime.devices import without_peer_atomics
 from ep_moe.runtime.side_stream import SideStream
 from ep_moe.runtime.workspace import carved_bytes
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
@@ -103,7 +104,10 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
-        return one_host_problem(cls.name, layout)
+        problem = one_host_problem(cls.name, layout)
+        if problem is None and (apart := without_peer_atomics(layout.ep * layout.etp)) is not None:
+            problem = f"{cls.name} needs NVLink between the GPUs, and {apart[0]} and {apart[1]} have none"
+        return problem
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:

@@ -16,6 +16,7 @@ from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
+from ep_moe.runtime.devices import without_peer_atomics
 from ep_moe.selection.explain import choose, explain
 
 BY = "say how large by EPContext.from_torchrun(max_tokens=...)"
@@ -148,6 +149,33 @@ def test_refusals_of_nvlink_p2p(fields, sentence):
     assert reason(name="nvlink_p2p", wire=FP8) is None
     assert reason(name="nvlink_p2p", max_tokens=None) is None, "its buffers grow"
     assert reason(name="nvlink_p2p", **fields) == sentence
+
+
+def test_gpus_without_nvlink(monkeypatch):
+    """Flags are set by atomic operations in the peers' memory, which not every GPU has over PCI Express."""
+    asked, atomic = [], types.SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
+    apart: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def attribute(which, first, second):
+        asked.append((which, first, second))
+        return apart.get((first, second), (0, 1))
+
+    driver = types.SimpleNamespace(
+        CUdevice_P2PAttribute=atomic, cuInit=lambda flags: (0,), cuDeviceGetP2PAttribute=attribute
+    )
+    bindings = types.SimpleNamespace(driver=driver)
+    for name, module in (("cuda", types.SimpleNamespace(bindings=bindings)), ("cuda.bindings", bindings)):
+        monkeypatch.setitem(sys.modules, name, module)
+    without_peer_atomics.cache_clear()
+    assert reason(name="nvlink_p2p", layout=layout(2)) is None
+    assert asked == [(3, 0, 1), (3, 1, 0)], "once, whatever number of kernels there is"
+    for answer, found in (((0, 0), "nvlink_p2p needs NVLink between the GPUs, and 1 and 2 have none"), ((1, 0), None)):
+        without_peer_atomics.cache_clear()
+        apart[1, 2] = answer
+        assert reason(name="nvlink_p2p", layout=layout(2)) is None, "of others"
+        assert reason(name="nvlink_p2p", layout=layout(4)) == found
+        assert reason(layout=layout(4)) is None
+    without_peer_atomics.cache_clear()
 
 
 def test_not_installed(monkeypatch):
