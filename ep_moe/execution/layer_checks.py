@@ -13,7 +13,7 @@ from ep_moe.all2all.checks import routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.execution import rank_checks
 from ep_moe.experts.fused.base import FusedExperts
-from ep_moe.types import Routing, TokenMask, dtype_name
+from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 
 CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
 NO_ROUTING: Any = object()  # what `forward_routed` makes of None, which stands for the layer's own router further on
@@ -70,13 +70,15 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
 
 
 def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
-    """None, or what is wrong with a routing of rows [T, H]. Waits for the device where dispatch does too; elsewhere
-    valid ids are the caller's duty."""
+    """None, or what is wrong with a routing of rows [T, H]. Waits for the device where dispatch does too, and in a
+    layer's first call over buffers that grow; elsewhere valid ids are the caller's duty."""
     problem = choice_problem(routing, rows, layer.config.top_k)
     if problem is None and not torch.compiler.is_compiling():
         transport = layer.experts if isinstance(layer.experts, FusedExperts) else layer._dispatcher()
-        if transport.capabilities.host_sync or not routing.ids.is_cuda:
+        first = isinstance(transport, Dispatcher) and transport.grows and not layer._checks.saw_ids
+        if transport.capabilities.host_sync or not routing.ids.is_cuda or (first and not capturing(rows.device)):
             problem = id_problem(routing.ids, layer.config.num_experts)
+            layer._checks.saw_ids = problem is None
     if problem is None and layer._logit_taps:
         problem = logits_problem(routing, len(rows), layer.config.num_experts)
     return problem

@@ -56,6 +56,7 @@ class RankChecks:
 
     def __init__(self, layer: Layer) -> None:
         self._done = False
+        self.saw_ids = False  # valid ones, in some call
         self.forwards = 0  # that began, of which some may have ended by an exception
         self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
         self._wrapper: weakref.ref[Any] | None = None

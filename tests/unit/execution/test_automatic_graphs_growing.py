@@ -5,6 +5,7 @@ once larger buffers have taken the place of those that were recorded."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from unittest import mock
 
@@ -19,7 +20,7 @@ from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
-from tests.emulations.automatic_graphs import CPU, built, driver, given, repeats, shifted  # noqa: F401 (fixtures)
+from tests.emulations.automatic_graphs import CONFIG, CPU, built, driver, given, repeats, shifted  # noqa: F401 (fixtures)
 from tests.fixtures.launches import INTERPRETED, Driver
 
 pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="stands in for a GPU, and compiles")
@@ -107,6 +108,24 @@ def launched(driver: Driver, call, x, routing) -> tuple:
     call(x, routing)
     last = driver.found[-1]
     return driver.functions[:], driver.found[:-1], last[:2], last[3:]
+
+
+@torch.no_grad()
+def test_the_first_call_looks_at_ids(driver, context):
+    """Later ones, which would wait for the device each time, do not; nor does a first one with `max_tokens`."""
+    x, routing = given(2)
+    far = dataclasses.replace(routing, ids=routing.ids + CONFIG.num_experts)
+    layer = built(context)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"routing.ids must be -1 or in \[0, 4\), got "):
+            layer.forward_routed(x, far)
+    layer.forward_routed(x, routing)
+    for _ in range(3):
+        layer.forward_routed(x, far)
+    flight_recorder = FlightRecorder()
+    links = Links(context.layout, flight_recorder, CPU)
+    with EPContext(context.layout, CPU, None, links, flight_recorder, max_tokens=4) as fixed:
+        built(fixed).forward_routed(x, far)
 
 
 def test_a_capture_names_max_tokens(driver, context):
