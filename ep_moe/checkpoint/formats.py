@@ -284,9 +284,10 @@ class Fused(ExpertFormat):
         return super(Fused, self._turned(source, block, config)).wrong(source, block, config)
 
     def _turned(self, source: Source, block: str, config: MoEConfig) -> Fused:
-        """With rows and columns as the file has them: no sizes fit both ways in both matrices."""
+        """With rows and columns as the file has them: no sizes of plain numbers fit both ways in both matrices."""
         other = replace(self, transposed=not self.transposed)
-        return other if all(each.fits(source, block) for each in other.matrices(config)) else self
+        fits = [all(each.fits(source, block) for each in one.matrices(config)) for one in (self, other)]
+        return other if fits == [False, True] else self  # words of AWQ and GPTQ fit both ways
 
     def biases(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
         if not self.bias:

@@ -19,8 +19,7 @@ from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.module_layout import HeldTensor, ModuleLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.experts_twin import identify, identify_block
-from ep_moe.integrations.gate_functions import FoundActivation, find_activation, is_experts
+from ep_moe.integrations.experts_twin import FoundActivation, find_activation, identify, identify_block, is_experts
 from ep_moe.types import dtype_name
 
 _MOST = 8  # parameters of a module of experts, or of a block with its router

@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from ep_moe.checkpoint.unread import listed
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.all_called import attach_all_called
 from ep_moe.integrations.experts_twin import sorted_routes
 from ep_moe.integrations.find_experts import (
     KEEP,
@@ -32,6 +31,7 @@ from ep_moe.integrations.find_experts import (
     held_tensor,
     top_k_of,
 )
+from ep_moe.integrations.in_step import attach_all_called
 from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.quant.schemes import PLAIN, scheme_of

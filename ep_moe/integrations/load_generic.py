@@ -11,10 +11,9 @@ import torch
 from tqdm import tqdm
 
 from ep_moe.checkpoint.conversion import in_file
-from ep_moe.checkpoint.expert_files import ExpertFiles
 from ep_moe.checkpoint.kept import wrong_scheme
+from ep_moe.checkpoint.model_files import ExpertFiles, load_skeleton
 from ep_moe.checkpoint.reader import quantised_again, read_experts
-from ep_moe.checkpoint.skeleton import load_skeleton
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError

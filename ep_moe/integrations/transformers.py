@@ -23,8 +23,8 @@ from ep_moe.checkpoint.factors import check_fits
 from ep_moe.checkpoint.families import names_of
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.hub import HubOptions, model_folder
+from ep_moe.checkpoint.model_files import keep_in_float32
 from ep_moe.checkpoint.reader import largest_input_scale, load_layers, loading
-from ep_moe.checkpoint.skeleton import keep_in_float32
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed, unexpected
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
@@ -38,11 +38,10 @@ from ep_moe.integrations.ep_implementation import register_ep_implementation as 
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import replace_experts
-from ep_moe.integrations.heads import draw_head, head_names
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load_generic import load_model, model_files
-from ep_moe.integrations.meta_model import described, on_meta
+from ep_moe.integrations.meta_model import described, draw_head, head_names, on_meta
 from ep_moe.integrations.router_logits import RouterLogits
 from ep_moe.integrations.save import save_model
 from ep_moe.layer import MoELayer

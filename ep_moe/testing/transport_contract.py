@@ -29,31 +29,32 @@ from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import rank_device
 from ep_moe.testing.host_data import made_on_the_host
-from ep_moe.testing.transport_case import Case, DispatcherFactory, run, together
-from ep_moe.testing.transport_endings import (
-    a_peer_that_comes_too_late,
-    a_peer_that_never_comes,
-    one_token_too_many,
-)
-from ep_moe.testing.transport_promises import (
-    captured_and_replayed,
-    equal_calls_give_equal_bits,
-    gradients_flow,
-    what_is_wrong_on_one_rank_is_raised_on_all,
-)
-from ep_moe.testing.transport_rows import (
+from ep_moe.testing.transport_case import (
     CAP,
     COUNTS,
     FP8_TENSOR,
     HIDDEN,
     MAX_TOKENS,
     NVFP4,
+    Case,
+    DispatcherFactory,
     dispatch_shape,
     expected,
     moved,
     rounded,
     routes,
     rows,
+    run,
+    together,
+)
+from ep_moe.testing.transport_promises import (
+    a_peer_that_comes_too_late,
+    a_peer_that_never_comes,
+    captured_and_replayed,
+    equal_calls_give_equal_bits,
+    gradients_flow,
+    one_token_too_many,
+    what_is_wrong_on_one_rank_is_raised_on_all,
 )
 from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout
 

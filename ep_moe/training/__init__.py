@@ -9,8 +9,7 @@ from ep_moe.training.gradients import (
     parameter_groups,
     sync_gradients,
 )
-from ep_moe.training.logits import router_logits
-from ep_moe.training.losses import load_balancing_loss, router_z_loss, sequence_balancing_loss
+from ep_moe.training.losses import load_balancing_loss, router_logits, router_z_loss, sequence_balancing_loss
 from ep_moe.training.wrappers import exclude_experts, fully_shard
 
 __all__ = [

@@ -19,8 +19,8 @@ from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
 from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.testing import check_dispatcher, distributed, rank_device
-from ep_moe.testing.transport_endings import a_peer_that_never_comes
-from ep_moe.testing.transport_rows import MAX_TOKENS, dispatch_shape, expected, identity, moved, routes, rows, same
+from ep_moe.testing.transport_case import MAX_TOKENS, dispatch_shape, expected, identity, moved, routes, rows, same
+from ep_moe.testing.transport_promises import a_peer_that_never_comes
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 from tests.emulations.deepep import Buffer
 from tests.emulations.flashinfer_nvlink import communication

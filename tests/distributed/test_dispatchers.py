@@ -14,7 +14,7 @@ from ep_moe import EPContext
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_rows import CAP, HIDDEN, dispatch_shape, expected, identity, moved, routes, rows
+from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, expected, identity, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting, Received, Routing
 from tests.fixtures.distributed_cases import no_payload, same_error
 from tests.fixtures.helpers import assert_same

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, RebalanceError
-from ep_moe.eplb.migration import staging
+from ep_moe.eplb.migration import transfer
 from ep_moe.eplb.migration.consensus import State
-from ep_moe.eplb.migration.staging import Staging
+from ep_moe.eplb.migration.transfer import Staging
 from ep_moe.testing import distributed
 from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.eplb_cases import CONFIG, ROW, assert_slots, context_of, make_layers, on_request, random_map
@@ -52,7 +52,7 @@ def _addresses(balancer):
 @distributed(2)
 def test_a_plan_that_needs_more_than_is_kept(world_size):
     """Experts that change places in a larger cycle: room is made for them, and given back."""
-    with context_of() as context, mock.patch.object(staging, "_CYCLE", 1):
+    with context_of() as context, mock.patch.object(transfer, "_CYCLE", 1):
         layers = make_layers(context, 2)
         slots_per_rank = layers[0].placement.expert_map.slots_per_rank
         with ExpertBalancer(layers, context, on_request(bytes_per_step=ROW, bytes_per_commit=1)) as balancer:

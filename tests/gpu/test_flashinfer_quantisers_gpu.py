@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ep_moe.quant.fp8 import FP8_MAX
 from ep_moe.quant.microscale import E2M1_MAX, NVFP4_RANGE, quantize_mxfp8, quantize_nvfp4, unpack_nibbles
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange
+from ep_moe.weights.layouts.base import ScaleLayout, arrange
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)

@@ -17,7 +17,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import LayerTime, Price, verdict
 from ep_moe.eplb.migration.schedule import TransferSchedule, sub_plans, transfer_schedule
-from ep_moe.eplb.migration.staging import Room
+from ep_moe.eplb.migration.transfer import Room
 from ep_moe.eplb.planner.packing import Ints
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import loads_by_rank, traffic

@@ -16,8 +16,7 @@ from ep_moe.config import flat_facts
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migration.consensus import StatusExchange
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
-from ep_moe.eplb.migration.staging import Room, Staging
-from ep_moe.eplb.migration.transfer import BalancedLayer, Mover
+from ep_moe.eplb.migration.transfer import BalancedLayer, Mover, Room, Staging
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.flashinfer.row_kernels import clean_ids
+from ep_moe.experts.flashinfer.call_scales import clean_ids
 from ep_moe.experts.hopper.operator import operator
 from ep_moe.quant.kernels import nvfp4_rows
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes

@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, column_scales, fill_scales, round_rows
-from ep_moe.experts.flashinfer.row_kernels import clean_ids, row_extremes
+from ep_moe.experts.flashinfer.call_scales import (
+    Inputs,
+    TensorScales,
+    clean_ids,
+    column_scales,
+    fill_scales,
+    round_rows,
+    row_extremes,
+)
 from ep_moe.experts.hopper.operator import operator
 from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.experts.flashinfer.row_kernels import clean_ids
+from ep_moe.experts.flashinfer.call_scales import clean_ids
 from ep_moe.experts.hopper.operator import operator
 from ep_moe.quant.fp8 import FP8, round_blocks, to_fp8
 from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme, TensorSpec
-from ep_moe.weights.layouts.base import WeightLayout, swap_halves
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
+from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
 
 GROUP = 64  # rows of up, then as many of gate
 _SCALES = ("w13_scale", "w2_scale")

@@ -15,8 +15,7 @@ from torch import Tensor
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Rounding, Scheme, TensorSpec
 from ep_moe.weights.layouts import cutlass_mixed as mixed
-from ep_moe.weights.layouts.base import WeightLayout, swap_halves
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
+from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
 
 BOUND = "w13_bound"
 SM90_SCHEMES = ("none", "fp8_static", "fp8_dynamic", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8")

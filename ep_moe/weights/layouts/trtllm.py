@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme, TensorSpec
-from ep_moe.weights.layouts.base import WeightLayout, swap_halves
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
+from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from transformers.core_model_loading import Concatenate, Interleave, Transpose, 
 
 from ep_moe.checkpoint import conversion
 from ep_moe.checkpoint.conversion import in_file
-from ep_moe.checkpoint.expert_files import ExpertFiles
-from ep_moe.checkpoint.skeleton import keep_in_float32, load_skeleton, swapped
+from ep_moe.checkpoint.model_files import ExpertFiles, keep_in_float32, load_skeleton, swapped
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.find_experts import find_experts, interface_layout

@@ -9,8 +9,7 @@ import torch
 from ep_moe import ExpertMap, MoEConfig, Placement
 from ep_moe.eplb.migration.schedule import transfer_schedule
 from ep_moe.eplb.migration.slots import SlotStore
-from ep_moe.eplb.migration.staging import Room, Staging
-from ep_moe.eplb.migration.transfer import Migration, Mover
+from ep_moe.eplb.migration.transfer import Migration, Mover, Room, Staging
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.weights.expert_weights import ExpertWeights
 

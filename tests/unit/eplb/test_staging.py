@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ep_moe import ExpertMap
 from ep_moe.eplb import plan
-from ep_moe.eplb.migration import staging
+from ep_moe.eplb.migration import transfer
 from ep_moe.eplb.migration.schedule import changed_slots, sub_plans, transfer_schedule
-from ep_moe.eplb.migration.staging import Room, Staging
+from ep_moe.eplb.migration.transfer import Room, Staging
 from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)
@@ -29,7 +29,7 @@ def parts(old, new, rank, row_bytes, budget, commit):
 @given(pairs(), st.integers(1, 20).map(lambda words: 8 * words), st.integers(1, 500), st.integers(1, 500))
 def test_no_plan_needs_more_but_for_its_cycles(maps, row_bytes, budget, commit):
     old, new = maps
-    with mock.patch.object(staging, "_CYCLE", 1):
+    with mock.patch.object(transfer, "_CYCLE", 1):
         usual = Room.usual([(old.slots_per_rank, row_bytes)], budget=budget, commit=commit)
     assert set(usual.rows) == {row_bytes}
     for rank in range(old.num_ranks):
@@ -58,7 +58,7 @@ def test_a_planners_cycles(draw, most):
         for new in plan(load, [old] * len(load)):
             changes = pairwise([old, *sub_plans(old, new, 1)])
             cycle = max(len(changed_slots(one, two, rank)) for one, two in changes for rank in range(ranks))
-            larger += cycle > staging._CYCLE
+            larger += cycle > transfer._CYCLE
     assert larger <= most
 
 
@@ -89,7 +89,7 @@ def test_what_is_made_beyond_is_given_back():
 
 def test_memory_is_made_a_part_per_step():
     held = Staging(Room((8,)), 4, CPU)
-    with mock.patch.object(staging, "_MADE_AT_ONCE", 100):
+    with mock.patch.object(transfer, "_MADE_AT_ONCE", 100):
         room = Room((60,) * 5)
         found = []
         while not held.reserve(room):

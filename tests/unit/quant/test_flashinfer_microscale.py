@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_moe.quant.microscale import dequantize_mxfp4, dequantize_nvfp4
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange
+from ep_moe.weights.layouts.base import ScaleLayout, arrange
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 

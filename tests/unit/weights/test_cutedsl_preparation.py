@@ -10,8 +10,8 @@ from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.layouts.base import ScaleLayout, arrange
 from ep_moe.weights.layouts.cutedsl import CuteDsl, deinterleave, interleave, mma_view
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange
 from ep_moe.weights.parts import cut
 from tests.fixtures.cutlass_sm100_preparation import config, same, with_and_without_a_gate
 

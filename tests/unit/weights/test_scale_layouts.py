@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange, linear
+from ep_moe.weights.layouts.base import ScaleLayout, arrange, linear
 
 SHAPES = [(128, 4), (256, 8), (384, 12), (1, 1), (8, 4), (100, 7), (130, 5), (7, 9)]
 

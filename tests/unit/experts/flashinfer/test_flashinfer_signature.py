@@ -17,8 +17,8 @@ from ep_moe.experts.flashinfer import cutedsl_op, cutlass_op
 from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
 from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExperts
 from ep_moe.types import Activation
+from ep_moe.weights.layouts.base import ScaleLayout, arrange
 from ep_moe.weights.layouts.cutedsl import interleave, mma_view
-from ep_moe.weights.layouts.scale_swizzle import ScaleLayout, arrange
 
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 

@@ -1,11 +1,11 @@
-"""The Triton forms of `row_kernels` and `call_scales` against the torch forms, which define them."""
+"""The Triton forms of `call_scales` against the torch forms, which define them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ep_moe.experts.flashinfer import call_scales, row_kernels
+from ep_moe.experts.flashinfer import call_scales
 from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales
 from tests.fixtures.fp8_block_kernels import DEVICE
 
@@ -26,9 +26,9 @@ def test_clean_ids(rows, top_k, weighted, dtype, base):
     ids[0, 0] = 2**31 - 1 if dtype == torch.int32 else 2**32 + 1
     weights = (2 * torch.rand(rows, top_k, generator=generator) - 0.5).relu() if weighted else None
     expected = torch.empty(rows, top_k, dtype=torch.int32), torch.empty(rows, top_k)
-    row_kernels.clean_ids(ids, weights, base, SLOTS, expected[0], expected[1] if weighted else None)
+    call_scales.clean_ids(ids, weights, base, SLOTS, expected[0], expected[1] if weighted else None)
     found = [torch.full_like(tensor, 99, device=DEVICE) for tensor in expected]
-    row_kernels.launch_clean_ids(
+    call_scales.launch_clean_ids(
         ids.to(DEVICE),
         None if weights is None else weights.to(DEVICE),
         base,
@@ -52,8 +52,8 @@ def test_row_extremes():
     ids = torch.zeros(9, 3, dtype=torch.int32)
     ids[4], ids[7] = -1, -1
     expected, found = torch.zeros(2), torch.zeros(2, device=DEVICE)
-    row_kernels.row_extremes(x, ids, expected)
-    row_kernels.launch_row_extremes(x.to(DEVICE), ids.to(DEVICE), found)
+    call_scales.row_extremes(x, ids, expected)
+    call_scales.launch_row_extremes(x.to(DEVICE), ids.to(DEVICE), found)
     torch.testing.assert_close(found.cpu(), expected)
 
 
