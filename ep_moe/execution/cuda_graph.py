@@ -58,7 +58,7 @@ class Recorder:
         """Whether a replay may begin: the stream is current, and not being captured itself."""
         return current_stream(self._device) == self.handle and not capturing(self._device)
 
-    def warm(self, call: Callable[[], Tensor]) -> None:
+    def warm(self, call: Callable[[], Any]) -> None:
         """Run it where it will be recorded: what the first call on a stream makes is not to be made in a graph."""
         self._beside.wait_stream(self.stream)
         with torch.cuda.stream(self._beside):
@@ -72,6 +72,17 @@ class Recorder:
         with torch.cuda.stream(self._beside), torch.cuda.graph(graph, self._pool, self._beside):
             out = call()
         return graph.replay, out
+
+    def graph_beside(self, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """A graph of a call that no user asked to capture, and what it gives: other threads may ask what they like."""
+        self.warm(call)
+        graph, beside = torch.cuda.CUDAGraph(), self._beside
+        with (
+            torch.cuda.stream(beside),
+            torch.cuda.graph(graph, self._pool, beside, capture_error_mode="thread_local"),
+        ):
+            found = call()
+        return graph, found
 
     def graph_of(self, launch: Callable[[], None], first: Given, last: Given) -> CallGraph:
         """As `CallGraph.record`."""

@@ -38,6 +38,7 @@ from ep_moe.execution.recorded_calls import (
     runs_behind,
     slots_of,
 )
+from ep_moe.execution.router_graphs import RouterGraphs
 from ep_moe.experts.base import Experts
 from ep_moe.parallel.flight_recorder import Step
 from ep_moe.placement.deferred import Placing
@@ -101,6 +102,7 @@ class CallGraphs:
         self._automatic = recordable and context._tokens.whole and not config.routing.weight_on_input
         self._calls: dict[Any, Sizes | None] = {}  # None: a key that one call had, of which nothing is recorded
         self._agreeing: dict[Any, Agreeing] = {}  # over a transport that grows, by the key without the bound
+        self._routers: dict[int, RouterGraphs] = {}  # by stream
         self._tries = _TRIES
 
     def __len__(self) -> int:
@@ -116,6 +118,7 @@ class CallGraphs:
             self._agreeing.clear()
         if mode is RecordedCall:
             self._calls.clear()
+            self._routers.clear()
         for key in [key for key in self._calls if key[0] is mode]:
             del self._calls[key]
 
@@ -256,7 +259,8 @@ class CallGraphs:
         recorder = Recorder.among(self._context._recorders, layer.device, self._context._workspaces)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return record_caller(layer, again, bound, ids, placing, recorder)
+                routers = self._routers.setdefault(recorder.handle, RouterGraphs(recorder))
+                return record_caller(layer, again, bound, ids, placing, recorder, routers)
         except (BackendUnavailable, RuntimeError, ImportError) as error:
             self._tries -= 1
             if self._tries == 0:

@@ -15,7 +15,6 @@ from ep_moe.errors import ConfigError
 from ep_moe.execution.trained_exchange import narrow
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import INSIDE, FusedExperts
-from ep_moe.selection.backend_table import BackendTable, TableEntry
 from ep_moe.weights.expert_weights import ExpertWeights
 
 Buffers = dict[tuple[str, DispatchShape], int]  # bytes by transport and shape
@@ -28,13 +27,13 @@ class Layer(Protocol):
     context: EPContext
     experts: Any
     expert_weights: ExpertWeights
-    _table: BackendTable
+    _table: Any  # the pairs of transport and kernel, by bound
 
     @property
     def _kernels(self) -> tuple[Experts | FusedExperts, ...]: ...
     @property
     def _kernel(self) -> Experts | FusedExperts: ...
-    def _shape_of(self, entry: TableEntry) -> DispatchShape: ...
+    def _shape_of(self, entry: Any) -> DispatchShape: ...
     def parameters(self) -> Any: ...
 
 
@@ -57,7 +56,8 @@ def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
     """Buffers that the layer's transports make."""
     if isinstance(layer.experts, FusedExperts):
         return {(INSIDE, layer.experts.dispatch_shape): layer.experts.buffer_bytes(layer.experts.dispatch_shape)}
-    found, made = layer._table.transport_bytes(layer._shape_of), layer.context._pool
+    found: Buffers = layer._table.transport_bytes(layer._shape_of)
+    made = layer.context._pool
     for key in found:
         if key in made and made[key].grows:
             found[key] = made[key].held_bytes()

@@ -22,6 +22,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.execution.cuda_graph import CallGraph, Recorder
 from ep_moe.execution.graph_inputs import CallSignature, InputMemory, Inputs
+from ep_moe.execution.router_graphs import RouterGraphs
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.experts.shared_experts import SharedExperts
@@ -258,10 +259,11 @@ class WeightPlaces:
 class CallerInputs(RecordedCall):
     """The launches of a transport (`Dispatcher.again`) and of experts: rows in one part over fixed buffers.
 
-    few: as `RecordableCall` has it; placing: what `to_place` says of the ids
+    few: as `RecordableCall` has it; placing: what `to_place` says of the ids; routers: of the layer's own router
     """
 
     graph: CallGraph
+    routers: RouterGraphs
     few: bool
     placing: Placing
 
@@ -279,7 +281,7 @@ class CallerInputs(RecordedCall):
         if routing is None:
             if type(layer.router) is not Router:
                 return None
-            routing = layer.router(x.view(tokens, self.form.hidden))
+            routing = self.routers(layer.router, x.view(tokens, self.form.hidden))
         first = _first(x, layer.placement(routing, mask), tokens, self.placing)
         if first is None:
             return None
@@ -298,8 +300,9 @@ def runs_behind(shared: Any, few: bool) -> bool:
 
 
 def record_caller(
-    layer: Layer, again: RecordableCall, bound: int, ids: torch.dtype, placing: Placing, recorder: Recorder
-) -> CallerInputs:
+    layer: Layer, again: RecordableCall, bound: int, ids: torch.dtype, placing: Placing, recorder: Recorder,
+    routers: RouterGraphs,
+) -> CallerInputs:  # fmt: skip
     """Record the launches of a call. Nothing is computed."""
     c = layer.config
     form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
@@ -320,7 +323,7 @@ def record_caller(
         form=form, least=0, most=bound, stream=recorder.handle, buffer_slots=(again.buffer_slot,),
         steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
         graph=recorder.graph_of(launch, first, (out.data_ptr(), 1)),
-        few=again.few, placing=placing, places=WeightPlaces(layer),
+        few=again.few, placing=placing, places=WeightPlaces(layer), routers=routers,
     )  # fmt: skip
 
 

@@ -19,8 +19,17 @@ from ep_moe.bench.timing import host
 from ep_moe.errors import BackendUnavailable, InputError, PeerTimeout
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_case import hold_back, said_within
-from ep_moe.testing.transport_rows import dispatch_shape, expected, identity, moved, routes, rows, same
+from ep_moe.testing.transport_case import (
+    dispatch_shape,
+    expected,
+    hold_back,
+    identity,
+    moved,
+    routes,
+    rows,
+    said_within,
+    same,
+)
 from ep_moe.types import Routing
 from tests.fixtures.captured_layer import WIDE, built, on_gpus
 from tests.fixtures.captured_layer import routes as wide_routes

@@ -32,6 +32,7 @@ from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
 from ep_moe.types import Routing
+from tests.emulations.graph import graph_beside
 from tests.fixtures.launches import Driver
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
@@ -68,6 +69,9 @@ class Recording:
 
     def among(self, made, device, workspaces) -> Recording:
         return self
+
+    def graph_beside(self, call):
+        return graph_beside(call)
 
     def graph_of(self, launch, first, last) -> Callable[..., None]:
         driver, self.recorded = self.driver, self.recorded + 1
