@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,6 +153,12 @@ class RankGroup:
             rows = self.agree([known.own is not None, tokens], problem, device, gradients=gradients)
         if not known.decided:
             known.by, known.decided = known.own if all(row[0] for row in rows) else None, True
+            if known.by is None and self.rank == 0:
+                logging.getLogger("ep_moe").warning(
+                    "ranks %s do not see each other's memory on their hosts (they write it under /proc), so that each "
+                    "call over %s waits for the device; EPContext.from_torchrun(max_tokens=...) spares it",
+                    ", ".join(map(str, self.ranks)), what,
+                )  # fmt: skip
         return max(row[1] for row in rows)
 
     @contextmanager

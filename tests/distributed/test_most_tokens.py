@@ -1,5 +1,6 @@
 """What ranks agree on before a call whose transport's buffers grow: the most tokens, or one error on all of them."""
 
+import logging
 import random
 import time
 from unittest import mock
@@ -28,7 +29,9 @@ def most(context: EPContext, tokens: int, problem: str | None = None, **given) -
 @pytest.mark.parametrize("blind", [False, True], ids=["by the host's memory", "where one rank sees none"])
 def test_the_most_of_all_ranks(blind, world_size):
     """Ranks of one group that cannot all see each other's memory ask the process group, all of them alike."""
-    rank = dist.get_rank()
+    rank, heard = dist.get_rank(), logging.Handler()
+    heard.emit = mock.Mock()
+    logging.getLogger("ep_moe").addHandler(heard)
     with made(dp=world_size) as context:
         if blind and rank == 1:
             context.flight_recorder._boards.clear()
@@ -40,6 +43,7 @@ def test_the_most_of_all_ranks(blind, world_size):
                     time.sleep(0.01)
                 assert most(context, tokens[rank]) == max(tokens), turn
         assert agree.call_count == (200 if blind else 0)
+        assert heard.emit.call_count == (blind and rank == 0), "said once"
         assert context.flight_recorder.number == 0, "it is part of a dispatch, which is counted"
 
 
