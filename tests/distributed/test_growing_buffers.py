@@ -375,7 +375,7 @@ def test_replays_beside_calls_that_run_and_that_grow(pair, world_size):
             replayed += not run.called
             assert torch.equal(y, ran(layer, x, routing)), step
             assert y.isfinite().all()
-            assert (y != 0).any() == (y.numel() > 0)
+            assert (y != 0).any() == ((routing.ids >= 0) & (routing.weights != 0)).any()
         assert replayed > 20
         assert rooms(layers[0]) == [256]
         assert len(set(everywhere(context.flight_recorder.number))) == 1
@@ -404,6 +404,7 @@ def test_smaller_buffers_are_freed(world_size):
         layer = built(context)
         layer.forward_routed(wide_rows(layer, 1, 0), wide_routes(layer, 1, 0))
         torch.cuda.synchronize(layer.device)
+        torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(layer.device)[0]
         for tokens in (1 << 14, 1 << 15, 1 << 16):
             call = torch.zeros(tokens, 256, dtype=torch.bfloat16, device=layer.device), wide_routes(layer, tokens, 0)

@@ -113,7 +113,7 @@ def test_gathered_rows_give_the_same_bits(tiles, dtype, turned):
     source = torch.randint(0, len(a) // 2, (len(a),), generator=generator, device="cuda", dtype=torch.int32)
     rows = torch.full((len(a), k), torch.nan, device="cuda").to(dtype)
     rows[: len(a) // 2] = a[: len(a) // 2]
-    scales = matrix_scales(len(a), len(b)) if dtype == FP8 else None
+    scales = matrix_scales(len(a), len(b), n) if dtype == FP8 else None
     outs = [torch.full((len(a) + SPARE_ROWS, n), 9.0, dtype=BF16, device="cuda") for _ in range(2)]
     sorted_rows = rows.view(torch.uint8)[source.long()].view(dtype)
     kernels.grouped_gemm(sorted_rows, b, ends, outs[0], tiles, scales=scales, turned=turned)
