@@ -1,10 +1,12 @@
 """The mask of a model's call: whose it is, and that nothing of it outlives the call."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from ep_moe.integrations.token_mask import TokenMasks
+from ep_moe.integrations.token_mask import TokenMasks, tokens_of
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -80,3 +82,9 @@ def test_idle_steps_nest_and_end(model, masks):
             raise KeyError
         assert tokens() == 0
     assert tokens() == 5
+
+
+def test_a_full_static_cache_reads_no_place_behind_the_mask():
+    """On a GPU that would end the process; the model says what is wrong with its call."""
+    cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3))
+    assert tokens_of(MASK, torch.Size([2, 1]), cache).shape == (2, 1)
