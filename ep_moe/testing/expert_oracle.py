@@ -121,6 +121,11 @@ def scale_of_rows(values: Tensor, rounding: Rounding, global_scale: float = 1.0)
     return spread
 
 
+def numbers_of(scheme: Scheme, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """w13 and w2 of an expert's canonical tensors, float64."""
+    return scheme.dequantize(tensors, "w13").double(), scheme.dequantize(tensors, "w2").double()
+
+
 def expected_and_limit(
     config: MoEConfig,
     scheme: Scheme,
@@ -132,9 +137,11 @@ def expected_and_limit(
     *,
     output_bias: bool = True,
     rounds: bool = True,
+    numbers: list[tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(value, limit), float64 [N, H]. experts: canonical tensors by slot; ids [N, K] local; weights [N, K] or None.
-    rounds: whether the kernel rounds activations as the scheme says; False for one that does not, as the reference."""
+    rounds: whether the kernel rounds activations as the scheme says; False for one that does not, as the reference.
+    numbers: `numbers_of` the experts, where a caller asks more than once"""
     rounding = scheme.activations if rounds else Rounding.NONE
     half = torch.finfo(dtype).eps / 2
     rows = x.double()
@@ -152,7 +159,7 @@ def expected_and_limit(
         weight = (
             torch.ones(len(at), 1, device=x.device) if weights is None else weights[at, column].unsqueeze(1).double()
         )
-        w13, w2 = (scheme.dequantize(tensors, name).double() for name in ("w13", "w2"))
+        w13, w2 = numbers[slot] if numbers is not None else numbers_of(scheme, tensors)
         inputs = rows[at]
         match rounding:
             case Rounding.NONE:

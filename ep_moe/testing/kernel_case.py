@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import Scheme
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert
+from ep_moe.testing.expert_oracle import expected_and_limit, numbers_of, random_expert
 from ep_moe.types import Activation, LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import parts_of
@@ -75,7 +77,13 @@ class Layer:
             weights,
             self.dtype,
             rounds=self.rounds,
+            numbers=self._numbers,
         )
+
+    @cached_property
+    def _numbers(self) -> list[tuple[Tensor, Tensor]]:
+        """What a contract asks a hundred times."""
+        return [numbers_of(self.scheme, own) for own in self.tensors]
 
     def run(self, received: Received, out: Tensor | None = None) -> Tensor:
         """The kernel's output; what it was given is as before."""
