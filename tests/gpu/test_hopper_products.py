@@ -193,8 +193,9 @@ def test_streamed_in_e4m3(ring, made):
 
 @each_form
 @pytest.mark.parametrize("form", ["grouped", "streamed"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda kind: kind.value)
-def test_gate_and_up_have_channels_of_their_own(tiles, form, activation):
+def test_gate_and_up_have_channels_of_their_own(tiles, form, activation, biased):
     """Scales of gates far from those of `up`. Operands of small integers, whose sums are exact; 192 columns: a group's
     tile is cut off."""
     generator = torch.Generator(device="cuda").manual_seed(1)
@@ -206,15 +207,21 @@ def test_gate_and_up_have_channels_of_their_own(tiles, form, activation):
     b = torch.randint(-2, 3, (len(COUNTS), inner * (1 + gated), 256), generator=generator, device="cuda").to(FP8)
     made = channel_scales(len(a), len(b), b.shape[1])
     scales = RowScales(made.rows / 64, made.weights)
+    bias = torch.randn(b.shape[:2], generator=generator, device="cuda").to(BF16) if biased else None
     out = torch.full((len(a) + SPARE_ROWS, inner), torch.nan, dtype=BF16, device="cuda")
     if form == "grouped":
-        kernels.grouped_gemm(a, b, ends, out, tiles, activation=activation, scales=scales, spare_sms=120)
+        kernels.grouped_gemm(a, b, ends, out, tiles, activation=activation, scales=scales, bias=bias, spare_sms=120)
     else:
-        product(a, b, Lists(ends, ends, ends), out, Ring(32, 11), activation=activation, scales=scales)
+        product(a, b, Lists(ends, ends, ends), out, Ring(32, 11), activation=activation, scales=scales, bias=bias)
     h = torch.cat([part.double() @ b[e].double().T for part, e in grouped(a, expert)]) * factor_of(scales, expert)
+    added = torch.zeros_like(h) if bias is None else bias.double()[expert]
+    lost = 2.0**-22 * (h.abs() + added.abs())  # scales, and a bias that may cancel the sum, in float32
+    h = h + added
     gate, up = h.chunk(2, 1) if gated else (h, h)
     value = torch.nn.functional.silu(gate) * up if gated else gate.relu().square()
-    # one rounding to bf16, and 2**-16 for exp, division and scales in float32
+    of_gate, of_up = lost.chunk(2, 1) if gated else (lost, lost)
+    # slopes of silu are below 1.1; one rounding to bf16, and 2**-16 for exp and division in float32
     limit = value.abs() * (2.0**-8 + 2.0**-16) + 2.0**-30
+    limit = limit + 1.01 * (1.1 * of_gate * up.abs() + of_up * gate.abs()) + 1.1 * of_gate * of_up
     assert bool(((out[: len(a)].double() - value).abs() <= limit).all())
     assert bool(out[len(a) :].isnan().all())

@@ -18,7 +18,12 @@ if torch.cuda.get_device_capability() != (9, 0):
 from ep_moe import ExpertMap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import step
-from ep_moe.experts.hopper.experts import Fp8BlockTritonExperts, Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.experts import (
+    ACTIVATIONS,
+    Fp8BlockTritonExperts,
+    Fp8ChannelTritonExperts,
+    Fp8DynamicTritonExperts,
+)
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
@@ -27,7 +32,7 @@ from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.fixtures import fp8_dynamic_triton, fp8_tensor_triton
 from tests.fixtures.bf16_triton import BF16, DEVICE, SMALL, check_peers, rows
-from tests.fixtures.hopper_gpu import QWEN3
+from tests.fixtures.hopper_gpu import ODD, QWEN3
 
 pytestmark = pytest.mark.timeout(600)
 BLOCK = SCHEMES["fp8_block"]
@@ -127,6 +132,29 @@ def test_written_to_peers(rank, count, steps):
     travelled = dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40))
     check_peers(experts, travelled, 4, rank)
     assert steps
+
+
+# --- fp8_channel_triton: biases ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output_bias", [True, False], ids=["etp rank 0", "another"])
+@pytest.mark.parametrize("count", [20, 30, 100, 130, 2000], ids=str)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=str), ids=lambda a: a.value)
+@pytest.mark.parametrize("model", [SMALL, ODD], ids=["small", "odd"])
+def test_biases_with_a_scale_for_each_channel(model, activation, count, output_bias):
+    """In each way through the kernel; that of the result is added by one etp rank."""
+    config, slots = dataclasses.replace(model[0], activation=activation, expert_bias=True), model[1]
+    tensors = fp8_dynamic_triton.channels_biased(config, slots)
+    experts = fp8_dynamic_triton.build(Fp8ChannelTritonExperts, config, tensors)
+    experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=0 if output_bias else 1)
+    received = rows(config, slots, count)
+    y = experts(received, torch.full_like(received.x, torch.nan))
+    given = received.x, received.local_ids, received.weights, BF16
+    expected, limit = expected_and_limit(
+        config, SCHEMES["fp8_channel"], tensors, *given, output_bias=output_bias
+    )  # fmt: skip
+    assert worst(y, expected, limit) <= 1
+    assert (y[(received.local_ids < 0).all(1)] == 0).all()
 
 
 # --- fp8_block_triton: every layout, bfloat16 and float16 -------------------------------------------------------------

@@ -149,6 +149,7 @@ class HopperExperts(Experts):
             weights.get_parameter("w13"),
             weights.get_parameter("w2"),
             [weights.get_parameter(name) for name in SCALINGS[scaling].names],
+            self._biases(),
             config.activation.value,
             config.activation_alpha,
             config.activation_limit,
@@ -158,6 +159,13 @@ class HopperExperts(Experts):
             *home_of(peers),
             launch=launch,
         )
+
+    def _biases(self) -> list[Tensor]:
+        """Of both products; of the first alone where another etp rank adds that of the result."""
+        if not self.config.expert_bias:
+            return []
+        names = ("w13_bias", "w2_bias") if self.weights.adds_output_bias else ("w13_bias",)
+        return [self.weights.get_parameter(name) for name in names]
 
     def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:
         """First and last row of each expert among rows that are grouped, int32 [L]."""
@@ -284,6 +292,7 @@ class Fp8ChannelTritonExperts(HopperExperts):
     capabilities = dataclasses.replace(
         _HOPPER,
         schemes=frozenset({"fp8_channel"}),
+        biases=True,
         row_formats=frozenset({"plain", "fp8_row"}),
         run_on=frozenset(),
     )

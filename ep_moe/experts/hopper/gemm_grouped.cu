@@ -5,8 +5,8 @@
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, TURNED, OVER_ROWS, GATHER, and the name of
-// the activation, if there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, BIASED, TURNED, OVER_ROWS, GATHER, and the
+// name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -161,6 +161,7 @@ struct Out {
   int turn;
   const float* row_scale;
   const float* channel_scale;  // of the expert
+  const unsigned short* bias;  // bf16, of the expert
 };
 
 // Scales of a tile's rows: a lane has those of row `lane`, `lane` + 32 and so on, and shows them to its warp.
@@ -176,24 +177,28 @@ struct RowScales {
   }
 };
 
-// Scales of rows of weights, of which a lane has sums of four: 64 rows of its group's 128, 8 of its warp's 16. Columns
-// past the last are not written, and take its scale.
-struct ChannelScales {
-  float own[CHANNELS ? 2 : 1][CHANNELS ? 2 : 1];
+// Scales and biases of rows of weights, of which a lane has sums of four: 64 rows of its group's 128, 8 of its warp's 16.
+// Columns past the last are not written, and take its numbers.
+struct Channels {
+  float own[CHANNELS ? 2 : 1][CHANNELS ? 2 : 1], added[BIASED ? 2 : 1][BIASED ? 2 : 1];
 
   __device__ __forceinline__ void load(const Out& to, const Walk& tiles, float scale) {
-    static_assert(!CHANNELS || OUT_BYTES == 2, "weights lie otherwise for results in E4M3");
+    static_assert(!(CHANNELS || BIASED) || OUT_BYTES == 2, "weights lie otherwise for results in E4M3");
     const int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int inside = GATED ? 32 * m + 8 * warp + line : 64 * m + 16 * warp + 8 * i + line;
-        const int column = min((tiles.column * GROUPS + to.group) * COLUMNS + inside, to.n - 1);
-        own[m][i] = scale * __ldg(to.channel_scale + column + (GATED && i ? to.n : 0));
+        const int column = min((tiles.column * GROUPS + to.group) * COLUMNS + inside, to.n - 1) + (GATED && i ? to.n : 0);
+        if (CHANNELS) own[CHANNELS ? m : 0][CHANNELS ? i : 0] = scale * __ldg(to.channel_scale + column);
+        if (BIASED) added[BIASED ? m : 0][BIASED ? i : 0] = __uint_as_float((u32)__ldg(to.bias + column) << 16);
       }
   }
-  __device__ __forceinline__ float at(int m, int i) const { return CHANNELS ? own[CHANNELS ? m : 0][CHANNELS ? i : 0] : 1.0f; }
+  __device__ __forceinline__ float of(float sum, float one, int m, int i) const {
+    const float scaled = CHANNELS ? sum * one * own[CHANNELS ? m : 0][CHANNELS ? i : 0] : sum * one;
+    return BIASED ? scaled + added[BIASED ? m : 0][BIASED ? i : 0] : scaled;
+  }
 };
 
 // The lines of a stage behind an expert's last row are the next one's, or nothing: zeros in both operands.
@@ -240,7 +245,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, 
 
 // 16 rows of a group's results, from row 8 * j on, into their boxes.
 __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int j, u32 box, const Out& to,
-                                           const RowScales& rows, const ChannelScales& channels, float scale,
+                                           const RowScales& rows, const Channels& channels, float scale,
                                            float factor) {
   const int warp = threadIdx.x / 32 % 4, matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8;
   float by[2][2];
@@ -251,7 +256,7 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int 
     const float* own = &sum[m][4 * (j + next) + odd];
     const float one = IN_BYTES == 1 ? by[next][odd] : 1.0f;
     const float result =
-        activate(own[2 * i] * one * channels.at(m, i), own[2] * one * channels.at(m, 1), to.alpha, to.limit);
+        activate(channels.of(own[2 * i], one, m, i), channels.of(own[2], one, m, 1), to.alpha, to.limit);
     return OUT_BYTES == 1 ? result * factor : result;
   };
   auto two = [&](int m, int next, int i) { return two_bf16(value(m, next, i, 0), value(m, next, i, 1)); };
@@ -279,8 +284,8 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int 
 __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Walk& tiles, Out& to, float scale, float factor) {
   RowScales rows;
   if constexpr (SCALED_ROWS) rows.load(to.row_scale, tiles);
-  ChannelScales channels;
-  if constexpr (CHANNELS) channels.load(to, tiles, scale);
+  Channels channels;
+  if constexpr (CHANNELS || BIASED) channels.load(to, tiles, scale);
   auto stage = [&](int start) {
 #pragma unroll
     for (int row = 0; row < CHUNK_ROWS && start + row < MOST; row += STEP)
@@ -455,12 +460,13 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // as their map counts them. most: rows of a tile.
 // OVER_ROWS: weights: b, wide: a, in boxes of 64 numbers and DEEP rows; units: columns of a.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
-// With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights.
+// With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights. bias, with
+// BIASED: of each row of weights, added to the scaled sums.
 // With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
                 char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
-                float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit,
+                const unsigned short* bias, float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit,
                 const char* gathered, const int* source, int row_bytes) {
   extern __shared__ __align__(1024) char memory[];
   const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
@@ -480,10 +486,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
       copy(weights, wide, step, ring, tiles, units, k_blocks, Gathered(gathered, source, row_bytes));
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHER ? 224 : 232));  // 168 of each thread are all there are
-    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale};
+    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale, bias};
     while (tiles.next()) {
       float scale = a_factor, factor = 1.0f;
       if (a_scale && !SCALED_ROWS) scale *= a_scale[tiles.expert * a_step];
+      if (BIASED) to.bias = bias + tiles.expert * (GATED ? 2 * n : n);
       if (CHANNELS)
         to.channel_scale = b_scale + tiles.expert * b_step;
       else if (b_scale)

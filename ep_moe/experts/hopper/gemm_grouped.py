@@ -71,7 +71,7 @@ def _programs(w: Tensor, spare_sms: int) -> int:
 def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | RowScales | None = None,
-    turned: bool = False, source: Tensor | None = None, launch: Launch = at_once,
+    turned: bool = False, source: Tensor | None = None, bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
 
@@ -81,6 +81,7 @@ def grouped_gemm(
     source: int32 [M], for a of [any, K]: a[source[r]] stands in the place of a[r]
     out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
         `scales.out` is given
+    bias: bf16, contiguous [L, N], added to the scaled sums of an out in bf16
     spare_sms: multiprocessors that are left free; launch: how it is launched
     """
     experts, rows, k = (len(b), b.shape[2], b.shape[1]) if turned else b.shape
@@ -89,10 +90,11 @@ def grouped_gemm(
     a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
     b_step = 1 if b_scale is None else b_scale.stride(0)
     weights, unit = (_across(b.view(-1, n), BOXES), 1) if turned else _weights(b, gated, out.element_size())
+    read = (out, ends, a_scale, b_scale, out_scale, bias)
     arguments = [
         (weights, None),
         *((nvrtc.tensor_map(a.data_ptr(), itemsize, (k, len(a)), (k,), (depth, box)), None) for box in (WIDE, STEP)),
-        *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, a_scale, b_scale, out_scale)),
+        *((0 if given is None else given.data_ptr(), c_void_p) for given in read),
         (1.0 if a_factor is None else a_factor, c_float),
         *((number, c_int) for number in (a_step or 0, b_step, experts, len(out), n, rows // unit, k // depth)),
         *((number, c_int) for number in (tiles.rows, tiles.stages)),
@@ -101,7 +103,8 @@ def grouped_gemm(
     ]
     form = options(
         itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales),
-        channels=isinstance(scales, RowScales) and scales.per_channel, turned=turned, gather=source is not None,
+        channels=isinstance(scales, RowScales) and scales.per_channel, biased=bias is not None, turned=turned,
+        gather=source is not None,
     )  # fmt: skip
     function = nvrtc.kernel(source_text(itemsize, "turned" if turned else ""), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
@@ -120,7 +123,7 @@ def weight_gradient(
     tiles = min(GRADIENT_CUTS, key=lambda cut: math.ceil(across / cut.rows) * (cut.rows + 40))
     arguments = [
         *((map_, None) for map_ in (_across(b, BOXES), _across(a, 1), _across(a, 1))),
-        *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, None, None, None)),
+        *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, None, None, None, None)),
         (1.0, c_float),
         *((number, c_int) for number in (0, 1, experts, rows, n, across, 0, tiles.rows, tiles.stages)),
         *((0.0, c_float) for _ in range(2)),
@@ -152,12 +155,13 @@ def shared_bytes(tiles: Tiles, experts: int) -> int:
 
 def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
-    turned: bool = False, over_rows: bool = False, gather: bool = False,
+    biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """What `source_text` is compiled with."""
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
-    given |= {"CHANNELS": int(channels), "TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather)}
+    given |= {"CHANNELS": int(channels), "BIASED": int(biased)}
+    given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather)}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 

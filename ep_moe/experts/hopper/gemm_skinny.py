@@ -111,7 +111,7 @@ def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
     cut: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
     x_scale: Tensor | None = None, w13_scale: Tensor | None = None, scales: MatrixScales | RowScales | None = None,
-    launch: Launch = at_once,
+    bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
 
@@ -119,7 +119,7 @@ def first_product(
     gate); out: [at least N * K, I], rows of pairs that are not ours are left as they are
     w13_scale, x_scale: float32 [L, 2 * I / 128, H / 128] and, of any strides, [N, H / 128], of weights and rows in E4M3
     scales: of weights, rows and out in E4M3, one a matrix; or of weights one a matrix or a row of it, and of rows of x
-        one each, for an out in bf16
+        one each, for an out in bf16; bias: contiguous [L, 2 * I], added before the activation
     lists: out's rows are then in the order of `source`, and ids are not read
     """
     experts, rows, hidden = w13.shape
@@ -132,7 +132,7 @@ def first_product(
     launch(
         _first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
-        w13_scale, out, factor, step, *strides, 0 if w13_scale is None else w13_scale.stride(0), to, base, pairs,
+        w13_scale, bias, out, factor, step, *strides, 0 if w13_scale is None else w13_scale.stride(0), to, base, pairs,
         experts, hidden, inner, alpha, limit,
         SCALES=_scales(w13_scale, scales), BY_ROUTE=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
@@ -143,19 +143,19 @@ def first_product(
 def second_product(
     act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, cut: Tile, *,
     lists: Lists | None = None, w2_scale: Tensor | None = None, scales: MatrixScales | None = None,
-    launch: Launch = at_once,
+    bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = w2[e] @ act[p], rows as `first_product` left them. w2: [L, H, I]; out: [at least N * K, H]
     w2_scale: float32 [L, H / 128, I / 128] or [L, H] of weights in E4M3; act is rounded to E4M3 by blocks then
-    scales: of weights and act in E4M3, one a matrix"""
+    scales: of weights and act in E4M3, one a matrix; bias: contiguous [L, H]"""
     experts, hidden, inner = w2.shape
     pairs = ids.numel()
     factor, act_scale, step, w2_scale, _ = (None, None, None, w2_scale, None) if scales is None else scales.given()
     by_pick = lists is None and pairs <= experts
     launch(
         _second_product, ((pairs if by_pick else experts) * (hidden // cut.block_n),),
-        act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, out, factor, act_scale, step, base,
-        pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_ROUTE=by_pick,
+        act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, bias, out, factor, act_scale, step,
+        base, pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_ROUTE=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,
         SMALLEST=SMALLEST,
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
@@ -242,7 +242,7 @@ def _scale_of(factor, rows_scale, step, weights_scale, expert):
 
 @triton.jit
 def _first_product(
-    x, x_scale, ids, weights, source, ends, w13, w13_scale, out, x_factor, x_step, scale_row, scale_block, w_step,
+    x, x_scale, ids, weights, source, ends, w13, w13_scale, bias, out, x_factor, x_step, scale_row, scale_block, w_step,
     out_scale, base, pairs, experts, hidden, inner, alpha, bound, SCALES: tl.constexpr, BY_ROUTE: tl.constexpr,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -328,6 +328,10 @@ def _first_product(
             gate *= steps * tl.load(channel)[None, :]
             if GATED:
                 up *= steps * tl.load(channel + inner)[None, :]
+        if bias is not None:
+            gate += tl.load(bias + expert * rows + column).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias + expert * rows + inner + column).to(tl.float32)[None, :]
         value = _activate(gate, up, alpha, bound, ACTIVATION)
         if SCALES == "matrix":
             value = saturated(value * tl.div_rn(1.0, tl.load(out_scale + expert)))
@@ -337,9 +341,10 @@ def _first_product(
 
 @triton.jit
 def _second_product(
-    act, ids, weights, ends, w2, w2_scale, out, act_factor, act_scale, act_step, base, pairs, experts, hidden, inner,
-    SCALES: tl.constexpr, BY_ROUTE: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    SMALLEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    act, ids, weights, ends, w2, w2_scale, bias, out, act_factor, act_scale, act_step, base, pairs, experts, hidden,
+    inner, SCALES: tl.constexpr, BY_ROUTE: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, SMALLEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[r] = w2[e] @ act[r] for each row r of expert e, in the order that `first_product` left them in."""
     columns = hidden // BLOCK_N
@@ -388,5 +393,7 @@ def _second_product(
             total *= tl.load(w2_scale + expert * hidden + column)[None, :]
         if SCALES == "matrix":
             total *= _scale_of(act_factor, act_scale, act_step, w2_scale, expert)
+        if bias is not None:
+            total += tl.load(bias + expert * hidden + column).to(tl.float32)[None, :]
         out_at = out + row.to(tl.int64)[:, None] * hidden + column[None, :]
         tl.store(out_at, total.to(out.dtype.element_ty), mask=valid[:, None])

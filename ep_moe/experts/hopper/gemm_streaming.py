@@ -75,7 +75,7 @@ def ring_for(rows: float, w13: Tensor) -> Ring | None:
 def product(
     x: Tensor, w: Tensor, lists: Lists, out: Tensor, ring: Ring, *, gather: bool = False,
     activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
-    scales: MatrixScales | RowScales | None = None, launch: Launch = at_once,
+    scales: MatrixScales | RowScales | None = None, bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
 
@@ -84,6 +84,7 @@ def product(
     gather: x is [N, k], and row r of the sorted ones is x[lists.source[r]], whose scale is that of x's row, too
     out: bf16 [M, n], with a gated activation [M, n / 2], of which the first half of w's rows are the gates; E4M3 if
         `scales.out` is given
+    bias: contiguous [L, n], added to the scaled sums
 
     launch: how it is launched. It starts before the kernel ahead of it has ended, and reads w then: see `pdl`.
     """
@@ -92,7 +93,7 @@ def product(
     source, programs = lists.source if gather else None, multiprocessors(x.device)
     multiply(
         x, source, w, lists.ends, out, ring.rows, ring.stages, programs, name, alpha, limit, given,
-        isinstance(scales, RowScales), launch,
+        isinstance(scales, RowScales), bias, launch,
     )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
 def multiply(
     x: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, out: Tensor, rows: int, stages: int,
     programs: int, activation: str, alpha: float, limit: float, scales: tuple[Any, ...], scaled_rows: bool,
-    launch: Launch = at_once,
+    bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """See `gemm_streaming.product`; rows, stages: of its `Ring`; scales: as `MatrixScales.given` has them, five None
     for bf16; scaled_rows: as `RowScales.given` has them, whose weights' scales [L, n] are of channels"""
@@ -117,7 +118,7 @@ def multiply(
     columns, w_scale = width // (64 if gated else 128), scales[3]
     launch(
         _stream, (min(programs, experts * columns),),
-        weights, x, source, ends, out, *scales, 0 if w_scale is None else w_scale.stride(0), experts, n,
+        weights, x, source, ends, out, bias, *scales, 0 if w_scale is None else w_scale.stride(0), experts, n,
         n // 2 if gated else 64, width, columns, k // block_k,
         alpha, limit, ROWS=rows, BLOCK_K=block_k, STAGES=stages,
         EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, SCALED_ROWS=scaled_rows,
@@ -127,9 +128,10 @@ def multiply(
 
 @gluon.jit
 def _stream(
-    w, x, source, ends, out, x_factor, x_scale, x_step, w_scale, out_scale, w_step, experts, n, second, width, columns,
-    k_blocks, alpha, limit, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
-    ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, CHANNELS: gl.constexpr, PDL: gl.constexpr,
+    w, x, source, ends, out, bias, x_factor, x_scale, x_step, w_scale, out_scale, w_step, experts, n, second, width,
+    columns, k_blocks, alpha, limit, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    EXPERTS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, CHANNELS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """second: how far a tile's second 64 rows of weights, its neighbours or what its first 64 are the gates of, are
     from its first; columns: tiles of an expert"""
@@ -145,10 +147,11 @@ def _stream(
     cut = (ends, experts, columns)
     to = (out, None, width, alpha, limit)
     scales = (x_factor, x_scale, x_step, w_scale, out_scale, w_step, source)
+    channels = (n, second, bias)
     kinds: gl.constexpr = (SCALED_ROWS, CHANNELS)
     gl.warp_specialize(
         [
-            (_multiply, (ring, cut, to, scales, second, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, kinds, PDL)),
+            (_multiply, (ring, cut, to, scales, channels, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, kinds, PDL)),
             (_copy_weights, (w, ring, cut, n, second, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, ACTIVATION, PDL)),
             (_copy_rows, (x, source, ring, cut, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, PDL)),
         ],
@@ -275,10 +278,12 @@ def _copy_tile_rows(
 
 @gluon.jit
 def _multiply(
-    ring, cut, to, scales, second, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
+    ring, cut, to, scales, channels, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """SCALED: rows of x have a scale each; rows of weights have, too"""
+    """channels: rows of an expert's weights, `second`, and their biases; SCALED: rows of x have a scale each; rows of
+    weights have, too"""
+    n, second, bias = channels
     SCALED_ROWS: gl.constexpr = SCALED[0]
     CHANNELS: gl.constexpr = SCALED[1]
     WIDTH: gl.constexpr = 128 if ACTIVATION == "" or ACTIVATION == "relu2" else 64
@@ -295,8 +300,9 @@ def _multiply(
             if CHANNELS:
                 gl.static_assert(SCALED_ROWS)
                 scale = _row_scales(scales, start, count, ROWS, MMA)
-                channels = _channel_scales(scales, expert, column * WIDTH, MMA)
-                channels1 = _channel_scales(scales, expert, column * WIDTH + second, MMA)
+                own = scales[3] + expert * scales[5] + column * WIDTH
+                of_channels = _per_channel(own, MMA)
+                of_channels1 = _per_channel(own + second, MMA)
             else:
                 scale = _scale_of(scales, expert, SCALED_ROWS)
                 if SCALED_ROWS:
@@ -306,8 +312,12 @@ def _multiply(
             acc *= scale
             acc1 *= scale
             if CHANNELS:
-                acc *= channels
-                acc1 *= channels1
+                acc *= of_channels
+                acc1 *= of_channels1
+        if bias is not None:
+            added = bias + expert * n + column * WIDTH
+            acc += _per_channel(added, MMA)
+            acc1 += _per_channel(added + second, MMA)
         if ACTIVATION == "":
             _store(to, scales, expert, acc, start, count, column * 128)
             _store(to, scales, expert, acc1, start, count, column * 128 + 64)
@@ -379,8 +389,6 @@ def _row_scales(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _channel_scales(scales, expert, row, MMA: gl.constexpr):
-    """[64, 1], of 64 rows of an expert's weights from `row` on."""
-    _, _, _, w_scale, _, w_step, _ = scales
-    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    return gl.load(w_scale + expert * w_step + r).expand_dims(1)
+def _per_channel(own, MMA: gl.constexpr):
+    """[64, 1], a number for each of 64 rows of weights."""
+    return gl.load(own + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))).to(gl.float32).expand_dims(1)

@@ -57,6 +57,7 @@ class Products:
     """What both products of a call are made with.
 
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; scales: as `Scaling.names` has them
+    biases: of the rows of w13 and of w2, bf16 [L, 2 * I] and [L, H], as far as there are any
     dtype: of the layer, and of plain rows
     spare_sms: multiprocessors that the large products leave free
     """
@@ -70,6 +71,7 @@ class Products:
     limit: float
     spare_sms: int
     launch: Launch
+    biases: Sequence[Tensor] = ()
 
     @property
     def activated(self) -> dict[str, Any]:
@@ -272,6 +274,15 @@ class ChannelScaled(RowScaled):
 
     def _of_weights(self, scales: Tensor) -> Tensor:
         return scales
+
+    def of_first(self, rows: Rows) -> dict[str, Any]:
+        return super().of_first(rows) | {"bias": self._bias(0)}
+
+    def of_second(self, rows: Rows) -> dict[str, Any]:
+        return super().of_second(rows) | {"bias": self._bias(1)}
+
+    def _bias(self, which: int) -> Tensor | None:
+        return self.products.biases[which] if which < len(self.products.biases) else None
 
 
 class BlockScaled(Scaling):

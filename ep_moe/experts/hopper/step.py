@@ -71,6 +71,7 @@ def hopper_moe(
     w13: Tensor,
     w2: Tensor,
     scales: Sequence[Tensor],
+    biases: Sequence[Tensor],
     activation: str,
     alpha: float,
     limit: float,
@@ -84,7 +85,7 @@ def hopper_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """scaling: of `SCALINGS`; scales: of its `names`
+    """scaling: of `SCALINGS`; scales: of its `names`; biases: as `Products`, for the `channel` scaling alone
     x: [N, H], plain or in E4M3 with the scaling's x_scale or input_scale; out: [N, H]; dtype: of the layer
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]
 
@@ -97,7 +98,7 @@ def hopper_moe(
     ids_ready, sequence: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None; with ids only
     """
-    products = Products(w13, w2, scales, dtype, Activation(activation), alpha, limit, spare_sms, launch)
+    products = Products(w13, w2, scales, dtype, Activation(activation), alpha, limit, spare_sms, launch, biases)
     step = SCALINGS[scaling](products)
     rows = Rows(x, x_scale if input_scale is None else input_scale)
     if ids is None:

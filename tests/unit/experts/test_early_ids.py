@@ -20,6 +20,8 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 def scales_of(scaling: str) -> list[torch.Tensor]:
     if scaling in ("row", "block"):
         return [torch.ones(SLOTS, 2 * INNER // 128, HIDDEN // 128), torch.ones(SLOTS, HIDDEN // 128, INNER // 128)]
+    if scaling == "channel":
+        return [torch.ones(SLOTS, 2 * INNER), torch.ones(SLOTS, HIDDEN)]
     return [torch.ones(SLOTS) for _ in SCALINGS[scaling].names]
 
 
@@ -28,10 +30,11 @@ def step(scaling: str, launch: Any, given: tuple, space: torch.Tensor, chunk: in
     dtype = BF16 if scaling == "none" else E4M3
     w13, w2 = torch.zeros(SLOTS, 2 * INNER, HIDDEN).to(dtype), torch.zeros(SLOTS, HIDDEN, INNER).to(dtype)
     x, out = torch.zeros(ROWS, HIDDEN).to(dtype), torch.zeros(ROWS, HIDDEN).bfloat16()
-    x_scale = {"row": torch.ones(ROWS, 1), "block": torch.ones(ROWS, HIDDEN // 128)}.get(scaling)
+    by_row = torch.ones(ROWS, 1)
+    x_scale = {"row": by_row, "channel": by_row, "block": torch.ones(ROWS, HIDDEN // 128)}.get(scaling)
     input_scale = 0.1 if scaling == "matrix" else None
     hopper_moe(
-        out, space, scaling, x, x_scale, input_scale, BF16, *given, None, None, None, w13, w2, scales_of(scaling),
+        out, space, scaling, x, x_scale, input_scale, BF16, *given, None, None, None, w13, w2, scales_of(scaling), [],
         "swiglu", 0.0, 0.0, 1.0, chunk, 0, None, 0, 1, 0, None, 0, launch=launch,
     )  # fmt: skip
 

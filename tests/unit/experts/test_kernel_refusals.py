@@ -113,7 +113,7 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
     assert chosen("fp8_dynamic", expert_bias=True) == "flashinfer_cutlass"
     assert chosen("fp8_dynamic", torch.float16) == "fp8_dynamic_triton"
     assert chosen("fp8_block", torch.float16) == "fp8_block_triton"
-    assert chosen("fp8_channel", expert_bias=True) == "reference"
+    assert chosen("fp8_channel", expert_bias=True) == "fp8_channel_triton"
     assert chosen("fp8_channel", torch.float16) == "reference"
     assert chosen("none", torch.float32) == "reference"
     assert chosen("mxfp4", torch.float16) == "reference"
@@ -171,8 +171,6 @@ def test_missing_libraries(monkeypatch):
         ("fp8_tensor_triton", "fp8_static", BF16, {"hidden": 192},
          "hidden_size must be a multiple of 128 in bfloat16, got 192"),
         ("fp8_channel_triton", "fp8_channel", torch.float16, {}, "dtype float16 is not among bfloat16"),
-        ("fp8_channel_triton", "fp8_channel", BF16, {"expert_bias": True},
-         "it has no expert biases (expert_bias=True)"),
         ("fp8_channel_triton", "fp8_channel", BF16, {"inner": 256, "etp": 4},
          "intermediate_size / etp must be a multiple of 128 in bfloat16, got 64"),
         ("fp8_block_triton", "none", BF16, {}, "quantization none is not among fp8_block"),

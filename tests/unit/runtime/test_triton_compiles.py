@@ -3,6 +3,7 @@ expert steps: Triton's interpreter, where their kernels run, takes what its comp
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from unittest import mock
 
@@ -75,10 +76,11 @@ def operands(dtype: torch.dtype):
     return *(torch.empty(shape, dtype=dtype) for shape in shapes), torch.empty(ROWS, HIDDEN, dtype=BF16), *scales
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("kind", ["bf16", "e4m3", "e4m3 by row", "e4m3 by row and channel"])
 @pytest.mark.parametrize("rows", [1, 11, 23])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_streamed_products_fit(activation, rows, kind):
+def test_streamed_products_fit(activation, rows, kind, biased):
     x, w13, act, w2, y, *scales = operands(BF16 if kind == "bf16" else FP8)
     scaled_rows, to = kind.startswith("e4m3 by row"), act
     if scaled_rows:
@@ -89,6 +91,7 @@ def test_streamed_products_fit(activation, rows, kind):
     first, second = (NO_SCALES if own is None else own.given() for own in scales)
     ring, ends = gemm_streaming.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
+    of_first, of_second = (torch.zeros(w.shape[:2], dtype=BF16) if biased else None for w in (w13, w2))
     compiled = Compiled(gemm_streaming._stream)
     early = {"PDL": True, "launch_pdl": True}
     with (
@@ -96,8 +99,8 @@ def test_streamed_products_fit(activation, rows, kind):
         mock.patch.object(gemm_streaming, "pdl_launch", return_value=early),
     ):
         how = (ring.rows, ring.stages, 132)
-        gemm_streaming.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows)
-        gemm_streaming.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows)
+        gemm_streaming.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows, of_first)
+        gemm_streaming.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows, of_second)
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
 
@@ -119,9 +122,9 @@ def test_products_with_a_scale_for_each_block_fit(rows):
     assert max(compiled.shared) <= SHARED
 
 
-def built(kind: type[Experts], scheme: str) -> Experts:
+def built(kind: type[Experts], scheme: str, config: MoEConfig) -> Experts:
     weights = ExpertWeights(
-        SMALL,
+        config,
         ExpertMap.uneven([4, 4]),
         device=CPU,
         dtype=BF16,
@@ -129,7 +132,7 @@ def built(kind: type[Experts], scheme: str) -> Experts:
         weight_layout=kind.weight_layout,
         trainable=False,
     )
-    return kind(SMALL, weights, Workspaces(CPU), ExpertsOptions())
+    return kind(config, weights, Workspaces(CPU), ExpertsOptions())
 
 
 @pytest.mark.parametrize("answers", [None, BF16, FP8], ids=["kept", "to peers", "to peers in E4M3"])
@@ -141,7 +144,8 @@ def built(kind: type[Experts], scheme: str) -> Experts:
     (Fp8ChannelTritonExperts, "fp8_channel", "fp8_row"),
 ])  # fmt: skip
 def test_whole_steps_compile(kind, scheme, wire, rows, answers):
-    """In their forms for Hopper, but for what NVRTC compiles."""
+    """In their forms for Hopper, but for what NVRTC compiles; with biases where the kernel takes them."""
+    config = dataclasses.replace(SMALL, expert_bias=kind.capabilities.biases)
     ids = torch.zeros(rows, SMALL.top_k, dtype=torch.int64)
     x, x_scale = round_rows(torch.zeros(rows, SMALL.hidden_size, dtype=BF16), Wire(dispatch=wire))
     received = Received(
@@ -170,7 +174,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(devices, "starts_early", return_value=True),
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
     ):
-        built(kind, scheme)(received, out)
+        built(kind, scheme, config)(received, out)
     assert names[-1] == "_reduce"
     rounds = kind is not Bf16TritonExperts and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
     assert len(names) + products.call_count >= 3 + rounds, "rounding, two products, sums"

@@ -30,6 +30,7 @@ from tests.fixtures.fp8_dynamic_triton import (
     build,
     by_row,
     channels_apart,
+    channels_biased,
     scales_apart,
 )
 
@@ -88,6 +89,23 @@ def test_every_activation_of_few_rows(activation, kernel, made, scheme):
         config, scheme, tensors, received.x, received.local_ids, received.weights, BF16
     )
     assert worst(y, expected, CUT_OFF * limit) <= 1
+
+
+@pytest.mark.parametrize("etp_rank", [0, 1])
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize("activation", COMPUTED, ids=lambda a: a.value)
+def test_biases_with_a_scale_for_each_channel(activation, count, etp_rank):
+    """That of the result is added by one etp rank."""
+    config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=True)
+    experts = build(Fp8ChannelTritonExperts, config, tensors := channels_biased(config, SMALL[1]))
+    experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=etp_rank)
+    received = rows(config, SMALL[1], count)
+    y = experts(received, torch.full_like(received.x, torch.nan))
+    expected, limit = expected_and_limit(
+        config, CHANNEL, tensors, received.x, received.local_ids, received.weights, BF16, output_bias=etp_rank == 0
+    )
+    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 
 @each_kind
