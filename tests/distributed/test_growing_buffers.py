@@ -357,11 +357,12 @@ def test_captures_name_max_tokens(world_size):
 @on_gpus
 @distributed(2, 4)
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
+@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 @torch.no_grad()
-def test_replays_beside_calls_that_run_and_that_grow(pair, world_size):
+def test_replays_beside_calls_that_run_and_that_grow(few_bytes, pair, world_size):
     """The bits of the layer's own run, on ranks that replay beside ranks that do not, under bounds that change."""
     rank = dist.get_rank()
-    with growing(few_bytes=1 << 18) as context:
+    with growing(few_bytes=few_bytes) as context:
         layers, replayed = [built(context, pair) for _ in range(2)], 0
         for step in range(120):
             layer, most = layers[step % 2], (1, 3, 40, 200)[min(step // 30, step // 2 % 4)]
@@ -390,9 +391,10 @@ def test_the_host_of_a_default_call(world_size):
         layer = MoELayer(WIDE, context, dtype=torch.bfloat16)
         assert layer.choice.all2all == ("nvlink_p2p" if world_size > 1 else "local")
         x, routing = wide_rows(layer, 1, 0), wide_routes(layer, 1, 0)
+        own = everywhere(round(host(lambda: layer(x), before=lambda: barrier(layer.device))))
         times = everywhere(round(host(lambda: layer.forward_routed(x, routing), before=lambda: barrier(layer.device))))
         if dist.get_rank() == 0:
-            print(f"{layer.choice.experts}, host, us: {times}")  # noqa: T201
+            print(f"{layer.choice.experts}, host, us: {times}, with the layer's own router {own}")  # noqa: T201
         assert world_size == 1 or max(times) <= 60, times
 
 
