@@ -287,14 +287,13 @@ class Fp8ChannelTritonExperts(HopperExperts):
     sums. Rows have one scale each, found here, and may have travelled so."""
 
     name = "fp8_channel_triton"
-    run_on = "NOT RUN on a GPU; few rows on CPU in Triton's interpreter"
+    run_on = "1 H200"
     scaling = "channel"
     capabilities = dataclasses.replace(
         _HOPPER,
         schemes=frozenset({"fp8_channel"}),
         biases=True,
         row_formats=frozenset({"plain", "fp8_row"}),
-        run_on=frozenset(),
     )
 
     @classmethod
