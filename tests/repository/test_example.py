@@ -25,8 +25,9 @@ def torchrun(ranks: int, *arguments: str) -> str:
 @pytest.mark.skipif(TorchrunEnv.present(), reason="starts torchrun itself")
 @pytest.mark.timeout(240)
 def test_a_run_of_2_ranks_goes_on_with_4(tmp_path):
-    first = torchrun(2, "--steps", "4", "--save", str(tmp_path / "checkpoint"))
-    assert first.count("loss") == 4
-    second = torchrun(4, "--steps", "8", "--resume", str(tmp_path / "checkpoint"), "--check")
-    assert second.count("loss") == 4
+    first = torchrun(2, "--steps", "2", "--save", str(tmp_path / "checkpoint"))
+    assert first.count("loss") == 2
+    # each rank computes all steps in one process too; the third is the first to see the optimizer's state
+    second = torchrun(4, "--steps", "4", "--resume", str(tmp_path / "checkpoint"), "--check")
+    assert second.count("loss") == 2
     assert "4 ranks and one process agree" in second
