@@ -70,13 +70,25 @@ def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
 
 
 def _trained(layer: Layer, train_tokens: int) -> tuple[type[Dispatcher], DispatchShape, int]:
-    """The transport, its shape and the bound of a training call."""
-    entry = layer._table.at(layer.context._current_limit)
+    """The transport, its shape, and the tokens of each rank that rows of a training call have room for."""
+    context = layer.context
+    entry = layer._table.at(context._current_limit)
     kind: type[Dispatcher] = registry.load("dispatchers", entry.choice.all2all)
-    tokens = check_count("train_tokens", train_tokens, at_least=1)
-    bound = layer.context.layout.max_dispatch_tokens(tokens)
-    shape = layer._shape_of(entry)
-    return kind, shape, whole_bound(bound) if kind.capabilities.grows and shape.max_tokens is None else bound
+    shape, tokens = layer._shape_of(entry), _dispatched(layer, train_tokens)
+    if not kind.capabilities.static:
+        return kind, shape, tokens
+    if context._current_limit is None:
+        return kind, shape, whole_bound(tokens)
+    if tokens > context._current_limit:
+        raise ConfigError(
+            f"train_tokens={train_tokens} is more than the bound in force, max_tokens={context.max_tokens}; make "
+            f"EPContext with a larger one"
+        )
+    return kind, shape, context._current_limit
+
+
+def _dispatched(layer: Layer, train_tokens: int) -> int:
+    return layer.context.layout.max_dispatch_tokens(check_count("train_tokens", train_tokens, at_least=1))
 
 
 def _saved_bytes(layer: Layer, train_tokens: int) -> int:
@@ -93,5 +105,6 @@ def _saved_bytes(layer: Layer, train_tokens: int) -> int:
         )
     rows = shape.num_ranks * bound
     routes = shape.top_k * (_ID_BYTES + _WEIGHT_BYTES)
-    own = bound * shape.top_k * (8 + _WEIGHT_BYTES) if adjoint else 0  # ids and weights of the tokens that left
+    # ids and weights of the tokens that left
+    own = _dispatched(layer, train_tokens) * shape.top_k * (8 + _WEIGHT_BYTES) if adjoint else 0
     return rows * (shape.hidden_size * shape.dtype.itemsize + routes) + kernel.saved_bytes(rows) + own

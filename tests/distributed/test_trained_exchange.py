@@ -169,25 +169,34 @@ def test_activation_checkpointing(world_size):
         compare(layers, 4, rank, "behind it")
 
 
+def kept_by(layer, tokens):
+    """The result of a call, and the bytes that autograd keeps beside parameters and what the caller gave."""
+    x, ids, weights, _ = given(layer, tokens, dist.get_rank())
+    held = {one.untyped_storage().data_ptr() for one in [x, *layer.parameters()]}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in held:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer.forward_routed(x, Routing(ids, weights))
+    return y, sum(kept.values())
+
+
 @distributed(2)
 def test_what_a_call_keeps_is_in_the_plan(world_size):
-    """Every tensor that autograd keeps beside parameters and what the caller gave, with room for all rows."""
+    """Every tensor, with room for the rows of the bound in force."""
     with pair({"dp": 2}) as layers:
         layer = layers[0]
-        held = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-        x, ids, weights, _ = given(layer, MOST, dist.get_rank())
-        held.add(x.untyped_storage().data_ptr())
-        kept = {}
-
-        def keep(tensor):
-            if tensor.untyped_storage().data_ptr() not in held:
-                kept[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer.forward_routed(x, Routing(ids, weights))
+        for tokens in (MOST, 3):
+            assert layer.plan(train_tokens=tokens)["saved"] == kept_by(layer, tokens)[1], tokens
+        with layer.context.token_limit(4):
+            y, kept = kept_by(layer, 3)
+            assert layer.plan(train_tokens=3)["saved"] == kept
         plan = layer.plan(train_tokens=MOST)
-        assert plan["saved"] == sum(kept.values()), sorted(kept.values())
+        assert plan["saved"] > kept
         assert plan["gradients"] == sum(p.numel() * p.itemsize for p in layer.parameters())
         y.sum().backward()
         made = [dispatcher for (name, _), dispatcher in layer.context._pool.items() if name == "nvlink_p2p"]
@@ -198,3 +207,16 @@ def test_what_a_call_keeps_is_in_the_plan(world_size):
             layers[1].plan(train_tokens=MOST)
         with pytest.raises(ConfigError, match="train_tokens must be an integer of at least 1, got 0"):
             layer.plan(train_tokens=0)
+        with pytest.raises(ConfigError, match="train_tokens=9 is more than the bound in force, max_tokens=8"):
+            layer.plan(train_tokens=MOST + 1)
+
+
+@distributed(2)
+def test_what_a_call_keeps_over_buffers_that_grow(world_size):
+    with p2p_on_cpu(), EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference"))
+        plan = layer.plan(train_tokens=5)
+        y, kept = kept_by(layer, 5)
+        assert plan["saved"] == kept
+        y.sum().backward()
+        assert plan["transport"] == sum(one.held_bytes() for one in context._pool.values())
