@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ep_moe.weights.slots import ExpertSlots
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,21 @@ class LowRank:
 
     rank: int
     scaling: float
+
+
+def refusal(weights: ExpertSlots) -> str | None:
+    """None, or why these experts cannot have low-rank updates."""
+    if weights.lora is not None:
+        return "they have factors already; merge these first"
+    if not weights.named:
+        return "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
+    if weights.etp.size > 1:
+        return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
+    if weights.expert_map.replicated:
+        return "the map has redundant experts; choose one without"
+    if weights.is_meta or not weights._slots:
+        return "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
+    return None
 
 
 class ExpertLora(nn.Module):

@@ -19,12 +19,10 @@ from ep_moe.types import dtype_name
 from ep_moe.weights import optimizer_guard
 from ep_moe.weights.gradients import GradientSum
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.lora import ExpertLora, LowRank
+from ep_moe.weights.lora import ExpertLora, LowRank, refusal
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
 
 Result = TypeVar("Result")
-
-
 _VERSION = attrgetter("_version")  # how often a tensor was written
 
 
@@ -266,19 +264,7 @@ class ExpertSlots(nn.Module):
         Raises:
             ConfigError: the experts cannot have any here.
         """
-        why = (
-            "they have factors already; merge these first"
-            if self.lora is not None
-            else "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
-            if not self.named
-            else f"each expert is cut over {self.etp.size} ranks; lay the ranks out with etp=1"
-            if self.etp.size > 1
-            else "the map has redundant experts; choose one without"
-            if self.expert_map.replicated
-            else "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
-            if self.is_meta or not self._slots
-            else None
-        )
+        why = refusal(self)
         if why is not None:
             raise ConfigError(f"low-rank updates cannot be added: {why}")
         self.requires_grad_(False)
