@@ -3,13 +3,24 @@ gradients are equal to the last bit."""
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ep_moe import Activation, ConfigError, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing
+from ep_moe import (
+    Activation,
+    ConfigError,
+    EPContext,
+    ExpertMap,
+    ExpertsOptions,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    Routing,
+)
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
@@ -220,3 +231,19 @@ def test_what_a_call_keeps_over_buffers_that_grow(world_size):
         assert plan["saved"] == kept
         y.sum().backward()
         assert plan["transport"] == sum(one.held_bytes() for one in context._pool.values())
+
+
+@distributed(2)
+def test_recomputed_steps_dispatch_once(world_size):
+    """The gradients of a step that keeps everything; backward sends gradients alone, and no row or route again."""
+    with pair({"dp": 2}) as (_, plain):
+        context, rank = plain.context, dist.get_rank()
+        for name in ("nvlink_p2p", "allgather", "torch_a2a"):
+            options = ExpertsOptions(recompute=True)
+            layer = fill(MoELayer(CONFIG, context, all2all=name, experts="reference", options=options))
+            compare([layer, plain], 5 + rank, rank, name)
+            dispatcher = layer._dispatcher()
+            with mock.patch.object(dispatcher, "_dispatch", wraps=dispatcher._dispatch) as dispatched:
+                x, ids, weights, behind = given(layer, 4, rank)
+                layer.forward_routed(x, Routing(ids, weights)).backward(behind)
+            assert dispatched.call_count == 1 + dispatcher.capabilities.adjoint, name
