@@ -37,15 +37,18 @@ class BackendChoice:
         experts: The kernel's name.
         status: "chosen", "possible" or "refused".
         reason: Why.
+        trains: Whether both have a backward, over this wire.
     """
 
     all2all: str
     experts: str
     status: str
     reason: str
+    trains: bool = False
 
     def __str__(self) -> str:
-        return f"{self.status:8}  {self.all2all:17}  {self.experts:20}  {self.reason}"
+        trains = "trains" if self.trains else ""
+        return f"{self.status:8}  {self.all2all:17}  {self.experts:20}  {trains:6}  {self.reason}"
 
 
 class _Backends:
@@ -129,10 +132,22 @@ def explain(
         taken = any(row.status == "chosen" for row in table) or (transport == INSIDE and experts == AUTO)
         if reason is None and (doubt := untried(kernel, device)) is not None:
             why = f"{why}; {doubt}"
-        table.append(
-            BackendChoice(transport, kernel, "refused" if reason else "possible" if taken else "chosen", reason or why)
-        )
+        status = "refused" if reason else "possible" if taken else "chosen"
+        trains = wire == PLAIN_WIRE and _trains(backends, transport, kernel)
+        table.append(BackendChoice(transport, kernel, status, reason or why, trains))
     return table
+
+
+def _trains(backends: _Backends, transport: str, kernel: str) -> bool:
+    if transport == INSIDE:
+        return False
+    try:
+        can = backends.load("dispatchers", transport).capabilities
+        return bool(
+            backends.load("experts", kernel).capabilities.differentiable and (can.differentiable or can.adjoint)
+        )
+    except BackendUnavailable:  # which is the reason that the pair is refused
+        return False
 
 
 def choose(

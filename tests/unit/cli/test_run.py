@@ -425,7 +425,7 @@ def test_explain_prints_the_table_of_a_model():
     (chosen,) = (line for line in lines if line[0] == "chosen")
     assert chosen[1:3] == ["allgather", "reference"]
     result = invoke("explain", "--config", "qwen3-30b-a3b", "--dp", 16, "--all2all", "torch_a2a", "--dtype", "float32")
-    assert re.search(r"chosen +torch_a2a +reference +top_k=8 < ep=16", result.output)
+    assert re.search(r"chosen +torch_a2a +reference +trains +top_k=8 < ep=16", result.output)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,19 @@ def test_best_comes_first():
 
 def test_a_row_is_printed_in_columns():
     row = choose(config(2), layout(1), CPU, torch.float32)
-    assert str(row).split() == ["chosen", "local", "reference", "one", "rank,", "nothing", "travels"]
+    assert str(row).split() == ["chosen", "local", "reference", "trains", "one", "rank,", "nothing", "travels"]
+
+
+def test_pairs_with_a_backward_are_marked():
+    """Over rows that nothing rounds. A transport's backward may be calls of its own."""
+    for wire, some in ((Wire(), True), (Wire(dispatch="fp8_block"), False)):
+        table = explain(config(2), layout(2), CPU, torch.bfloat16, wire=wire)
+        trains = {(row.all2all, row.experts) for row in table if row.trains}
+        assert bool(trains) == some
+        if some:
+            assert {("nvlink_p2p", "bf16_triton"), ("allgather", "reference"), ("nvlink_p2p", "reference")} <= trains
+            assert not any(kernel.startswith(("fp8", "flashinfer")) for _, kernel in trains)
+            assert not any(transport.startswith(("deepep", "flashinfer")) for transport, _ in trains)
 
 
 def test_choice_with_experts_cut_over_one_ep_rank():
