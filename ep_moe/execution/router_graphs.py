@@ -28,7 +28,7 @@ class RouterGraphs:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._made: dict[int, _Recorded | None] = {}  # None: of a number that was seen once
+        self._made: dict[Any, _Recorded | None] = {}  # by tokens and dtype; None: of a call that was seen once
         self._failed = False
 
     def __call__(self, router: Router, x: Tensor) -> Routing:
@@ -38,17 +38,18 @@ class RouterGraphs:
             found: Routing = router(x)
             return found
         places = _places(router)
-        made = self._made.get(tokens)
+        key = (tokens, x.dtype)  # a router in float32 stays where it is when a layer changes its dtype
+        made = self._made.get(key)
         if made is None or made.places != places:
-            if tokens not in self._made:
+            if key not in self._made:
                 if len(self._made) == _SIZES:
                     self._made.clear()
-                self._made[tokens] = None
+                self._made[key] = None
                 return router(x)  # type: ignore[no-any-return]
             made = self._record(router, x, places)
             if made is None:
                 return router(x)  # type: ignore[no-any-return]
-            self._made[tokens] = made
+            self._made[key] = made
         made.x.copy_(x)
         made.graph.replay()
         return made.routing

@@ -1,6 +1,6 @@
 // The grouped products of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e; with TURNED
 // out[r] = a[r] @ b[e]; with OVER_ROWS out[e] = the sum over its rows r of a[r].T @ b[r], where b is called weights here.
-// With GATHER (not OVER_ROWS) a[source[r]] stands in the place of a[r].
+// With GATHER (not OVER_ROWS) a[source[r]] is read for row r.
 //
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,

@@ -78,7 +78,7 @@ def grouped_gemm(
     a: [M, K]; b: [L, N, K]; both bf16, K a multiple of 64, or with `scales` E4M3, K a multiple of 128
     turned: b is [L, K, N], bf16, N a multiple of 64, and no activation follows: out[r] = a[r] @ b[e]
     ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
-    source: int32 [M], for a of [any, K]: a[source[r]] stands in the place of a[r]
+    source: int32 [M], for a of [any, K]: a[source[r]] is read for row r
     out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
         `scales.out` is given
     bias: bf16, contiguous [L, N], added to the scaled sums of an out in bf16

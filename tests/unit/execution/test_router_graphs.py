@@ -1,11 +1,12 @@
 """Which calls of a router are recorded and replayed. On GPUs: tests/distributed/test_automatic_graphs_layer.py."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import MoEConfig
+from ep_moe import MoEConfig, RoutingConfig
 from ep_moe.execution.router_graphs import _SIZES, MOST, RouterGraphs
 from ep_moe.router import Router
 from tests.emulations.graph import graph_beside
@@ -61,6 +62,17 @@ def test_replaced_parameters_are_recorded_anew(graphs, router):
     check(graphs, router, 4, recorded=1)
     router.weight.data = torch.randn(8, 16)
     check(graphs, router, 4, recorded=2)
+
+
+def test_another_dtype_of_rows_is_another_call(graphs):
+    """The router in float32 stays where it is. 1 + 2**-8 is none of bfloat16's numbers, and one of float16's."""
+    config = dataclasses.replace(CONFIG, routing=RoutingConfig(float32_logits=True))
+    router = Router(config)
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16):
+            x = (rows(4) + 2**-8).to(dtype)
+            for _ in range(3):
+                assert torch.equal(graphs(router, x).weights, router(x).weights), dtype
 
 
 def test_hooks_see_each_call(graphs, router):
