@@ -345,6 +345,9 @@ class EPContext(ConnectedRanks):
         self.flight_recorder.close()
         for layer in self._layers.values():
             layer._release_buffers()
+            problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
+            if problem is not None:  # of the last calls, which no later one could raise
+                warnings.warn(problem, stacklevel=3)
         self._recorders.clear()
         for dispatcher in self._pool.values():
             dispatcher.destroy()

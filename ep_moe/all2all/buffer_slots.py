@@ -55,8 +55,8 @@ class RecordableCall:
     """What a transport launches for a call in a lane, whatever the call brings: to be recorded.
 
     received: what arrives, always there
-    send: of x [T, H] and its routing. What is launched first begins with the addresses of x, ids, weights and the
-        tables of `to_place`, multiples of 16, and T; nothing else depends on them
+    send: of x [T, H] and its routing. What is launched first begins with the addresses of x, ids, weights and of
+        what `to_place` gives, multiples of 16, and T; nothing else depends on them
     receive: of what experts return, in `received.out` or `received.peer_out`, and the sum [T, H]. What is launched last
         begins with the sum's address and T
     few: rows travel so shortly that nothing is gained by what runs beside them

@@ -146,7 +146,7 @@ class CallGraphs:
             if gone or not call.places.kept(layer):
                 self.drop(mode)
                 continue
-            if busy:
+            if busy or layer.placement.invalid_ids.seen:
                 continue
             if agreeing is not None:
                 bound = agreeing.bound(layer.name, x, tokens)

@@ -47,6 +47,8 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     problem = layer._checks.wrapper_problem(layer) or _dtype_problem(layer)
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
+    if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
+        problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
     if problem is not None:
         return problem
     weights = getattr(routing, "weights", None)
@@ -71,7 +73,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
 
 def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
     """None, or what is wrong with a routing of rows [T, H]. Waits for the device where dispatch does too, and in a
-    layer's first call over buffers that grow; elsewhere valid ids are the caller's duty."""
+    layer's first call over buffers that grow; elsewhere `Placement.invalid_ids` tells of ids in a later call."""
     problem = choice_problem(routing, rows, layer.config.top_k)
     if problem is None and not torch.compiler.is_compiling():
         transport = layer.experts if isinstance(layer.experts, FusedExperts) else layer._dispatcher()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -333,7 +333,9 @@ def _first(x: Tensor, routing: PhysicalRouting, tokens: int, placing: Placing) -
     weights = routing.weights
     if found != placing or not (ids.is_contiguous() and weights.is_contiguous()):
         return None
-    given, bits = [tensor.data_ptr() for tensor in (x, ids, weights, *tables)], 0  # type: ignore[union-attr]
+    *tensors, invalid = x, ids, weights, *tables
+    given, bits = [tensor.data_ptr() for tensor in tensors], 0
+    given.append(cast("int", invalid))
     for address in given:
         bits |= address
     return None if bits % 16 else [*given, tokens]

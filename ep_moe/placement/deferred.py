@@ -8,12 +8,15 @@ The Triton form is one launch instead of some twenty. Its arithmetic serves kern
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import EMPTY
+from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.grids import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting, recomputing
@@ -27,12 +30,68 @@ EXPERT_FACTOR = 2246822519
 RANK_FACTOR = 3266489917
 
 
+_NONE = -1  # an id that is never invalid
+
+
+class InvalidIds:
+    """What kernels say to the host of ids that name no expert, which they drop: one of them, in host memory that they
+    write. The host looks there in later calls, and waits for no device.
+
+    Args:
+        device: Of the kernels. Only a GPU's tell: on a CPU ids are looked at before a call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.address = 0  # of an int64, 0 for none
+        if device.type == "cuda":
+            with on_device(device):  # the driver pins memory for the current one
+                self._memory = torch.full((1,), _NONE, dtype=torch.int64, device="cpu", pin_memory=True)
+            self.address = self._memory.data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InvalidIds:
+        return InvalidIds(self.device)  # a copy of the tensor would not be pinned
+
+    def __reduce__(self) -> Any:
+        return InvalidIds, (self.device,)
+
+    @property
+    def seen(self) -> bool:
+        """Whether a kernel that has run by now met one."""
+        return self.address != 0 and _word(self.address).value != _NONE
+
+    def problem(self, layer: str, experts: int) -> str | None:
+        """None, or what an earlier call did wrong. It is told once.
+
+        Args:
+            layer: Name of the layer.
+            experts: E.
+
+        Returns:
+            A sentence for an InputError.
+        """
+        return _told(self.address, layer, experts) if self.seen else None
+
+
+_word = ctypes.c_int64.from_address
+
+
+def _told(address: int, layer: str, experts: int) -> str:
+    word = _word(address)
+    found, word.value = word.value, _NONE
+    return (
+        f"routing.ids must be -1 or in [0, {experts}), got {found} in an earlier call of {layer}, whose result is "
+        f"without it: kernels tell of an id after they ran; build the layer with all2all='allgather', which refuses it "
+        f"at once, to find the call"
+    )
+
+
 class Tables(NamedTuple):
     """What a call is placed and counted with, in the order in which kernels take it: `Placement`'s buffers, which are
     rewritten in place.
 
     replicas: int64 [E, most]; counts, expert_load: int64 [E]; slot_load: int64 [P]; counting: int64 []
-    seed: what the hash adds to all
+    invalid: `InvalidIds.address`; seed: what the hash adds to all
     """
 
     replicas: Tensor
@@ -40,6 +99,7 @@ class Tables(NamedTuple):
     expert_load: Tensor
     slot_load: Tensor
     counting: Tensor
+    invalid: int
     seed: int
 
     @property
@@ -53,7 +113,7 @@ class Tables(NamedTuple):
         if not ids.is_cuda:
             return self._place(ids.long())
         out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-        place_ids_once(ids.contiguous(), *self[:5], out, self.seed)
+        place_ids_once(ids.contiguous(), *self[:6], out, self.seed)
         return out
 
     def counting_nothing(self) -> Tables:
@@ -115,14 +175,15 @@ class Placing(NamedTuple):
 
 
 _PLACED = Placing(0, None, None)
+_NO_TABLES = (None,) * 6
 
 
-def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | None, ...], Placing]:
+def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | int | None, ...], Placing]:
     """For a kernel that can place: the ids that it is given, its arguments `replicas, counts, expert_load, slot_load,
-    counting`, and the rest."""
+    counting, invalid`, and the rest."""
     if not _deferred(routing):
-        return routing.materialize().ids, (None,) * 5, _PLACED
-    return routing.logical, routing.tables[:5], routing.tables.placing
+        return routing.materialize().ids, _NO_TABLES, _PLACED
+    return routing.logical, routing.tables[:6], routing.tables.placing
 
 
 def _deferred(routing: PhysicalRouting) -> TypeGuard[DeferredRouting]:
@@ -135,17 +196,25 @@ def _deferred(routing: PhysicalRouting) -> TypeGuard[DeferredRouting]:
 
 @torch.library.custom_op("ep_moe::place", mutates_args=("expert_load", "slot_load"))
 def place(
-    ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor, seed: int
-) -> Tensor:
-    """`Tables.place`, which counts nothing inside a backward pass."""
-    tables = Tables(replicas, counts, expert_load, slot_load, counting, seed)
+    ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor,
+    invalid: int, seed: int,
+) -> Tensor:  # fmt: skip
+    """`Tables.place`, which counts nothing inside a backward pass. No other step of a compiled graph sees invalid ids:
+    a CPU's are refused at once, a GPU's in a later call."""
+    tables = Tables(replicas, counts, expert_load, slot_load, counting, invalid, seed)
+    experts = len(counts)
+    if not ids.is_cuda and bool(((ids < EMPTY) | (ids >= experts)).any()):
+        raise InputError(f"routing.ids must be -1 or in [0, {experts}), got {int(ids.min())} to {int(ids.max())}")
+    if invalid and _word(invalid).value != _NONE:
+        raise InputError(_told(invalid, "a compiled layer", experts))
     return (tables.counting_nothing() if recomputing() else tables).place(ids).contiguous()
 
 
 @place.register_fake
 def _(
-    ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor, seed: int
-) -> Tensor:
+    ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor,
+    invalid: int, seed: int,
+) -> Tensor:  # fmt: skip
     return ids.new_empty(ids.shape, dtype=torch.int64)
 
 
@@ -157,17 +226,18 @@ _MANY = 4096  # routes from which on each program counts its own first: they are
 
 def place_ids_once(
     ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor,
-    out: Tensor, seed: int,
+    invalid: int, out: Tensor, seed: int,
 ) -> None:  # fmt: skip
     """ids: int [T, K], contiguous; replicas: int64 [E, most]; counts: int64 [E]; expert_load: int64 [E]; slot_load:
-    int64 [P]; counting: int64 []; out: int64 [T, K]; seed: what the hash adds to all"""
+    int64 [P]; counting: int64 []; out: int64 [T, K]; invalid, seed: as `Tables` has them"""
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
         return
     many = pairs >= _MANY
     block = _WIDE_BLOCK if many else _BLOCK
     _place[(cdiv(pairs, block),)](
-        ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, len(counts), len(slot_load), top_k,
+        ids, replicas, counts, expert_load, slot_load, counting, invalid, out, seed, pairs, len(counts), len(slot_load),
+        top_k,
         MOST=replicas.shape[1], BLOCK=block, EXPERT_BINS=_bins(expert_load) if many else 0,
         SLOT_BINS=_bins(slot_load) if many else 0,
     )  # fmt: skip
@@ -179,7 +249,7 @@ def _bins(load: Tensor) -> int:
 
 @triton.jit
 def _place(
-    ids, replicas, counts, expert_load, slot_load, counting, out, seed, pairs, experts, slots, top_k,
+    ids, replicas, counts, expert_load, slot_load, counting, invalid, out, seed, pairs, experts, slots, top_k,
     MOST: tl.constexpr, BLOCK: tl.constexpr, EXPERT_BINS: tl.constexpr, SLOT_BINS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -187,6 +257,7 @@ def _place(
     given = tl.load(ids + at, mask=inside, other=-1).to(tl.int64)
     physical, valid = place_ids(given, at // top_k, replicas, counts, experts, seed, MOST)
     tl.store(out + at, tl.where(valid, physical, tl.where(given == -1, given, slots)), mask=inside)
+    tell_invalid(given, valid, invalid)
     if tl.load(counting) != 0:
         # sums of whole numbers are the same in any order
         if EXPERT_BINS:
@@ -207,6 +278,13 @@ def place_ids(given, row, replicas, counts, experts, seed, MOST: tl.constexpr):
         mixed = tl.cast(row, tl.int64) * 2654435761 + safe * 2246822519 + seed
         at += ((mixed & 0xFFFFFFFF) * tl.load(counts + safe)) >> 32
     return tl.load(replicas + at), known
+
+
+@triton.jit
+def tell_invalid(given, known, invalid):
+    """Write one of the ids that are neither -1 nor known to the host, for `InvalidIds`. invalid: an address, or 0"""
+    word = tl.cast(invalid, tl.int64).to(tl.pointer_type(tl.int64)) + tl.zeros(given.shape, tl.int32)
+    tl.store(word, given.to(tl.int64), mask=(known == 0) & (given != -1) & (invalid != 0))
 
 
 @triton.jit

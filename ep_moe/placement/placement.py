@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ep_moe.checks import check_divides, check_kind
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.placement.deferred import RANK_FACTOR, DeferredRouting, Tables, place
+from ep_moe.placement.deferred import RANK_FACTOR, DeferredRouting, InvalidIds, Tables, place
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.runtime.profiling import balancedness
@@ -48,6 +48,7 @@ class Placement(nn.Module):
         expert_load: int64 [E], routes per logical expert since `reset_load`. Id -1 (padding rows) is not counted.
         slot_load: int64 [P], the same per physical expert since `reset_load` or `update`.
         resets: How often `reset_load` was called.
+        invalid_ids: What kernels met among logical ids.
         slots: [R], slots that each rank has memory for; those of the map at construction.
     """
 
@@ -80,11 +81,13 @@ class Placement(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int64), persistent=False)
         self._write(expert_map)
         self.counting.fill_(1)
+        self.invalid_ids = InvalidIds(self.counting.device)
 
     def forward(self, routing: Routing, mask: TokenMask | None = None) -> PhysicalRouting:
         """Replace logical by physical ids, and count load.
 
-        An id outside [-1, E) leaves as one outside [-1, P), so that the dispatcher refuses it on all ranks together.
+        An id outside [-1, E) leaves as one outside [-1, P): dispatchers that wait for the device refuse it on all ranks
+        together, others drop it. On a GPU `invalid_ids` tells of it when the kernels have run.
         Ids are placed when they are needed. Within a backward pass nothing is counted: activation checkpointing runs
         there what was counted before.
 
@@ -110,7 +113,7 @@ class Placement(nn.Module):
     @staticmethod
     def _placed(routing: Routing, tables: Tables) -> PhysicalRouting:
         if torch.compiler.is_compiling():
-            placed = place(routing.ids, *tables[:5], tables.seed)
+            placed = place(routing.ids, *tables)
             return PhysicalRouting(cast("PhysicalIds", placed), routing.weights)
         return DeferredRouting(routing.ids, routing.weights, tables)
 
@@ -120,7 +123,7 @@ class Placement(nn.Module):
         own: Any = self._buffers  # a module's attributes are found by a walk, for which each call of a layer would pay
         return Tables(
             own["logical_to_physical"], own["replica_count"], own["expert_load"], own["slot_load"], own["counting"],
-            self._ep_rank * RANK_FACTOR,
+            self.invalid_ids.address, self._ep_rank * RANK_FACTOR,
         )  # fmt: skip
 
     @contextmanager
@@ -257,6 +260,8 @@ class Placement(nn.Module):
         """After `to_empty` the buffers hold noise, and nothing tells that from a move: the tables are written again
         from the map on the host, and loads begin anew."""
         super()._apply(fn, recurse)
+        if self.invalid_ids.device != self.counting.device:
+            self.invalid_ids = InvalidIds(self.counting.device)
         if not self.replica_count.is_meta:
             self._write(self.expert_map)
             self.reset_load()

@@ -37,6 +37,7 @@ from tests.fixtures.captured_layer import rows as wide_rows
 from tests.fixtures.distributed_cases import check_call, everywhere, ran, same_error
 from tests.fixtures.eplb_cases import drive, make_layers, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
+from tests.fixtures.host_word import HostWord
 from tests.fixtures.layer_static import CONFIG
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
@@ -156,6 +157,46 @@ def test_one_rank_refuses_where_others_would_grow(world_size):
             layer.to(torch.float32)
             fill(layer)
         check_call(layer, context, tokens=100, what="converted back")
+
+
+@distributed(2)
+@torch.no_grad()
+def test_ids_that_name_no_expert_are_told_in_a_later_call(world_size):
+    """By packets, by flags and in replays, of one rank, on all of them; the context goes on."""
+    rank, gpu = dist.get_rank(), torch.cuda.is_available()
+    with growing(few_bytes=1 << 16) as context:
+        layer = built(context) if gpu else fill(MoELayer(WIDE, context, experts="reference", dtype=torch.bfloat16))
+        word, experts = HostWord(), layer.config.num_experts
+        for step, tokens in enumerate((2, 2, 100, 100)):
+            x, routing = wide_rows(layer, tokens, rank), wide_routes(layer, tokens, rank)
+            for _ in range(4 * (step % 2)):  # as many as are recorded
+                layer.forward_routed(x, routing)
+            if gpu:
+                ids = routing.ids.clone()
+                ids[-1, 0] = experts + 300 if rank else -1
+                y = layer.forward_routed(x, Routing(ids, routing.weights))
+                ids[-1, 0] = -1
+                assert torch.equal(y, ran(layer, x, Routing(ids, routing.weights)))
+                torch.cuda.synchronize(layer.device)
+            else:
+                layer.placement.invalid_ids.address = word.address
+                word.write(experts + 300 if rank else -1)
+            barrier(layer.device)
+            text = same_error(InputError, lambda: layer.forward_routed(x, routing))  # noqa: B023
+            wanted = f"rank 1: routing.ids must be -1 or in [0, {experts}), got {experts + 300} in an earlier call of "
+            assert text.startswith(wanted + layer.name), text
+            assert torch.equal(layer.forward_routed(x, routing), ran(layer, x, routing)), "told once"
+
+
+@distributed(2)
+def test_ids_of_the_last_call_are_told_as_a_context_ends(world_size):
+    word = HostWord()
+    told = pytest.warns(UserWarning, match="got 9 in an earlier call") if dist.get_rank() else contextlib.nullcontext()
+    with told, growing() as context:
+        layer = made(context)
+        check_call(layer, context, tokens=2)
+        layer.placement.invalid_ids.address = word.address
+        word.write(9 if dist.get_rank() else -1)
 
 
 @distributed(2)

@@ -149,7 +149,7 @@ def test_what_is_there_of_a_late_routing():
     assert torch.equal(there.ids, expected)
     assert given.materialize() is there, "placed and counted once"
     assert late.looks == 1
-    placed_already = (there.ids, (None,) * 5, Placing(0, None, None))
+    placed_already = (there.ids, (None,) * 6, Placing(0, None, None))
     assert to_place(given) == placed_already, "what is placed and counted is sent as it is"
     there = PhysicalRouting(PhysicalIds(expected), routing.weights)
     assert there.materialize() is there
@@ -159,4 +159,4 @@ def test_what_is_there_of_a_late_routing():
     assert ids is routing.ids
     assert placing == Placing(2, 3266489917, 6)
     assert tables[0] is own.logical_to_physical
-    assert tables[1:] == (own.replica_count, own.expert_load, own.slot_load, own.counting)
+    assert tables[1:] == (own.replica_count, own.expert_load, own.slot_load, own.counting, own.invalid_ids.address)

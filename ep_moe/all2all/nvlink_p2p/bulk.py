@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace, answer_bytes, answer_dtype
 from ep_moe.all2all.nvlink_p2p.signals import last_to_count, tell, wait
-from ep_moe.placement.deferred import Placing, count_ids, place_ids, to_place
+from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
 from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime import devices
@@ -86,26 +86,27 @@ def _first_send(
 
 
 @Waiting
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["invalid", "tokens"])
 def _send(
-    x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
-    peers, flags, sequence, sent, rows_at, scales_at, ids_at, weights_at, flags_at, bound, num_physical, slots_per_rank,
+    x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts,
+    input_scale, peers, flags, sequence, sent, rows_at, scales_at, ids_at, weights_at, flags_at, bound, num_physical,
+    slots_per_rank,
     MOST: tl.constexpr, CHOOSERS: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. replicas to
-    counting, seed, experts: as `to_place` gives them.
+    invalid, seed, experts: as `to_place` gives them.
 
     The first CHOOSERS programs send ids and weights, and tell of them; the others place ids too, and send rows."""
     pdl_trigger(PDL)
     program, blocks = tl.program_id(0), tl.num_programs(0)
     if program < CHOOSERS:
         _send_ids(
-            ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, sequence,
-            sent,
-            ids_at, weights_at, flags_at, bound, num_physical, CHOOSERS, MOST, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
+            ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts, peers,
+            sequence, sent, ids_at, weights_at, flags_at, bound, num_physical, CHOOSERS, MOST, TILE, RANK, RANKS,
+            LANES, TOP_K, WIDTH,
         )  # fmt: skip
     else:
         _send_rows(
@@ -119,9 +120,8 @@ def _send(
 
 @triton.jit
 def _send_ids(
-    ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, peers, sequence, sent,
-    ids_at,
-    weights_at, flags_at, bound, num_physical, programs,
+    ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts, peers, sequence,
+    sent, ids_at, weights_at, flags_at, bound, num_physical, programs,
     MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -146,6 +146,7 @@ def _send_ids(
             tl.store(their_ids + place * TOP_K + route, tl.where(valid, id, -1).to(tl.int32), mask=inside)
             tl.store(their_weights + place * TOP_K + route, tl.where(valid, weight, 0.0), mask=inside)
         if MOST:
+            tell_invalid(logical, known, invalid)
             count_ids(logical, id, known & counted, expert_load, slot_load)
     if last_to_count(sequence + 4, programs):
         tell(peers, flags_at + 4 * (2 * RANKS + RANK), tl.load(sequence + 2) + 1, RANKS, LANES)
@@ -235,8 +236,8 @@ def _announce(
 ):  # fmt: skip
     blocks = tl.num_programs(0)
     _send_ids(
-        ids, weights, None, None, None, None, None, tokens, None, None, peers, sequence, sent, ids_at, weights_at,
-        flags_at, bound, num_physical, blocks, 0, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
+        ids, weights, None, None, None, None, None, None, tokens, None, None, peers, sequence, sent, ids_at,
+        weights_at, flags_at, bound, num_physical, blocks, 0, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
     )  # fmt: skip
     if SCALES:
         step = tl.arange(0, SCALE_BLOCK)[None]

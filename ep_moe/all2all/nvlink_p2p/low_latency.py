@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace, answer_bytes, answer_dtype
 from ep_moe.all2all.nvlink_p2p.packets import any_of, late_packets, put_packets, still_missing
-from ep_moe.placement.deferred import Placing, count_ids, place_ids, to_place
+from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
 from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under, of_e4m3, to_e4m3
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime import devices
@@ -104,16 +104,17 @@ def _block(words: int) -> int:
 
 
 @Waiting
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["invalid", "tokens"])
 def _send(
-    x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, tokens, seed, experts, input_scale,
-    peers, sequence, sent, packets, rows, scales, got_ids, got_weights, packets_at, bound, num_physical, slots_per_rank,
+    x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts,
+    input_scale, peers, sequence, sent, packets, rows, scales, got_ids, got_weights, packets_at, bound, num_physical,
+    slots_per_rank,
     MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's packets: K ids, K weights, the words of its row, and those of its scales. replicas to counting, seed,
+    """A token's packets: K ids, K weights, the words of its row, and those of its scales. replicas to invalid, seed,
     experts: as `to_place` gives them; each program places its token's ids, and one of those that send them to their own
     rank counts them."""
     pdl_trigger(PDL)
@@ -151,6 +152,7 @@ def _send(
         if SCALES:
             put_packets(theirs + 2 * TOP_K + WORDS + step, scale, number, scaled & wanted)
         if MOST:
+            tell_invalid(logical, known, invalid)
             count_ids(logical, id, known & counted & (peer == RANK) & (piece == 0), expert_load, slot_load)
     if TAKE:
         mine = packets + (peer * FEW + token) * PACKETS

@@ -13,6 +13,7 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from tests.fixtures.fp8_block_kernels import DEVICE
+from tests.fixtures.host_word import HostWord
 from tests.fixtures.p2p_kernels import signal_all_others, workspaces
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -44,7 +45,8 @@ class Placing:
         self.ids = torch.full((9, top_k), 1, dtype=ids_dtype, device=DEVICE)  # of the other rows, which no rank reads
         self.weights = torch.ones(9, top_k, device=DEVICE)
         self.x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(DEVICE)
-        self.tables = self.late.tables
+        self.invalid = HostWord()
+        self.tables = self.late.tables._replace(invalid=self.invalid.address)
 
     def draw(self, seed: int) -> None:
         """Picks of none and of unknown experts among them, and some twice."""
@@ -135,6 +137,11 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
             assert torch.equal(ours.sent, theirs.sent), change
             assert (ours.sent[:MOST] < 99).all()
         for placing, sum_ in zip(ranks, counted, strict=True):
+            ids = placing.ids[: placing.tokens].flatten().tolist()
+            unknown = [id_ for id_ in ids if not -1 <= id_ < placing.experts]
+            if sender != "announced" or DEVICE != "cpu":  # placed before, by torch
+                assert placing.invalid.read() in (unknown or [-1]), "one of the ids that name no expert is told"
+            placing.invalid.write(-1)
             sum_ += valid_picks(placing) * (change != "counting")
             assert torch.equal(placing.late.expert_load.cpu(), sum_), "once per route"
             assert torch.equal(placing.late.expert_load.cpu(), placing.before.expert_load), change

@@ -125,7 +125,7 @@ def test_a_router_of_ours_chooses_before(layer, driver):
     assert repeats(layer, x, None)
     send = driver.found[-5]
     assert send[2] == x.data_ptr()
-    assert send[2 + 9] == 2, "tokens"
+    assert send[2 + 10] == 2, "tokens"
     seen = []
     layer.router.register_forward_hook(lambda module, args, out: seen.append(out))
     assert repeats(layer, x.view(1, 2, -1), None)
@@ -185,7 +185,7 @@ def test_the_map_in_force(layer, driver):
     x, routing = given(1)
     assert repeats(layer, x, routing)
     tables = [table.data_ptr() for table in layer.placement.tables[:5]]
-    assert list(driver.found[-5][6:11]) == tables
+    assert list(driver.found[-5][6:12]) == [*tables, layer.placement.invalid_ids.address]
     layer.placement.update(layer.placement.expert_map)
     assert repeats(layer, x, routing)
     layer.placement = Placement(layer.placement.expert_map, ep_rank=1)  # which chooses other replicas

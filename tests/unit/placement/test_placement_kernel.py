@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fixtures.host_word import HostWord
 from tests.fixtures.interpreter import interpreter_problem
 
 if problem := interpreter_problem():
@@ -33,12 +34,15 @@ def test_same_ids_and_loads(expert_map, ep_rank, dtype):
         here = Placement(expert_map, ep_rank=ep_rank).to(DEVICE)
         out = torch.full(ids.shape, 77, dtype=torch.int64, device=DEVICE)
         tables = (here.logical_to_physical, here.replica_count, here.expert_load, here.slot_load, here.counting)
-        place(ids.to(DEVICE), *tables, out, ep_rank * 3266489917)
+        invalid = HostWord()
+        place(ids.to(DEVICE), *tables, invalid.address, out, ep_rank * 3266489917)
+        unknown = ids[(ids < -1) | (ids >= expert_map.num_experts)].tolist()
+        assert invalid.read() in (unknown or [-1]), "one of the ids that name no expert is told"
         assert torch.equal(out.cpu(), expected)
         assert torch.equal(here.expert_load.cpu(), there.expert_load)
         assert torch.equal(here.slot_load.cpu(), there.slot_load)
         with here.no_stats():
-            place(ids.to(DEVICE), *tables, out, 0)
+            place(ids.to(DEVICE), *tables, 0, out, 0)
         assert torch.equal(here.expert_load.cpu(), there.expert_load)
 
 
