@@ -104,6 +104,23 @@ class MatrixScales:
         return 1.0, self.rows, int(self.rows.numel() > 1), self.weights, self.out
 
 
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of a product's operands in E4M3, multiplied in after the sums of each 128 along K, in float32.
+
+    Args:
+        rows: float32 [M, K / 128], of any strides; value = number * scale.
+        weights: float32 [L, n / 128, K / 128], contiguous.
+    """
+
+    rows: Tensor
+    weights: Tensor
+
+    def given(self) -> tuple[Any, ...]:
+        """Arguments of kernels, as `MatrixScales.given`."""
+        return 1.0, self.rows, 0, self.weights, None
+
+
 NO_SCALES = (None, None, None, None, None)  # what kernels are given for operands in bf16
 
 

@@ -27,6 +27,15 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
+@cache
+def memory_rate(device: torch.device) -> float:
+    """Of a GPU's memory, bytes a second, by its clock and width; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    found = torch.cuda.get_device_properties(device)
+    return 2e3 * found.memory_clock_rate * found.memory_bus_width / 8  # kHz, of which both edges count, and bits
+
+
 def current_stream(device: torch.device) -> int:
     """The handle of the stream that is current on a GPU, without an object for it; 0 on a CPU."""
     if device.type != "cuda":

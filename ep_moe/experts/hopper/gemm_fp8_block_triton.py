@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from ep_moe.quant.fp8 import e4m3_blocks
+from ep_moe.runtime.pdl import pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
 
 
@@ -105,8 +106,10 @@ def _store_rows(quantized, step, row, column, valid, out, scale, size, COLUMNS: 
 def quantize(
     x, rows, counts, out, scale, total, group_size, size, stride,
     SMALLEST: tl.constexpr, GATHER: tl.constexpr, COUNTED: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_trigger(PDL)
+    pdl_wait(PDL)
     wide = size // COLUMNS
     limit = _row_limit(counts, total, COUNTED, ONE)
     for tile in range(tl.program_id(0), tl.cdiv(limit, ROWS) * wide, tl.num_programs(0)):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ep_moe.experts.hopper.route_sort import Lists, local_experts
-from ep_moe.quant.kernels import MatrixScales, RowScales, saturated
+from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, saturated
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime.grids import next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once
@@ -32,9 +32,7 @@ DEPTH = 128  # of a tile
 FEWEST = 32  # routes that are few for all tiles
 UNSORTED = 256  # routes up to which a program that looks through all of them is faster than sorting them first
 DENSE = 1  # rows of an expert from which on sorting is faster all the same, where `gemm_streaming` is behind it
-FEW_BLOCKS = 40  # rows of an expert up to which reading weights takes longer than multiplying
-SHORT = 2048  # hidden size up to which the lists are faster in E4M3; measured at 2048 and 7168
-LIGHT = 32 * 2048 * 768  # numbers in w2 up to which they are with more than 10 rows: then launches are what they save
+DENSE_BLOCKS = 1.5  # the same where blocks have scales
 
 
 @dataclass(frozen=True)
@@ -61,34 +59,25 @@ class TileConfig:
 
         routes: N * K; rows: of an expert, as many as are expected on average
         """
-        if _sorted_first(routes, rows):
+        if _sorted_first(routes, rows, DENSE):
             return None
         if routes <= FEWEST:
             return cls(False, Tile(16, 32, stages=6), Tile(16, 64, stages=3))
         return cls(False, Tile(16, 32), Tile(16, 64))
 
     @classmethod
-    def of_blocks(cls, routes: int, rows: float, hidden: int, numbers: int) -> TileConfig | None:
-        """The same for weights in E4M3 with a scale for each block, sorted or not; None where there are too many rows.
-
-        rows: of an expert, as many as are expected on average; hidden: H; numbers: of w2
-        """
-        if routes <= 2 * FEWEST:
+    def of_blocks(cls, routes: int, rows: float) -> TileConfig | None:
+        """As `of`, for weights in E4M3 with a scale for each block; also for an H100."""
+        if _sorted_first(routes, rows, DENSE_BLOCKS):
+            return None
+        if routes <= FEWEST:
             return cls(False, Tile(16, 64), Tile(16, 64, stages=3))
-        if routes <= UNSORTED:
-            return cls(False, Tile(16, 128, stages=3, warps=8), Tile(16, 128, stages=3))
-        if rows > FEW_BLOCKS or hidden > SHORT:
-            return None
-        if rows <= 10:
-            return cls(True, Tile(16, 64, stages=3), Tile(16, 128, stages=3))
-        if numbers > LIGHT:
-            return None
-        return cls(True, Tile(64, 32), Tile(64, 128, stages=3, warps=8))
+        return cls(False, Tile(16, 128, stages=3, warps=8), Tile(16, 128, stages=3))
 
     @classmethod
     def of_matrices(cls, routes: int, rows: float) -> TileConfig | None:
         """As `of`, for weights in E4M3 with one scale a matrix."""
-        if _sorted_first(routes, rows):
+        if _sorted_first(routes, rows, DENSE):
             return None
         if routes <= 2 * FEWEST:
             return cls(False, Tile(16, 32), Tile(16, 128, stages=3))
@@ -97,37 +86,35 @@ class TileConfig:
     @classmethod
     def of_rows(cls, routes: int, rows: float) -> TileConfig | None:
         """As `of_matrices`, where rows have a scale each: the second product rounds its own, by blocks."""
-        if _sorted_first(routes, rows):
+        if _sorted_first(routes, rows, DENSE):
             return None
         first = Tile(16, 32) if routes <= 2 * FEWEST else Tile(16, 64, stages=3)
         return cls(False, first, Tile(16, 128, stages=3))
 
 
-def _sorted_first(routes: int, rows: float) -> bool:
-    return routes > UNSORTED or (routes > FEWEST and rows >= DENSE)
+def _sorted_first(routes: int, rows: float, dense: float) -> bool:
+    return routes > UNSORTED or (routes > FEWEST and rows >= dense)
 
 
 def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
     cut: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
-    x_scale: Tensor | None = None, w13_scale: Tensor | None = None, scales: MatrixScales | RowScales | None = None,
-    bias: Tensor | None = None, launch: Launch = at_once,
+    scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
 
     x: [N, H]; ids: int [N, K]; weights: float32 [N, K] or None; w13: [L, 2 * I, H], gate first ([L, I, H] without a
     gate); out: [at least N * K, I], rows of pairs that are not ours are left as they are
-    w13_scale, x_scale: float32 [L, 2 * I / 128, H / 128] and, of any strides, [N, H / 128], of weights and rows in E4M3
     scales: of weights, rows and out in E4M3, one a matrix; or of weights one a matrix or a row of it, and of rows of x
-        one each, for an out in bf16; bias: contiguous [L, 2 * I], added before the activation
+        one each, or of blocks of both, for an out in bf16; bias: contiguous [L, 2 * I], added before the activation
     lists: out's rows are then in the order of `source`, and ids are not read
     """
     experts, rows, hidden = w13.shape
     inner = rows // 2 if activation.gated else rows
     pairs = ids.numel()
     assert not isinstance(scales, MatrixScales) or scales.out is not None
-    factor, x_scale, step, w13_scale, to = (None, x_scale, None, w13_scale, None) if scales is None else scales.given()
-    strides = tuple(x_scale.stride()) if x_scale is not None and x_scale.dim() == 2 else (1, 0)
+    factor, x_scale, step, w13_scale, to = NO_SCALES if scales is None else scales.given()
+    strides = tuple(scales.rows.stride()) if isinstance(scales, BlockScales) else (1, 0)
     by_pick = lists is None and pairs <= experts
     launch(
         _first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
@@ -162,7 +149,7 @@ def second_product(
     )  # fmt: skip
 
 
-def _scales(of_weights: Tensor | None, scales: MatrixScales | RowScales | None) -> str:
+def _scales(of_weights: Tensor | None, scales: MatrixScales | RowScales | BlockScales | None) -> str:
     """One for each what."""
     if isinstance(scales, MatrixScales):
         return "matrix"

@@ -1,6 +1,7 @@
 """The product of few rows, grouped by expert, with many weights, on Hopper: bound by reading weights once, which begins
 before the rows are known. In bf16, and in E4M3 with one scale a matrix, or one a row of x and one a matrix of weights
-or a row of it (a channel). For many rows: `gemm_grouped`.
+or a row of it (a channel), or one for each 128 of a row of x and each 128 x 128 of weights. For many rows:
+`gemm_grouped`, `gemm_fp8_block`.
 
 Nothing here allocates or waits for the device.
 
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from ep_moe.experts.hopper.gemm_fp8_block_gluon import activate, next_stage
 from ep_moe.experts.hopper.route_sort import Lists
-from ep_moe.quant.kernels import NO_SCALES, MatrixScales, RowScales
-from ep_moe.runtime.devices import multiprocessors
+from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
+from ep_moe.runtime.devices import memory_rate, multiprocessors
 from ep_moe.runtime.grids import next_power_of_2
 from ep_moe.runtime.launch_cache import Launch, at_once
 from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
@@ -51,39 +52,52 @@ class Ring:
     stages: int
 
 
+@dataclass(frozen=True)
+class Few:
+    """Rows of an expert on average up to which this is faster than `gemm_grouped`: in bf16, in E4M3, and where weights
+    are large, so that reading those of experts with more than MOST rows twice outweighs all else."""
+
+    bf16: int
+    e4m3: int
+    large: int
+
+
 MOST = 64  # rows of an expert at once; of more, its weights are read again
-# rows of an expert on average up to which this is faster than `gemm_grouped` on an H200, in bf16 and in E4M3. Where
-# weights are large, reading those of the few experts with more than MOST twice outweighs all else
-FEW, FEW_E4M3, FEW_LARGE = 60, 68, 50
+FEW_BLOCKS = 28  # rows up to which it is where blocks have scales, on an H100 and an H200
+H100, H200 = Few(44, 76, 12), Few(60, 68, 50)
+BETWEEN = 4e12  # bytes a second that an H100's memory does not move, and an H200's does
 LARGE = 16 << 20  # bytes of an expert's w13; measured at 3 to 6 MiB and at 28 to 56
 
 
-def ring_for(rows: float, w13: Tensor) -> Ring | None:
-    """The fastest for `bench.experts`' models on an H200, None where there are too many rows.
+def ring_for(rows: float, w13: Tensor, *, blocks: bool = False) -> Ring | None:
+    """The fastest for `bench.experts`' models on an H100 and an H200, None where there are too many rows.
 
-    rows: of an expert, as many as are expected on average; w13: [L, n, k]
+    rows: of an expert, as many as are expected on average; w13: [L, n, k]; blocks: they have scales
     """
-    number = w13.element_size()
-    few = FEW_LARGE if w13.shape[1] * w13.shape[2] * number > LARGE else FEW if number == 2 else FEW_E4M3
-    if rows > few:
+    number, limits = w13.element_size(), H100 if 0 < memory_rate(w13.device) < BETWEEN else H200
+    few = limits.bf16 if number == 2 else limits.e4m3
+    if w13.shape[1] * w13.shape[2] * number > LARGE:
+        few = limits.large
+    if rows > (FEW_BLOCKS if blocks else few):
         return None
     if rows <= 10:
         return Ring(16, 12)
-    return Ring(32, 11) if rows <= 22 else Ring(MOST, 9)
+    return Ring(32, 11) if rows <= (FEW_BLOCKS if blocks else 22) else Ring(MOST, 9)
 
 
 def product(
     x: Tensor, w: Tensor, lists: Lists, out: Tensor, ring: Ring, *, gather: bool = False,
     activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
-    scales: MatrixScales | RowScales | None = None, bias: Tensor | None = None, launch: Launch = at_once,
+    scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
 
     x: [M, k]; w: [L, n, k], both bf16 or, with `scales`, both E4M3; n and k multiples of 128
     lists: rows are in their order; those beyond the last expert's are left as they are
     gather: x is [N, k], and row r of the sorted ones is x[lists.source[r]], whose scale is that of x's row, too
-    out: bf16 [M, n], with a gated activation [M, n / 2], of which the first half of w's rows are the gates; E4M3 if
-        `scales.out` is given
+    out: bf16, or with scales of blocks fp16, [M, n]; with a gated activation [M, n / 2], where the first half of w's
+        rows are the gates; E4M3 if `scales.out` is given
     bias: contiguous [L, n], added to the scaled sums
 
     launch: how it is launched. It starts before the kernel ahead of it has ended, and reads w then: see `pdl`.
@@ -107,31 +121,33 @@ def multiply(
     programs: int, activation: str, alpha: float, limit: float, scales: tuple[Any, ...], scaled_rows: bool,
     bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """See `gemm_streaming.product`; rows, stages: of its `Ring`; scales: as `MatrixScales.given` has them, five None
-    for bf16; scaled_rows: as `RowScales.given` has them, whose weights' scales [L, n] are of channels"""
+    """See `gemm_streaming.product`; rows, stages: of its `Ring`; scales: as `given` of the scales has them, five None
+    for bf16; scaled_rows: of `RowScales`"""
     experts, n, k = w.shape
     block_k = LINE // w.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * w.element_size(), rank=2)
     weights = TensorDescriptor(w, [experts * n, k], [k, 1], [64, block_k], layout)
     gated = activation not in ("", "relu2")
     width = n // 2 if gated else n
-    columns, w_scale = width // (64 if gated else 128), scales[3]
+    columns, x_scale, w_scale = width // (64 if gated else 128), scales[1], scales[3]
+    kind = 0 if w_scale is None else w_scale.dim()  # 2: of channels, 3: of blocks
+    steps = x_scale.stride() if kind == 3 else (0, 0)
     launch(
         _stream, (min(programs, experts * columns),),
-        weights, x, source, ends, out, bias, *scales, 0 if w_scale is None else w_scale.stride(0), experts, n,
+        weights, x, source, ends, out, bias, *scales, 0 if w_scale is None else w_scale.stride(0), *steps, experts, n,
         n // 2 if gated else 64, width, columns, k // block_k,
         alpha, limit, ROWS=rows, BLOCK_K=block_k, STAGES=stages,
         EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, SCALED_ROWS=scaled_rows,
-        CHANNELS=w_scale is not None and w_scale.dim() == 2, num_warps=4, maxnreg=168, **pdl_launch(x.device),
+        CHANNELS=kind == 2, BLOCKS=kind == 3, num_warps=4, maxnreg=168, **pdl_launch(x.device),
     )  # fmt: skip
 
 
 @gluon.jit
 def _stream(
-    w, x, source, ends, out, bias, x_factor, x_scale, x_step, w_scale, out_scale, w_step, experts, n, second, width,
-    columns, k_blocks, alpha, limit, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    EXPERTS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr, CHANNELS: gl.constexpr,
-    PDL: gl.constexpr,
+    w, x, source, ends, out, bias, x_factor, x_scale, x_step, w_scale, out_scale, w_step, scale_row, scale_block,
+    experts, n, second, width, columns, k_blocks, alpha, limit, ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, EXPERTS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr,
+    CHANNELS: gl.constexpr, BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """second: how far a tile's second 64 rows of weights, its neighbours or what its first 64 are the gates of, are
     from its first; columns: tiles of an expert"""
@@ -147,11 +163,11 @@ def _stream(
     cut = (ends, experts, columns)
     to = (out, None, width, alpha, limit)
     scales = (x_factor, x_scale, x_step, w_scale, out_scale, w_step, source)
-    channels = (n, second, bias)
-    kinds: gl.constexpr = (SCALED_ROWS, CHANNELS)
+    own = (n, second, bias, scale_row, scale_block)
+    kinds: gl.constexpr = (SCALED_ROWS, CHANNELS, BLOCKS)
     gl.warp_specialize(
         [
-            (_multiply, (ring, cut, to, scales, channels, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, kinds, PDL)),
+            (_multiply, (ring, cut, to, scales, own, k_blocks, ROWS, STAGES, EXPERTS, ACTIVATION, kinds, PDL)),
             (_copy_weights, (w, ring, cut, n, second, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, ACTIVATION, PDL)),
             (_copy_rows, (x, source, ring, cut, k_blocks, ROWS, BLOCK_K, STAGES, EXPERTS, PDL)),
         ],
@@ -278,14 +294,15 @@ def _copy_tile_rows(
 
 @gluon.jit
 def _multiply(
-    ring, cut, to, scales, channels, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
+    ring, cut, to, scales, own, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """channels: rows of an expert's weights, `second`, and their biases; SCALED: rows of x have a scale each; rows of
-    weights have, too"""
-    n, second, bias = channels
+    """own: rows of an expert's weights, `second`, biases, and how far rows' scales of blocks are from each other, for
+    rows and blocks; SCALED: rows of x have a scale each; rows of weights have, too; or blocks of both"""
+    n, second, bias, scale_row, scale_block = own
     SCALED_ROWS: gl.constexpr = SCALED[0]
     CHANNELS: gl.constexpr = SCALED[1]
+    BLOCKS: gl.constexpr = SCALED[2]
     WIDTH: gl.constexpr = 128 if ACTIVATION == "" or ACTIVATION == "relu2" else 64
     DEPTH: gl.constexpr = 256 // ring[0].dtype.primitive_bitwidth  # numbers of a row that one instruction multiplies
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, DEPTH])
@@ -296,19 +313,27 @@ def _multiply(
     phase = 0
     for tile in range(gl.program_id(0) - gl.num_programs(0), _tiles(experts_of), gl.num_programs(0)):
         expert, column, start, count = _tile(tile, experts_of, columns, ROWS)
-        if scales[3] is not None:  # asked for while the products are under way
+        if BLOCKS:
+            at = scales[3] + expert * scales[5]
+            blocks = (at + column * WIDTH // 128 * k_blocks, at + (column * WIDTH + second) // 128 * k_blocks)
+            rows = _row_of(scales, start, count, ROWS, MMA) * scale_row
+            acc, acc1, stage, phase = _sum_of_blocks(
+                ring, scales[1] + rows, scale_block, blocks, count, k_blocks, stage, phase, ROWS, STAGES, MMA
+            )
+        elif scales[3] is not None:  # asked for while the products are under way
             if CHANNELS:
                 gl.static_assert(SCALED_ROWS)
                 scale = _row_scales(scales, start, count, ROWS, MMA)
-                own = scales[3] + expert * scales[5] + column * WIDTH
-                of_channels = _per_channel(own, MMA)
-                of_channels1 = _per_channel(own + second, MMA)
+                at = scales[3] + expert * scales[5] + column * WIDTH
+                of_channels = _per_channel(at, MMA)
+                of_channels1 = _per_channel(at + second, MMA)
             else:
                 scale = _scale_of(scales, expert, SCALED_ROWS)
                 if SCALED_ROWS:
                     scale *= _row_scales(scales, start, count, ROWS, MMA)
-        acc, acc1, stage, phase = _sum(ring, k_blocks, stage, phase, ROWS, STAGES, MMA)
-        if scales[3] is not None:
+        if not BLOCKS:
+            acc, acc1, stage, phase = _sum(ring, k_blocks, stage, phase, ROWS, STAGES, MMA)
+        if scales[3] is not None and not BLOCKS:
             acc *= scale
             acc1 *= scale
             if CHANNELS:
@@ -352,6 +377,44 @@ def _sum(ring, k_blocks, stage, phase, ROWS: gl.constexpr, STAGES: gl.constexpr,
 
 
 @gluon.jit
+def _sum_of_blocks(
+    ring, x_scale, scale_block, w_scales, count, k_blocks, stage, phase, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """As `_sum`, where each 128 along K have scales. x_scale: where those of the tile's rows begin; w_scales: where
+    those of its weights begin, of the first 64 rows and of the second"""
+    w_ring, x_ring, full, free = ring
+    at, at1 = w_scales
+    inside = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)) < count
+    acc = gl.zeros([64, ROWS], gl.float32, MMA)
+    acc1 = gl.zeros([64, ROWS], gl.float32, MMA)
+    zero = gl.zeros([64, ROWS], gl.float32, MMA)
+    of_rows = gl.load(x_scale, mask=inside, other=0.0)
+    first = gl.load(at)
+    second = gl.load(at1)
+    for k in range(k_blocks):
+        mbarrier.wait(full.index(stage), phase)
+        fence_async_shared()  # tensor cores do not see what threads' own copies wrote before
+        rows = x_ring.index(stage).permute((1, 0))
+        product = warpgroup_mma(w_ring.index(2 * stage), rows, zero, use_acc=False, is_async=True)
+        # the next block's scales travel while this block is multiplied
+        scale = of_rows * first
+        scale1 = of_rows * second
+        ahead = gl.minimum(k + 1, k_blocks - 1)
+        of_rows = gl.load(x_scale + ahead * scale_block, mask=inside, other=0.0)
+        first = gl.load(at + ahead)
+        second = gl.load(at1 + ahead)
+        done = warpgroup_mma_wait(0, (product,))
+        acc += done * scale.expand_dims(0)
+        product1 = warpgroup_mma(w_ring.index(2 * stage + 1), rows, zero, use_acc=False, is_async=True)
+        done1 = warpgroup_mma_wait(0, (product1,))
+        mbarrier.arrive(free.index(stage))
+        acc1 += done1 * scale1.expand_dims(0)
+        stage, phase = next_stage(stage, phase, STAGES)
+    return acc, acc1, stage, phase
+
+
+@gluon.jit
 def _store(to, scales, expert, value, start, count, column):
     """value: [64 columns of out, ROWS rows of it]"""
     out, _, width, _, _ = to
@@ -380,12 +443,20 @@ def _scale_of(scales, expert, SCALED_ROWS: gl.constexpr):
 @gluon.jit
 def _row_scales(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
     """[1, ROWS], of a tile's rows."""
-    _, x_scale, _, _, _, _, source = scales
+    inside = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)) < count
+    at = scales[1] + _row_of(scales, start, count, ROWS, MMA)
+    return gl.load(at, mask=inside, other=0.0).expand_dims(0)
+
+
+@gluon.jit
+def _row_of(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
+    """[ROWS], which row of x each of a tile's is."""
+    source = scales[6]
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
     row = start + r
     if source is not None:
         row = gl.load(source + row, mask=r < count, other=0)
-    return gl.load(x_scale + row, mask=r < count, other=0.0).expand_dims(0)
+    return row
 
 
 @gluon.jit

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
-from ep_moe.experts.hopper.gemm_streaming import Ring
+from ep_moe.experts.hopper.gemm_streaming import Ring, ring_for
 from ep_moe.experts.hopper.route_sort import Lists, copy_rows
 from ep_moe.quant.fp8 import FP8
-from ep_moe.quant.kernels import MatrixScales, RowScales, round_rows, round_rows_by_tensor
+from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales, round_rows, round_rows_by_tensor
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes
 from ep_moe.types import Activation
@@ -83,7 +83,6 @@ class Scaling(ABC):
     """One scheme's part of a step, for one call. `own` is the scratch memory that `scratch` named."""
 
     names: ClassVar[tuple[str, ...]] = ()  # of the parameters that `Products.scales` holds, in order
-    streams: ClassVar[bool] = True  # `gemm_streaming` multiplies it
 
     def __init__(self, products: Products) -> None:
         self.products = products
@@ -96,6 +95,10 @@ class Scaling(ABC):
     @abstractmethod
     def skinny(self, routes: int, each: float) -> TileConfig | None:
         """Tiles of `gemm_skinny`, None where there are too many rows for it. each: rows of an expert on average"""
+
+    def ring(self, each: float) -> Ring | None:
+        """Of `gemm_streaming`, None where there are too many rows for it, too."""
+        return ring_for(each, self.products.w13)
 
     @abstractmethod
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
@@ -290,7 +293,6 @@ class BlockScaled(Scaling):
     found here or come with the rows. In fp16 too, and for rows that are grouped already."""
 
     names = ("w13_scale", "w2_scale")
-    streams = False
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
@@ -304,7 +306,7 @@ class BlockScaled(Scaling):
         }
 
     def skinny(self, routes: int, each: float) -> TileConfig | None:
-        return TileConfig.of_blocks(routes, each, self.products.w2.shape[1], self.products.w2.numel())
+        return TileConfig.of_blocks(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
         if rows.scale is not None:
@@ -322,20 +324,38 @@ class BlockScaled(Scaling):
             gemm_fp8_block.copy_pairs(rows.x, rows.scale, lists.slots, out, scale, launch=self.products.launch)
         return Rows(out, scale)
 
+    def ring(self, each: float) -> Ring | None:
+        w13 = self.products.w13
+        return ring_for(each, w13, blocks=True) if gemm_fp8_block.has_hopper(w13.device) else None
+
     def few(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        routes, inner = found[0].numel(), self.products.w2.shape[2]
-        super().few(
-            rows, found, cut, lists, {"act": own["h"].view(-1)[: routes * inner].view(-1, inner), "y": own["y"]}
-        )
+        super().few(rows, found, cut, lists, self._plain(own))
+
+    def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
+        super().streamed(rows, lists, ring, self._plain(own))
+
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
+        out, scale = own["act_numbers"], own["act_scale"]
+        gemm_fp8_block.quantize_rows(own["act"], out, scale, counts=counts, soon=soon, launch=self.products.launch)
+        return Rows(out, scale)
+
+    def _plain(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """With room for activations that are not rounded yet."""
+        inner = self.products.w2.shape[2]
+        return {**own, "act": own["h"].view(-1)[: len(own["h"]) * inner].view(-1, inner)}
 
     def of_first(self, rows: Rows) -> dict[str, Any]:
-        return {"x_scale": rows.scale, "w13_scale": self.products.scales[0]}
+        assert isinstance(rows.scale, Tensor)
+        return {"scales": BlockScales(rows.scale, self.products.scales[0])}
 
     def of_second(self, rows: Rows) -> dict[str, Any]:
-        return {"w2_scale": self.products.scales[1]}
+        if rows.scale is None:  # `gemm_skinny` rounds its own
+            return {"w2_scale": self.products.scales[1]}
+        assert isinstance(rows.scale, Tensor)
+        return {"scales": BlockScales(rows.scale, self.products.scales[1])}
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
         self.multiply(rows, None, lists.ends, lists.ends[-1:], own["y"], expected, own)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.gemm_streaming import ring_for
 from ep_moe.experts.hopper.operator import launching_operator
 from ep_moe.experts.hopper.route_sort import Home, IdsReady, list_shapes, passes
 from ep_moe.experts.hopper.scaling import SCALINGS, BlockScaled, Products, Rows, Scaling
@@ -129,7 +128,7 @@ def _pass(
     total = count * expected
     each = total / slots
     cut = step.skinny(count * top_k, each)
-    ring = ring_for(each, p.w13) if step.streams and cut is None else None
+    ring = step.ring(each) if cut is None else None
     own = carve(
         workspace, shapes(scaling, count * top_k, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype)
     )

@@ -34,7 +34,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
 )
-from ep_moe.quant.kernels import NO_SCALES, MatrixScales, RowScales
+from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.wire import round_rows
 from ep_moe.runtime import devices
@@ -77,12 +77,18 @@ def operands(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
-@pytest.mark.parametrize("kind", ["bf16", "e4m3", "e4m3 by row", "e4m3 by row and channel"])
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "e4m3 by row", "e4m3 by row and channel", "e4m3 by block"])
 @pytest.mark.parametrize("rows", [1, 11, 23])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_streamed_products_fit(activation, rows, kind, biased):
     x, w13, act, w2, y, *scales = operands(BF16 if kind == "bf16" else FP8)
     scaled_rows, to = kind.startswith("e4m3 by row"), act
+    if kind == "e4m3 by block":
+        blocks = [torch.ones(w.shape[0], w.shape[1] // 128, w.shape[2] // 128) for w in (w13, w2)]
+        scales = [
+            BlockScales(torch.ones(ROWS, w.shape[2] // 128), own) for w, own in zip((w13, w2), blocks, strict=True)
+        ]
+        to = act.bfloat16()
     if scaled_rows:
         of_weights = [torch.ones(EXPERTS, 2, 3)[:, 0, 0]] * 2
         if kind.endswith("channel"):
