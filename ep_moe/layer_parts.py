@@ -18,7 +18,7 @@ from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.execution.graphs import CallGraphs
-from ep_moe.execution.rank_checks import RankChecks, fresh_numbers
+from ep_moe.execution.layer_checks import RankChecks, fresh_numbers
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE, fused_dispatch_shape
 from ep_moe.experts.shared_experts import SharedExperts

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe import RankLayout
-from ep_moe.execution.rank_checks import RankChecks
+from ep_moe.execution.layer_checks import RankChecks
 
 
 class Layer(SimpleNamespace):
