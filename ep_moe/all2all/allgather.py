@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
-from ep_moe.parallel.collectives import as_bytes, as_rows, gather_rows, reduce_scatter_rows
+from ep_moe.parallel.rank_group import as_bytes, as_rows, gather_rows, reduce_scatter_rows
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
 

@@ -43,7 +43,7 @@ class DispatcherCapabilities:
     dedup: a token travels once to a rank, however many of its experts are there
     cuda_graph: dispatch and combine can be captured; host_sync: they wait for the device
     deterministic: equal inputs give equal bits; differentiable: autograd follows dispatch and combine
-    adjoint: it does not, and a layer's backward is a dispatch and a combine of its own (`execution.trained_exchange`):
+    adjoint: it does not, and a layer's backward is a dispatch and a combine of its own (`execution.exchange`):
         one call of the transport with the routes of the forward, whose rows arrive in the same order
     max_ranks, max_top_k: of the EP group and of K, None for no limit
     alignment_bytes: that a row must be a multiple of

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
-from ep_moe.parallel.collectives import all_to_all_rows, as_bytes, as_rows
+from ep_moe.parallel.rank_group import all_to_all_rows, as_bytes, as_rows
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ep_moe.config import Tokens
 from ep_moe.errors import InputError
-from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.rank_group import (
     NO_GRADIENTS,
@@ -31,7 +30,11 @@ from ep_moe.parallel.rank_group import (
     RankGroup,
     all_gather_single,
     checksum,
+    gather_replicated,
+    gather_rows,
     place_factors,
+    reduce_scatter_rows,
+    sum_gradients,
 )
 from ep_moe.types import TokenMask, capturing
 

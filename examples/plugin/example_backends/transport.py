@@ -1,7 +1,7 @@
 """A transport: all-gather to dispatch, all-to-all and a float32 sum over ranks to combine."""
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
-from ep_moe.parallel.collectives import all_to_all_rows, gather_rows
+from ep_moe.parallel.rank_group import all_to_all_rows, gather_rows
 from ep_moe.types import LocalIds, Pending, Received
 
 
