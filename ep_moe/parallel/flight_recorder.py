@@ -27,8 +27,7 @@ from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, with_cause
-from ep_moe.parallel.host_exchange import HostExchange
-from ep_moe.parallel.step_board import DeviceMark, PeerBoard, StepBoard
+from ep_moe.parallel.step_board import DeviceMark, HostExchange, PeerBoard, StepBoard
 from ep_moe.types import capturing
 
 _PATIENCE_S = 5.0  # before a rank that waits for others says so

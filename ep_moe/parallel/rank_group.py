@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from ep_moe.errors import InputError
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.host_exchange import HostExchange
+from ep_moe.parallel.step_board import HostExchange
 from ep_moe.types import Pending
 
 # torch 2.13 renamed it; 2.11 has the old name only

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from ep_moe.parallel import host_exchange
-from ep_moe.parallel.host_exchange import LARGEST, HostExchange
-from ep_moe.parallel.step_board import PeerBoard, StepBoard
+from ep_moe.parallel import step_board
+from ep_moe.parallel.step_board import LARGEST, HostExchange, PeerBoard, StepBoard
 
 NOBODY = SimpleNamespace(deadline_s=20.0, check=lambda: None)
 RANKS = 3
@@ -32,9 +31,9 @@ def put(exchange: HostExchange, first: int, second: int) -> list[tuple[int, int]
 
 def test_every_rank_gets_the_numbers_of_all(made, monkeypatch):
     """Ranks that come at different times, past the largest number of an exchange."""
-    monkeypatch.setattr(host_exchange, "_POLLS", 2)
+    monkeypatch.setattr(step_board, "_POLLS", 2)
     for exchange in made:
-        exchange._number = host_exchange._NUMBERS - 150
+        exchange._number = step_board._NUMBERS - 150
     faults = []
 
     def run(rank: int) -> None:
@@ -56,15 +55,15 @@ def test_every_rank_gets_the_numbers_of_all(made, monkeypatch):
 
 
 def test_a_rank_that_is_late_is_waited_for_where_others_are_told(made, monkeypatch):
-    monkeypatch.setattr(host_exchange, "_POLLS", 2)
+    monkeypatch.setattr(step_board, "_POLLS", 2)
     entered = []
 
     @contextlib.contextmanager
     def late():
         entered.append("late")
         for rank in (1, 2):
-            made[rank]._own[host_exchange.EXCHANGED + 1] = made[rank]._own[host_exchange.EXCHANGED + 3] = 1
-            made[rank]._own[host_exchange.EXCHANGED + 2] = 5 << 16 | 1
+            made[rank]._own[step_board.EXCHANGED + 1] = made[rank]._own[step_board.EXCHANGED + 3] = 1
+            made[rank]._own[step_board.EXCHANGED + 2] = 5 << 16 | 1
         yield
         entered.append("here")
 
@@ -73,14 +72,14 @@ def test_a_rank_that_is_late_is_waited_for_where_others_are_told(made, monkeypat
 
 
 def test_a_rank_that_never_comes_is_named(made, monkeypatch):
-    monkeypatch.setattr(host_exchange, "_POLLS_IN_TURN", 2)
-    made[1]._own[host_exchange.EXCHANGED + 2] = made[1]._own[host_exchange.EXCHANGED + 3] = 1
+    monkeypatch.setattr(step_board, "_POLLS_IN_TURN", 2)
+    made[1]._own[step_board.EXCHANGED + 2] = made[1]._own[step_board.EXCHANGED + 3] = 1
     with pytest.raises(dist.DistError, match="rank 2 did not come to this call"):
         made[0].exchange(4, 0, SimpleNamespace(deadline_s=0.05, check=lambda: None), contextlib.nullcontext)
 
 
 def test_what_failed_elsewhere_ends_the_wait(made, monkeypatch):
-    monkeypatch.setattr(host_exchange, "_POLLS_IN_TURN", 2)
+    monkeypatch.setattr(step_board, "_POLLS_IN_TURN", 2)
 
     def check():
         raise KeyError("rank 2 ran out of memory")
