@@ -23,14 +23,14 @@ Kind = Literal["dispatchers", "experts", "fused"]
 # kernels: the first that can serve a layer is chosen
 _BUILT_IN: dict[Kind, dict[str, str]] = {
     "dispatchers": {
-        "local": "ep_moe.all2all.local:LocalDispatcher",
-        "allgather": "ep_moe.all2all.allgather:AllGatherDispatcher",
+        "local": "ep_moe.all2all.torch_collectives:LocalDispatcher",
+        "allgather": "ep_moe.all2all.torch_collectives:AllGatherDispatcher",
         "deepep": "ep_moe.all2all.deepep:DeepEPDispatcher",
         "deepep_static": "ep_moe.all2all.deepep:DeepEPStaticDispatcher",
         "flashinfer_nvlink": "ep_moe.all2all.flashinfer_nvlink:FlashInferNVLinkDispatcher",
         "nvlink_p2p": "ep_moe.all2all.nvlink_p2p.dispatcher:NVLinkP2PDispatcher",
         "pplx": "ep_moe.all2all.pplx:PplxDispatcher",
-        "torch_a2a": "ep_moe.all2all.torch_a2a:TorchAll2AllDispatcher",
+        "torch_a2a": "ep_moe.all2all.torch_collectives:TorchAll2AllDispatcher",
     },
     "experts": {
         "bf16_triton": "ep_moe.experts.hopper.experts:Bf16TritonExperts",

@@ -13,9 +13,8 @@ from ep_moe import EPContext, ParallelConfig, registry
 from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
-from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
-from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
+from ep_moe.all2all.torch_collectives import LocalDispatcher, TorchAll2AllDispatcher
 from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.testing import check_dispatcher, distributed, rank_device

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ep_moe import Activation, EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
-from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
+from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.fp8 import dequantize_fp8_blocks

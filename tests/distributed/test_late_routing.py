@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ep_moe import EPContext, ExpertMap, InputError, MoELayer, ParallelConfig
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
-from ep_moe.all2all.torch_a2a import TorchAll2AllDispatcher
+from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, to_place
 from ep_moe.placement.placement import Placement

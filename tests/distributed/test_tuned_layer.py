@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import Activation, ConfigError, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, registry
-from ep_moe.all2all.allgather import AllGatherDispatcher
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.all2all.torch_collectives import AllGatherDispatcher
 from ep_moe.cli import tune as tuning
 from ep_moe.errors import InputError
 from ep_moe.experts.base import Experts

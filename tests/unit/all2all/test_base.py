@@ -5,7 +5,7 @@ import torch
 
 from ep_moe import Wire
 from ep_moe.all2all.base import DispatchShape
-from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import ONE_SCALE
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS

@@ -2,7 +2,7 @@
 
 import torch
 
-from ep_moe.all2all.torch_a2a import _slots, spread, summed
+from ep_moe.all2all.torch_collectives import _slots, spread, summed
 
 TOKENS, RANKS = 7, 3
 

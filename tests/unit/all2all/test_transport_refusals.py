@@ -13,9 +13,9 @@ from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELay
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
-from ep_moe.all2all.local import LocalDispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
+from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.runtime.devices import without_peer_atomics
 from ep_moe.selection.explain import choose, explain
 

@@ -8,7 +8,7 @@ import torch
 
 from ep_moe import ConfigError, InputError, Wire, registry
 from ep_moe.all2all.base import Dispatcher
-from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.execution.exchange import Exchange, check_pipeline
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.side_stream import SideStream

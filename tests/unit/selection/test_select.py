@@ -22,7 +22,7 @@ from ep_moe import (
     load_model_config,
     registry,
 )
-from ep_moe.all2all.local import LocalDispatcher
+from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.cli import doctor
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
