@@ -1,17 +1,102 @@
-"""`reference`: plain torch on `grouped_mm`, on CPU and GPU, differentiable. The oracle of every other kernel: quantised
-weights are dequantised, activations are not rounded."""
+"""Experts in plain torch: `reference`, on CPU and GPU, differentiable; `grouped_mm` as an operator for compiled graphs;
+and the activations between the two expert matrices.
+
+`reference` is the oracle of every other kernel: quantised weights are dequantised, activations are not rounded.
+
+torch knows the shape of `grouped_mm`'s result for bf16 alone, although it computes float32 and float16 too. In a
+compiled graph there may also be rows behind the last group, which `grouped_mm` leaves as memory was: here they are
+zero.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import grouped_mm
+from typing import Any
 
-from ep_moe.experts.activations import activate
+import torch
+from torch import Tensor, finfo
+from torch.nn.functional import gelu, grouped_mm, relu, silu
+
+from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.layouts import group_rows, reduce_rows
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import Activation, Received, RowLayout, Weighting
+
+
+def activate(h: Tensor, config: MoEConfig) -> Tensor:
+    """h: [M, 2I] with gate first, then up (or [M, I] without a gate). Returns [M, I]."""
+    if config.activation is Activation.RELU2:
+        return relu(h).square()
+    gate, up = h.chunk(2, dim=-1)
+    match config.activation:
+        case Activation.SWIGLU:
+            return silu(gate) * up
+        case Activation.GEGLU:
+            return gelu(gate) * up
+        case Activation.GEGLU_TANH:
+            return gelu(gate, approximate="tanh") * up
+        case Activation.SWIGLU_LIMITED:
+            gate, up = _limited(gate, up, config.activation_limit)
+            return silu(gate) * up
+        case Activation.SWIGLU_LIMITED_AFTER:
+            gate, up = _limited(silu(gate), up, config.activation_limit)
+            return gate * up
+        case Activation.SWIGLU_SOFTCAPPED:
+            return _softcap(gate, config.activation_alpha) * gate.sigmoid() * _softcap(up, config.activation_limit)
+        case Activation.SWIGLU_CLAMPED:
+            gate, up = _limited(gate, up, config.activation_limit)
+            return (up + 1) * (gate * (config.activation_alpha * gate).sigmoid())
+
+
+def _softcap(x: Tensor, cap: float) -> Tensor:
+    return (x / cap).tanh() * cap
+
+
+def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    limit = min(limit, finfo(gate.dtype).max)
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+
+
+@torch.library.custom_op("ep_moe::grouped_mm", mutates_args=())
+def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [M, in], sorted by group, times weight [L, out, in]: [M, out], zero from row ends[-1] on."""
+    if not len(x):
+        return x.new_empty(0, weight.shape[1])
+    y = grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
+    behind = torch.arange(len(x), device=x.device) >= ends[-1:]
+    return y.masked_fill_(behind.unsqueeze(1), 0)
+
+
+@grouped.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("ep_moe::grouped_mm_weight", mutates_args=())
+def _weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """x [M, in], grad [M, out]: [L, out, in], each group's rows alone."""
+    if not len(x):
+        return x.new_zeros(len(ends), grad.shape[1], x.shape[1])
+    return grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends).contiguous()
+
+
+@_weight_gradient.register_fake
+def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    to_x = grouped(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    to_weight = _weight_gradient(x, grad, ends) if ctx.needs_input_grad[1] else None
+    return to_x, to_weight, None
+
+
+grouped.register_autograd(_backward, setup_context=_keep)
 
 
 class ReferenceExperts(Experts):
@@ -54,8 +139,6 @@ class ReferenceExperts(Experts):
 def _linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [M, in], sorted by expert, times weight [L, out, in]: [M, out]."""
     if torch.compiler.is_compiling():
-        from ep_moe.experts.grouped_mm_op import grouped
-
         y: Tensor = grouped(x, weight, ends)
         return y
     return grouped_mm(x, weight.transpose(1, 2), offs=ends)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe.config import MoEConfig
-from ep_moe.experts.activations import activate
+from ep_moe.experts.reference import activate
 
 
 class SharedExperts(nn.Module):

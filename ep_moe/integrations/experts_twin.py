@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ep_moe.checkpoint.module_layout import ModuleLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.experts.activations import activate
+from ep_moe.experts.reference import activate
 from ep_moe.types import Activation
 
 _ROWS = 12
@@ -286,7 +286,7 @@ def computes(experts: Any, config: MoEConfig) -> bool:
     return got.shape == want.shape and torch.allclose(got, want, rtol=_RTOL, atol=_ATOL)
 
 
-_REMEDY = "add its activation to ep_moe.types.Activation and ep_moe.experts.activations, or keep this model as it is"
+_REMEDY = "add its activation to ep_moe.types.Activation and ep_moe.experts.reference, or keep this model as it is"
 
 
 def _values(gated: bool) -> Tensor:

@@ -80,7 +80,7 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
         if type(module) in kinds and name not in found:
             raise ConfigError(
                 f"{name}: {type(module).__name__} computes no Activation of ep_moe between its matrices, as others of "
-                f"its class do; add its activation to ep_moe.types.Activation and ep_moe.experts.activations, or {KEEP}"
+                f"its class do; add its activation to ep_moe.types.Activation and ep_moe.experts.reference, or {KEEP}"
             )
     return found
 

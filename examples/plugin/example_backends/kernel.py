@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import linear
 
-from ep_moe.experts.activations import activate
 from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.experts.reference import activate
 from ep_moe.types import Activation, Weighting
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ep_moe import EPContext, ExpertMap, MoELayer, Routing
-from ep_moe.experts.grouped_mm_op import grouped
+from ep_moe.experts.reference import grouped
 from ep_moe.placement.placement import Placement
 from tests.fixtures.helpers import fill
 from tests.fixtures.single_layer import CPU, context, full, routing, shape  # noqa: F401  (a fixture)
