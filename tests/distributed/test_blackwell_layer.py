@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Wire
-from ep_moe.experts.flashinfer import cutedsl_op, cutlass_op
+from ep_moe.experts.flashinfer import cutedsl as cutedsl_op
+from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.flashinfer import cutedsl_op
+from ep_moe.experts.flashinfer import cutedsl as cutedsl_op
 from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup

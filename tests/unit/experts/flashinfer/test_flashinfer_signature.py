@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ep_moe.all2all.flashinfer_nvlink import TOP_KS
+from ep_moe.experts.flashinfer import cutedsl, cutlass_op
 from ep_moe.experts.flashinfer import cutedsl as flashinfer_cutedsl
-from ep_moe.experts.flashinfer import cutedsl_op, cutlass_op
 from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
 from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExperts
 from ep_moe.types import Activation
@@ -181,11 +181,11 @@ def parameters_of(function: str) -> tuple[set[str], set[str]]:
 
 
 def test_calls_of_the_cutedsl_wrapper():
-    kernel = cutedsl_op.Kernel(4, 2, 256, 128, torch.bfloat16, 3, 1.0, 0.0, 1.0, True)
-    made = cutedsl_op.arguments(kernel, torch.device("cpu")).keys()
+    kernel = cutedsl.Kernel(4, 2, 256, 128, torch.bfloat16, 3, 1.0, 0.0, 1.0, True)
+    made = cutedsl.arguments(kernel, torch.device("cpu")).keys()
     known, needed = parameters_of("__init__")
     assert needed <= made <= known
-    (call,) = (n for n in ast.walk(ast.parse(inspect.getsource(cutedsl_op)))
+    (call,) = (n for n in ast.walk(ast.parse(inspect.getsource(cutedsl)))
                if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "run")  # fmt: skip
     given = {keyword.arg for keyword in call.keywords}
     known, needed = parameters_of("run")
