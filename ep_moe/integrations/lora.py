@@ -27,7 +27,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
 from ep_moe.integrations.save import SavedExperts
 from ep_moe.training.wrappers import exclude_experts
-from ep_moe.weights.lora import ExpertLora, LowRank
+from ep_moe.weights.trained import ExpertLora, LowRank
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

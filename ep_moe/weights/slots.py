@@ -16,11 +16,10 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
-from ep_moe.weights import optimizer_guard
-from ep_moe.weights.gradients import GradientSum
+from ep_moe.weights import trained as optimizer_guard
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.lora import ExpertLora, LowRank, refusal
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
+from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, lora_refusal
 
 Result = TypeVar("Result")
 _VERSION = attrgetter("_version")  # how often a tensor was written
@@ -249,7 +248,7 @@ class ExpertSlots(nn.Module):
                     parameter = etp_parameter(view, part, self._mesh, requires_grad)
                     module.register_parameter(part, parameter)
                     if self.gradient_sum.ep.size > 1:
-                        optimizer_guard.mark(parameter)
+                        optimizer_guard.guard_optimizers(parameter)
                     views.append((parameter, view))
             self.add_module(str(expert), module)
         self._set_views(views)
@@ -264,7 +263,7 @@ class ExpertSlots(nn.Module):
         Raises:
             ConfigError: the experts cannot have any here.
         """
-        why = refusal(self)
+        why = lora_refusal(self)
         if why is not None:
             raise ConfigError(f"low-rank updates cannot be added: {why}")
         self.requires_grad_(False)
@@ -272,7 +271,7 @@ class ExpertSlots(nn.Module):
         self.lora = ExpertLora(self._slots, ranks, [seed * self.config.num_experts + expert for expert in experts])
         if self.gradient_sum.ep.size > 1:
             for parameter in self.lora.parameters():
-                optimizer_guard.mark(parameter)
+                optimizer_guard.guard_optimizers(parameter)
         return self.lora
 
     @torch.no_grad()

@@ -1,0 +1,233 @@
+"""What training adds to a rank's experts: sums of their copies' gradients, low-rank updates (LoRA, Hu et al. 2021), and
+a guard of their optimizer's state.
+
+- Gradients: every copy of an expert gets that of all tokens, and so copies that are equal stay equal. Copies are in
+  other slots of the EP group (a redundant map), and in the same slots of other EP groups (ep < dp). Both sums are part
+  of backward. All ranks that share an expert must therefore run backward equally often.
+- Low-rank updates are trained while the matrices stay as they are.
+- An optimizer's own `state_dict()` is refused in a distributed checkpoint. That dict numbers parameters, and ranks with
+  different experts give one number to different ones: the checkpoint would keep one rank's state under it and give it
+  to all, without a word. `get_optimizer_state_dict` goes by names, which is right on any ranks and under any map. The
+  layer is not given the optimizer, and parameters do not know it. What sees it is torch's hook on every optimizer's
+  step (`register_optimizer_step_post_hook`); it is installed with the first expert parameters that differ between
+  ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ep_moe.errors import ConfigError
+from ep_moe.parallel.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from ep_moe.weights.slots import ExpertSlots
+
+
+class GradientSum:
+    """Of one layer's experts on this rank.
+
+    ep, etp: the links of this rank; replicas: to the ranks with the same slots in other EP groups
+    divisor: what backward divides gradients by: 1 for the sum over all ranks' tokens; the number of ranks with tokens
+        of their own for the mean, as dense parameters have it (`ep_moe.training`)
+    sharded: FSDP cuts the experts over `replicas` and averages over them
+    compared: `ep_moe.training` has compared what ranks hold alike
+    each_backward: called first in every backward, on all ranks of the stage alike
+    """
+
+    def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
+        self._weights = weights
+        self.ep, self.etp, self.replicas = ep, etp, replicas
+        self.divisor = 1
+        self.sharded = False
+        self.compared = False
+        self.each_backward: Callable[[], None] | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Nothing is summed or divided: one rank of everything, and each expert in one slot."""
+        one = max(self.ep.size, self.etp.size, self.replicas.size) == 1
+        return one and self.divisor == 1 and not self._weights.expert_map.replicated
+
+    def check(self) -> None:
+        """Raise ConfigError, on all ranks alike, where a sum could not be made."""
+        expert_map = self._weights.expert_map
+        if self.ep.size == 1 or not self._weights.expert_map.replicated:
+            return
+        for rank in range(expert_map.num_ranks):
+            if not expert_map.num_slots(rank):
+                raise ConfigError(
+                    f"expert_map gives rank {rank} of the EP group no expert and others twice: gradients of copies "
+                    f"cannot be summed there; give that rank an expert to train"
+                )
+
+    def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""
+        if self.each_backward is not None:
+            self.each_backward()
+        divisor = self.divisor / self.replicas.size if self.sharded else self.divisor  # FSDP takes the mean itself
+        if divisor != 1:
+            gradients = {name: gradient / divisor for name, gradient in gradients.items()}
+        if self.etp.size > 1 and "w2_bias" in gradients:  # etp rank 0 alone used it, all hold it
+            gradients["w2_bias"] = gradients["w2_bias"].clone()
+            with self.etp.flight_recorder.step("backward by the sum over etp", counted=False):
+                dist.all_reduce(gradients["w2_bias"], group=self.etp.group)
+        if not gradients or not self._weights.num_slots:
+            return gradients
+        redundant = self._weights.expert_map.replicated
+        shared = {name: self._copies(gradient, redundant) for name, gradient in gradients.items()} if redundant else {}
+        if self.replicas.size > 1 and not self.sharded:
+            with self.replicas.flight_recorder.step("backward by the sum over EP groups", counted=False):
+                for name in gradients:
+                    gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)
+                    dist.all_reduce(gradients[name], group=self.replicas.group)
+                for total in shared.values():
+                    # the same places in the same buffer on all ranks: copies get the same bits in whatever slot
+                    dist.all_reduce(total, group=self.replicas.group)
+        return gradients | {name: self._put_back(gradients[name], shared[name], redundant) for name in shared}
+
+    def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
+        """float32 [len(redundant), ...], summed over all slots of the EP group."""
+        total = torch.zeros(len(redundant), *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+        for place, expert in enumerate(redundant):
+            for slot in self._weights.held.get(expert, ()):
+                total[place] += gradient[slot]
+        if self.ep.size > 1:
+            with self.ep.flight_recorder.step("backward by the sum over copies"):
+                dist.all_reduce(total, group=self.ep.group)
+        return total
+
+    def _put_back(self, gradient: Tensor, total: Tensor, redundant: list[int]) -> Tensor:
+        gradient = gradient.clone()  # it may be another's too
+        for place, expert in enumerate(redundant):
+            for slot in self._weights.held.get(expert, ()):
+                gradient[slot] = total[place].to(gradient.dtype)
+        return gradient
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Of one stored matrix: W + scaling * B @ A.
+
+    Args:
+        rank: Rows of A and columns of B.
+        scaling: alpha / rank.
+    """
+
+    rank: int
+    scaling: float
+
+
+def lora_refusal(weights: ExpertSlots) -> str | None:
+    """None, or why these experts cannot have low-rank updates."""
+    if weights.lora is not None:
+        return "they have factors already; merge these first"
+    if not weights.named:
+        return "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
+    if weights.etp.size > 1:
+        return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
+    if weights.expert_map.replicated:
+        return "the map has redundant experts; choose one without"
+    if weights.is_meta or not weights._slots:
+        return "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
+    return None
+
+
+class ExpertLora(nn.Module):
+    """The factors of the experts in a rank's slots, as functions of which a kernel reads the matrices.
+
+    `lora_A_w13` [L, r, H] and `lora_B_w13` [L, 2I, r], `lora_A_w2` [L, r, I] and `lora_B_w2` [L, H, r]. They are
+    float32 where the matrices have 16 bits. A is drawn as `nn.Linear` draws its weight, B is zero.
+
+    Args:
+        matrices: [L, out, in] by stored name, of which those in `ranks` get factors.
+        ranks: By stored name.
+        seeds: Of the experts in the slots: copies of an expert get equal numbers.
+    """
+
+    def __init__(self, matrices: Mapping[str, Tensor], ranks: Mapping[str, LowRank], seeds: list[int]) -> None:
+        super().__init__()
+        self.ranks = dict(ranks)
+        for name, one in ranks.items():
+            matrix, rank = matrices[name], one.rank
+            slots, rows, columns = matrix.shape
+            dtype = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
+            a = torch.empty(slots, rank, columns, dtype=dtype, device="cpu")
+            for slot, seed in enumerate(seeds):
+                generator = torch.Generator("cpu").manual_seed(seed)
+                a[slot].uniform_(-1 / math.sqrt(columns), 1 / math.sqrt(columns), generator=generator)
+            self.register_parameter(f"lora_A_{name}", nn.Parameter(a.to(matrix.device)))
+            b = torch.zeros(slots, rows, rank, dtype=dtype, device=matrix.device)
+            self.register_parameter(f"lora_B_{name}", nn.Parameter(b))
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """A and B of a stored matrix."""
+        return self.get_parameter(f"lora_A_{name}"), self.get_parameter(f"lora_B_{name}")
+
+    def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the stored tensors [L, ...], updated: new memory for each matrix that has factors."""
+        found = dict(stored)
+        for name, one in self.ranks.items():
+            a, b = (factor.to(found[name].dtype) for factor in self.factors(name))
+            with torch.autocast(found[name].device.type, enabled=False):
+                found[name] = torch.baddbmm(found[name], b, a, alpha=one.scaling)
+        return found
+
+
+KEY = "parameters differ between ranks"
+_REFUSAL = (
+    "optimizer.state_dict() numbers parameters, and ranks hold different experts under one number: a checkpoint would "
+    "keep {fqn} of one rank alone; save get_optimizer_state_dict(model, optimizer) of "
+    "torch.distributed.checkpoint.state_dict, and load with set_optimizer_state_dict"
+)
+
+
+class _Refused:
+    """A value that torch.distributed.checkpoint asks how it is to be written or read. A file of torch.save, one for
+    each rank, keeps a plain empty set in its place."""
+
+    def __create_write_items__(self, fqn: str, value: Any) -> Any:
+        raise ConfigError(_REFUSAL.format(fqn=fqn.rpartition(".")[0] or fqn))
+
+    def __create_chunk_list__(self) -> Any:
+        raise ConfigError(_REFUSAL.format(fqn="the optimizer"))
+
+    def __get_tensor_shard__(self, index: Any) -> Any:
+        raise ConfigError(_REFUSAL.format(fqn="the optimizer"))
+
+    def __reduce__(self) -> Any:
+        return set, ()
+
+
+def guard_optimizers(parameter: Parameter) -> None:
+    """This parameter is another expert's on other ranks."""
+    parameter.differs_between_ranks = True  # type: ignore[attr-defined]
+    _install()
+
+
+@cache
+def _install() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer.__dict__.get("_guarded_by_ep_moe"):
+        return
+    optimizer._guarded_by_ep_moe = True  # type: ignore[attr-defined]
+    if any(hasattr(p, "differs_between_ranks") for group in optimizer.param_groups for p in group["params"]):
+        optimizer.register_state_dict_post_hook(_guard)
+
+
+def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    state_dict[KEY] = _Refused()
