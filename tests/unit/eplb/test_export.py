@@ -1,8 +1,7 @@
 """A balancer's numbers in other people's formats."""
 
-from ep_moe.eplb.export import prometheus_text, to_tensorboard
 from ep_moe.eplb.migration.consensus import State
-from ep_moe.eplb.stats import BalancerStats
+from ep_moe.eplb.stats import BalancerStats, prometheus_text, to_tensorboard
 from ep_moe.placement.placement import LayerStats
 
 STATS = BalancerStats(
