@@ -16,7 +16,7 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import ExpertMap, MoEConfig
-from ep_moe.eplb.migration import row_triton, slots
+from ep_moe.eplb.migration import slots
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -86,7 +86,7 @@ def test_a_range_without_the_checksum_takes_its_own_programs_alone():
     case = Case([5000, 1, 8192, 3])
     grids = []
     weigh = mock.MagicMock(__getitem__=lambda _, grid: grids.append(grid) or (lambda *_, **__: None))
-    with mock.patch.object(row_triton, "_weigh", weigh):
+    with mock.patch.object(slots, "_weigh", weigh):
         for start, stop in ((0, 1), (4095, 4097), (4999, 5002), (0, 13196), (0, 13197), (13196, 13197)):
             case.kernels.pack(0, 8 * start, 8 * stop, torch.empty(8 * (stop - start), dtype=torch.uint8))
     assert grids == [(1,), (2,), (3,), (6,), (6,), (6,)]
