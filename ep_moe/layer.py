@@ -38,7 +38,7 @@ from ep_moe.runtime.devices import elsewhere, on_device
 from ep_moe.runtime.launch_cache import aligned
 from ep_moe.runtime.profiling import stage
 from ep_moe.selection.backend_table import TableEntry
-from ep_moe.selection.kernel_tuning import Kernel
+from ep_moe.selection.tuned import Kernel
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing
 
 

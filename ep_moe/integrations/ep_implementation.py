@@ -33,7 +33,7 @@ from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import DEADLINE_S, local_device
 from ep_moe.runtime.launch_cache import aligned
 from ep_moe.selection import explain
-from ep_moe.selection.kernel_tuning import Kernel
+from ep_moe.selection.tuned import Kernel
 from ep_moe.weights.borrowed import BorrowedWeights
 from ep_moe.weights.layouts.base import WeightLayout
 

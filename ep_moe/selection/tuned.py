@@ -1,8 +1,10 @@
-"""What `ep-moe tune` found: the fastest transport and kernel per number of tokens, for one layer shape on one machine.
+"""What was measured for a layer: by `ep-moe tune`, the fastest transport and kernel per number of tokens, for one layer
+shape on one machine; and by a layer's own kernel, whose tuning one rank does for all.
 
 A bucket is a bound on the tokens that any rank sends in one call, and all ranks state theirs alike
 (`EPContext(max_tokens=)`, `EPContext.token_limit`): the smallest bucket that holds the bound in force serves the call,
-and nothing is asked of the device or of a peer."""
+and nothing is asked of the device or of a peer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ import torch
 from ep_moe._version import __version__
 from ep_moe.checks import check_path
 from ep_moe.config import MoEConfig, Wire, flat_facts, from_table
+from ep_moe.context import TUNING_S, EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.experts.base import Experts
+from ep_moe.experts.fused.base import FusedExperts
+from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import dtype_name
 
 FORMAT = 1
@@ -274,3 +280,44 @@ def choose(lines: Sequence[Measured], layouts: Mapping[str, Hashable]) -> tuple[
 
     chosen = min(whole.values(), key=loss)
     return tuple(chosen[tokens] for tokens in buckets)
+
+
+Kernel = Experts | FusedExperts
+
+
+def tuned_on_one_rank(
+    kernel: Kernel,
+    context: EPContext,
+    placed: ExpertMap,
+    rows: Sequence[int],
+    cache: str | Path | None,
+    name: str,
+) -> list[int]:
+    """Let the rank with the most experts tune a kernel. Collective.
+
+    Args:
+        kernel: The layer's, on each rank.
+        context: Its ranks.
+        placed: Which rank has how many experts.
+        rows: Numbers of received rows to measure.
+        cache: A folder that keeps findings, None for none.
+        name: Of the layer, for errors.
+
+    Returns:
+        What `kernel.tune` found there, on all ranks.
+    """
+    busiest = max(range(placed.num_ranks), key=placed.num_slots)
+    found: list[int] = context.consensus.share(
+        f"tune {name}",
+        lambda: kernel.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
+        owner=busiest * context.layout.etp,  # within the first EP group of those that run together
+        deadline_s=TUNING_S,
+    )
+    return found
+
+
+def _counts(rows: Sequence[int]) -> list[int]:
+    for count in rows:
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"tune: rows must be integers of at least 1, got {count!r}")
+    return list(rows)

@@ -9,7 +9,7 @@ import torch
 from ep_moe import ExpertMap, MoELayer
 from ep_moe.context import TUNING_S
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.selection.kernel_tuning import tuned_on_one_rank
+from ep_moe.selection.tuned import tuned_on_one_rank
 from tests.fixtures.single_layer import EXPERTS, context, shape  # noqa: F401 (a fixture)
 
 
