@@ -28,8 +28,7 @@ from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.selection import explain as select
-from ep_moe.selection.resolve import LayerRequest, agree, device_of
-from ep_moe.selection.slow_training import SlowTraining
+from ep_moe.selection.resolve import LayerRequest, SlowTraining, agree, device_of
 from ep_moe.selection.tuned import Kernel, Tuned, tuned_on_one_rank
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights

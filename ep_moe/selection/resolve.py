@@ -1,4 +1,6 @@
-"""Which backends and which expert map a layer gets. All ranks of a context choose alike, or raise alike."""
+"""Which backends and which expert map a layer gets, and a warning where it will train slowly. All ranks of a context
+choose alike, or raise alike.
+"""
 
 from __future__ import annotations
 
@@ -217,3 +219,29 @@ def _check_fused(name: str, asked: LayerRequest) -> None:
             f"experts={name} routes inside, as ep_moe.router.Router does; leave router=None, or choose other experts, "
             f"got {type(asked.router).__name__}"
         )
+
+
+class SlowTraining:
+    """Of one layer; it warns once. Alike on all ranks, which have one choice of backends."""
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    def look(self, layer: Any) -> None:
+        """Warn at the first call with gradients, if "auto" chose `reference` on a GPU. layer: a MoELayer"""
+        if self._looked or torch.compiler.is_compiling():
+            return
+        self._looked = True
+        if layer.context.device.type != "cuda" or layer.choice.experts != "reference":
+            return
+        if layer._asked["experts"] != explain.AUTO:
+            return
+        kernels = {name for name in registry.targets("experts") if registry.load("experts", name).own_backward}
+        refused = {row.experts: row.reason for row in layer.explain() if row.experts in kernels}
+        if refused:
+            text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            warnings.warn(
+                f"{layer.name} is trained with experts=reference, in plain torch, several times slower than a kernel "
+                f"with a backward of its own ({text}); name experts='reference' to be asked no more",
+                stacklevel=2,
+            )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe.selection.explain import BackendChoice
-from ep_moe.selection.slow_training import SlowTraining
+from ep_moe.selection.resolve import SlowTraining
 
 
 def layer(device="cuda", chosen="reference", asked="auto"):
