@@ -18,7 +18,7 @@ from ep_moe.runtime.grids import cdiv, next_power_of_2
 from ep_moe.runtime.launch_cache import LaunchSpec, aligned
 from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
-from ep_moe.runtime.waiting_triton import Waiting
+from ep_moe.runtime.waiting import Waiting
 from ep_moe.types import PhysicalRouting
 
 _TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows

@@ -31,7 +31,7 @@ from ep_moe.runtime.grids import cdiv, next_power_of_2
 from ep_moe.runtime.launch_cache import LaunchSpec, aligned
 from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
-from ep_moe.runtime.waiting_triton import Waiting
+from ep_moe.runtime.waiting import Waiting
 from ep_moe.types import PhysicalRouting
 
 

@@ -24,7 +24,7 @@ WITHOUT = """
     from ep_moe.experts.hopper import gemm_skinny, gemm_streaming, route_sort
     from ep_moe.quant import fp8
     from ep_moe.runtime import triton_compat
-    from ep_moe.runtime.waiting_triton import Waiting
+    from ep_moe.runtime.waiting import Waiting
     assert not triton_compat.HAS_GLUON
     assert isinstance(route_sort._place_pairs, Waiting)
     ids = torch.zeros(4, 2, dtype=torch.int32)

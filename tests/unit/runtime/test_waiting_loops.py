@@ -30,9 +30,8 @@ from ep_moe.all2all.nvlink_p2p import bulk, low_latency
 from ep_moe.all2all.nvlink_p2p.packets import any_of, late_packets, still_missing
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.hopper import route_sort
-from ep_moe.runtime import waiting_triton
-from ep_moe.runtime.waiting_triton import Waiting
-from ep_moe.runtime.warp_paths import parting_branch, waiting_loops
+from ep_moe.runtime import waiting
+from ep_moe.runtime.waiting import Waiting, parting_branch, waiting_loops
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.triton_compiles import Hopper
 from tests.fixtures.waiting_loops import BF16, TOKENS, TOP_K, workspace
@@ -135,7 +134,7 @@ class Driver(Hopper):
 def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
     """The loop of the kernel that hung: each warp goes by what it has read itself."""
     looks = mock.Mock(side_effect=parting_branch)
-    monkeypatch.setattr(waiting_triton, "parting_branch", looks)
+    monkeypatch.setattr(waiting, "parting_branch", looks)
     kernel, packets = Waiting(_waits), torch.zeros(8, dtype=torch.int64)
     out = torch.zeros(8, dtype=torch.int32)
     with mock.patch.object(driver, "_active", Driver()) as active:

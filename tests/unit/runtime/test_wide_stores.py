@@ -17,7 +17,7 @@ from triton.compiler import ASTSource, compile  # noqa: A004
 
 from ep_moe.all2all.nvlink_p2p import bulk, low_latency
 from ep_moe.experts.hopper import route_sort
-from ep_moe.runtime.waiting_triton import Waiting
+from ep_moe.runtime.waiting import Waiting
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton compiles nothing")
 

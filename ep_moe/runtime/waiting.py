@@ -1,4 +1,5 @@
-"""Whether the warps of a compiled kernel stay together: an analysis of its PTX.
+"""Kernels that wait for other ranks, or for programs of their own grid. Their binaries are examined before a launch:
+whether their warps stay together, by an analysis of their PTX.
 
 A kernel that waits for other ranks polls memory that they write meanwhile, so its warps may read different values. A
 branch on such a value can send warps different ways. If one way has a barrier of the program, warps that take another
@@ -23,7 +24,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakSet
+
+from ep_moe.errors import BackendUnavailable
+from ep_moe.runtime.triton_compat import JITFunction, triton
+from ep_moe.runtime.versions import IN_PART, ON_GPUS
 
 _ALL = -1  # bits
 _WARPS = ~31  # bits of a thread's index that tell warps apart
@@ -362,3 +369,41 @@ def _moved(each: _Instruction, values: list[int]) -> int:
     if kind in ("add", "sub"):
         return -(joined & -joined)  # carries go upwards
     return _ALL
+
+
+class Waiting:
+    """A decorator above `triton.jit`. kernel[grid](...) launches a binary only if its warps are shown to stay together.
+
+    Each binary is examined once, before its first launch (`warp_paths.parting_branch`, some 20 ms). Raises
+    BackendUnavailable, without a launch, for a binary that is not shown to be safe. All ranks compile the same source
+    with the same Triton, which the context compares, so that all raise.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arg_names = kernel.arg_names
+        self._shown: WeakSet[Any] = WeakSet()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        if not isinstance(self.kernel, JITFunction):  # Triton's interpreter compiles nothing
+            return self.kernel[grid]
+        return partial(self._launch, (*grid, 1, 1)[:3])
+
+    def _launch(self, grid: tuple[int, ...], /, *args: Any, **constants: Any) -> Any:
+        made = self.kernel.warmup(*args, grid=grid, **constants)
+        if made not in self._shown:
+            self._examine(made)
+            self._shown.add(made)
+        made[grid](*args, *(constants[name] for name in self.arg_names[len(args) :]))
+        return made
+
+    def _examine(self, made: Any) -> None:
+        ptx = made.asm.get("ptx")
+        problem = "it has no PTX" if ptx is None else parting_branch(ptx)
+        if problem is not None:
+            known = ", ".join(sorted({*ON_GPUS["triton"], *IN_PART["triton"]}))
+            raise BackendUnavailable(
+                f"kernel {self.kernel.fn.__name__!r} of nvlink_p2p waits for other ranks, and Triton "
+                f"{triton.__version__} compiled it so that its warps may part ({problem}); it is not launched. "
+                f'Install a Triton that was run ({known}), or choose another all2all, for example all2all="torch_a2a"'
+            )
