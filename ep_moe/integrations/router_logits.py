@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ep_moe.errors import ConfigError
-from ep_moe.training.losses import router_logits
+from ep_moe.training.balance import router_logits
 
 
 class RouterLogits:

@@ -1,7 +1,13 @@
 """What a training loop needs beside the layer: gradients over ranks and their norm, torch's data-parallel wrappers,
 losses of the routers, and their balance without a loss."""
 
-from ep_moe.training.balance import BiasUpdate
+from ep_moe.training.balance import (
+    BiasUpdate,
+    load_balancing_loss,
+    router_logits,
+    router_z_loss,
+    sequence_balancing_loss,
+)
 from ep_moe.training.gradients import (
     clip_grad_norm_,
     dense_parameters,
@@ -9,7 +15,6 @@ from ep_moe.training.gradients import (
     parameter_groups,
     sync_gradients,
 )
-from ep_moe.training.losses import load_balancing_loss, router_logits, router_z_loss, sequence_balancing_loss
 from ep_moe.training.wrappers import exclude_experts, fully_shard
 
 __all__ = [

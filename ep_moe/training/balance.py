@@ -1,18 +1,275 @@
-"""Balance without a loss: the routers' correction biases follow the load."""
+"""Balance of routers: auxiliary losses, as plain functions of their logits, and correction biases that follow the load
+without a loss.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ep_moe.checks import as_number, check_kind, shown
+from ep_moe.checks import as_number, as_whole, check_kind, shown
 from ep_moe.context import EPContext
-from ep_moe.errors import ConfigError
+from ep_moe.errors import ConfigError, InputError
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.layer import MoELayer
+from ep_moe.router import Router
+
+
+def load_balancing_loss(
+    logits: Tensor | Sequence[Tensor],
+    top_k: int,
+    *,
+    context: EPContext | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Compute the batch-wise load-balancing loss of Switch Transformer (arXiv:2101.03961, eq. 4 to 6).
+
+    E * sum over experts of f * p. f is the number of routes to an expert per token, p its mean softmax probability,
+    both over all tokens of all layers. It is top_k where routes are uniform. This is `load_balancing_loss_func` of
+    transformers. Only p has a gradient.
+
+    With `context`, f and the number of tokens are those of all data-parallel ranks. The mean of the ranks' losses, and
+    of their gradients, is then that of one process on all ranks' tokens, also where their numbers differ. The ranks are
+    the dp ranks of a pipeline stage. With `Tokens.SHARDED`, where each tp rank has tokens of its own, they are its
+    dp * tp ranks.
+
+    Args:
+        logits: [T, E] or [B, S, E] of one layer, or a sequence of those of several layers, as `router_logits` records.
+        top_k: experts per token.
+        context: sums over ranks. Collective: all ranks of the stage call it alike.
+        attention_mask: [B, S] or [T], 0 for padding, which does not count. The same for every layer.
+
+    Returns:
+        A scalar in float32 (float64 where the logits are). 0 where there are no tokens.
+
+    Raises:
+        InputError: no layers, shapes that do not fit each other, or top_k not in [1, E].
+    """
+    if context is not None:
+        check_kind("load_balancing_loss: context", context, EPContext)
+    layers = _layers(logits)
+    experts = _experts(layers, top_k)
+    routes = torch.zeros(experts + 1, dtype=torch.int64, device=layers[0].device)  # the last: tokens
+    total = None
+    for layer in layers:
+        kept = _kept(attention_mask, layer)
+        probabilities = _wide(layer).softmax(-1)
+        with torch.no_grad():
+            routes[:-1] += (_chosen(probabilities, top_k) * kept).sum(0)
+            routes[-1] += kept.sum()
+        part = (probabilities * kept).sum(0)
+        total = part if total is None else total + part
+    assert total is not None
+    ranks = 1
+    if context is not None:
+        routes, ranks = _over_data(routes, context)
+    tokens = routes[-1].clamp(min=1)
+    fraction = routes[:-1].to(total.dtype) / tokens
+    # per rank's mean number of tokens, so that the mean over ranks is a sum over all tokens
+    mean = total / (tokens.to(total.dtype) / ranks)
+    return experts * (fraction * mean).sum()
+
+
+def sequence_balancing_loss(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Compute DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, eq. 17 to 20) without its factor alpha.
+
+    Per sequence the sum over experts of f * p: f is E / top_k times the fraction of tokens among whose top_k scores the
+    expert is, p the mean of its scores normalised over experts. The sum is 1 where routes are uniform. The result is
+    the mean over sequences. The choice looks at the scores alone, without correction bias and groups. Only p has a
+    gradient.
+
+    Args:
+        logits: [B, S, E] of one layer. Recorded ones: `recorded[i].view(B, S, -1)`.
+        top_k: experts per token.
+        scoring: how scores come from logits: "sigmoid" for DeepSeek-V3, or "softmax".
+        attention_mask: [B, S], 0 for padding, which does not count. A sequence of padding alone does not count.
+
+    Returns:
+        A scalar in float32 (float64 where the logits are).
+
+    Raises:
+        InputError: logits of another shape, an unknown scoring, or top_k not in [1, E].
+    """
+    _check_logits(logits)
+    if logits.dim() != 3:
+        raise InputError(f"logits must be [B, S, E], got {list(logits.shape)}; give them as logits.view(B, S, -1)")
+    experts = _experts([logits.flatten(0, 1)], top_k)
+    if scoring not in ("softmax", "sigmoid"):
+        raise InputError(f"scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
+    kept = _kept(attention_mask, logits.flatten(0, 1)).view(*logits.shape[:2], 1)
+    scores = _wide(logits).softmax(-1) if scoring == "softmax" else _wide(logits).sigmoid()
+    tokens = kept.sum(1)  # [B, 1]
+    with torch.no_grad():
+        routes = (_chosen(scores, top_k) * kept).sum(1).to(scores.dtype)
+        fraction = routes * experts / (top_k * tokens.clamp(min=1))
+    normalised = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    mean = (normalised * kept).sum(1) / tokens.clamp(min=1)
+    return (fraction * mean).sum() / (tokens > 0).sum().clamp(min=1)
+
+
+def router_z_loss(logits: Tensor | Sequence[Tensor], *, attention_mask: Tensor | None = None) -> Tensor:
+    """Compute the router z-loss of ST-MoE (arXiv:2202.08906, eq. 5): the mean over tokens of logsumexp squared.
+
+    Args:
+        logits: [T, E] or [B, S, E] of one layer, or a sequence of those of several layers, whose mean is taken.
+        attention_mask: [B, S] or [T], 0 for padding, which does not count. The same for every layer.
+
+    Returns:
+        A scalar in float32 (float64 where the logits are). 0 where there are no tokens.
+
+    Raises:
+        InputError: no layers, or shapes that do not fit each other.
+    """
+    layers = _layers(logits)
+    parts, tokens = [], []
+    for layer in layers:
+        kept = _kept(attention_mask, layer)
+        parts.append((_wide(layer).logsumexp(-1, keepdim=True).square() * kept).sum())
+        tokens.append(kept.sum())
+    return torch.stack(parts).sum() / torch.stack(tokens).sum().clamp(min=1)
+
+
+def _layers(logits: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """[T, E] of each layer, on the first one's device."""
+    if not isinstance(logits, Tensor | Sequence) or isinstance(logits, str):
+        raise InputError(f"logits must be a Tensor or a sequence of Tensors, got {type(logits).__name__}")
+    given = [logits] if isinstance(logits, Tensor) else list(logits)
+    if not given:
+        raise InputError("logits must hold at least one layer's, got none; call the model inside router_logits first")
+    for one in given:
+        _check_logits(one)
+        if one.dim() < 2 or one.shape[-1] != given[0].shape[-1]:
+            raise InputError(f"logits must be [T, E] of the same E, got {[list(layer.shape) for layer in given]}")
+    return [one.flatten(0, -2).to(given[0].device) for one in given]
+
+
+def _check_logits(logits: object) -> None:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(f"logits must be Tensors of floating-point numbers, got {got}")
+
+
+def _experts(layers: list[Tensor], top_k: int) -> int:
+    experts = layers[0].shape[-1]
+    if not 1 <= (as_whole(top_k) or 0) <= experts:
+        raise InputError(f"top_k must be an integer in [1, {experts}], the number of experts, got {shown(top_k)}")
+    return experts
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _kept(attention_mask: Tensor | None, layer: Tensor) -> Tensor:
+    """bool [T, 1]: whether a token counts."""
+    if attention_mask is None:
+        return layer.new_ones(len(layer), 1, dtype=torch.bool)
+    if not isinstance(attention_mask, Tensor):
+        raise InputError(f"attention_mask must be a Tensor, got {type(attention_mask).__name__}")
+    if attention_mask.numel() != len(layer):
+        raise InputError(
+            f"attention_mask must have one entry for each of the {len(layer)} rows of logits, got "
+            f"{list(attention_mask.shape)}"
+        )
+    return (attention_mask.reshape(-1, 1) != 0).to(layer.device)
+
+
+def _chosen(scores: Tensor, top_k: int) -> Tensor:
+    """int64 [..., E]: 1 for the top_k of each row."""
+    return torch.zeros_like(scores, dtype=torch.int64).scatter_(-1, scores.topk(top_k).indices, 1)
+
+
+def _over_data(counts: Tensor, context: EPContext) -> tuple[Tensor, int]:
+    """int64 counts summed over the ranks of a pipeline stage that have tokens of their own, and how many those are."""
+    # etp, ep and expert_data are the axes of a stage: each of its ranks is counted once
+    for kind in ("etp", "ep", "expert_data"):
+        rank_group = context.rank_groups[kind]
+        if rank_group.size > 1:
+            with rank_group.flight_recorder.step("load-balancing loss", counted=False):
+                dist.all_reduce(counts, group=rank_group.group)
+    layout = context.layout
+    return counts // layout.split, layout.stage // layout.split  # tp ranks with the same tokens counted them alike
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+# The router logits of a forward pass.
+
+
+@contextmanager
+def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Record the router logits of every `MoELayer` that is called inside.
+
+        with router_logits(model) as recorded:
+            loss = model(x)
+        loss = loss + 0.01 * load_balancing_loss(recorded, top_k, context=context)
+        loss.backward()
+
+    A router of ours needs nothing. A router of the user's, or a caller of `forward_routed`, returns its logits in
+    `Routing.logits`; a call without them raises InputError on all ranks.
+
+    Where tp ranks hold the same tokens, each of them records the logits of all of them: the routers' shares are
+    gathered over tp. Every tp rank must then compute the same loss from them. The gradients of router and x are those
+    of that loss, and not tp times as large.
+
+    Calls inside are not replayed from CUDA graphs. A call that activation checkpointing repeats in backward is
+    recorded once, also where backward runs after the context was left. Checkpointing with `use_reentrant=True` runs the
+    forward without gradients, and is refused.
+
+    Args:
+        model: holds the layers. All ranks of a tp group enter and leave alike.
+
+    Yields:
+        A list that fills up in call order, one tensor [T, E] a call, T the rows of x. Of the dtype in which the
+        router computes them, with their gradient.
+
+    Raises:
+        ConfigError: the model holds no `MoELayer`; or a layer in train mode is called without gradients inside a
+            context that was entered with gradients.
+    """
+    check_kind("router_logits: model", model, nn.Module)
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if not layers:
+        raise ConfigError(f"router_logits needs a model with MoELayers, got {type(model).__name__} without any")
+    recorded: list[Tensor] = []
+    wanted = torch.is_grad_enabled()
+    with ExitStack() as undo:
+        for layer in layers:
+            undo.enter_context(_tapped(layer, recorded, wanted))
+        yield recorded
+
+
+@contextmanager
+def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool) -> Iterator[None]:
+    def tap(logits: Tensor) -> None:
+        if gradients and layer.training and not torch.is_grad_enabled():
+            raise ConfigError(
+                f"{layer.name} was called without gradients inside router_logits, as torch.utils.checkpoint does with "
+                f"use_reentrant=True; set use_reentrant=False, or enter router_logits under torch.no_grad() too"
+            )
+        recorded.append(logits)
+
+    router = layer.router if isinstance(layer.router, Router) else None
+    before = router is not None and router.keeps_logits
+    layer._logit_taps.append(tap)
+    if router is not None:
+        router.keeps_logits = True
+    try:
+        yield
+    finally:
+        layer._logit_taps.remove(tap)
+        if router is not None:
+            router.keeps_logits = before
 
 
 class BiasUpdate:
