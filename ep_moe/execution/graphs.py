@@ -22,7 +22,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import BackendUnavailable, ConfigError
-from ep_moe.execution.cuda_graph import Recorder
+from ep_moe.execution.cuda_graph import Recorder, RouterGraphs
 from ep_moe.execution.graph_inputs import Inputs
 from ep_moe.execution.recorded_calls import (
     CallerInputs,
@@ -38,7 +38,6 @@ from ep_moe.execution.recorded_calls import (
     runs_behind,
     slots_of,
 )
-from ep_moe.execution.router_graphs import RouterGraphs
 from ep_moe.experts.base import Experts
 from ep_moe.parallel.flight_recorder import Step
 from ep_moe.placement.deferred import Placing

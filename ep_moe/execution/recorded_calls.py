@@ -20,9 +20,8 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
-from ep_moe.execution.cuda_graph import CallGraph, Recorder
+from ep_moe.execution.cuda_graph import CallGraph, Recorder, RouterGraphs
 from ep_moe.execution.graph_inputs import CallSignature, InputMemory, Inputs
-from ep_moe.execution.router_graphs import RouterGraphs
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.experts.shared_experts import SharedExperts

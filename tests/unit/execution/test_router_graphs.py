@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe import MoEConfig, RoutingConfig
-from ep_moe.execution.router_graphs import _SIZES, MOST, RouterGraphs
+from ep_moe.execution.cuda_graph import _SIZES, MOST, RouterGraphs
 from ep_moe.router import Router
 from tests.emulations.graph import graph_beside
 
