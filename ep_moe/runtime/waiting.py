@@ -374,7 +374,7 @@ def _moved(each: _Instruction, values: list[int]) -> int:
 class Waiting:
     """A decorator above `triton.jit`. kernel[grid](...) launches a binary only if its warps are shown to stay together.
 
-    Each binary is examined once, before its first launch (`warp_paths.parting_branch`, some 20 ms). Raises
+    Each binary is examined once, before its first launch (`parting_branch`, some 20 ms). Raises
     BackendUnavailable, without a launch, for a binary that is not shown to be safe. All ranks compile the same source
     with the same Triton, which the context compares, so that all raise.
     """

@@ -16,10 +16,9 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
-from ep_moe.weights import trained as optimizer_guard
 from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
-from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, lora_refusal
+from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, lora_refusal
 
 Result = TypeVar("Result")
 _VERSION = attrgetter("_version")  # how often a tensor was written
@@ -248,7 +247,7 @@ class ExpertSlots(nn.Module):
                     parameter = etp_parameter(view, part, self._mesh, requires_grad)
                     module.register_parameter(part, parameter)
                     if self.gradient_sum.ep.size > 1:
-                        optimizer_guard.guard_optimizers(parameter)
+                        guard_optimizers(parameter)
                     views.append((parameter, view))
             self.add_module(str(expert), module)
         self._set_views(views)
@@ -271,7 +270,7 @@ class ExpertSlots(nn.Module):
         self.lora = ExpertLora(self._slots, ranks, [seed * self.config.num_experts + expert for expert in experts])
         if self.gradient_sum.ep.size > 1:
             for parameter in self.lora.parameters():
-                optimizer_guard.guard_optimizers(parameter)
+                guard_optimizers(parameter)
         return self.lora
 
     @torch.no_grad()

@@ -181,7 +181,7 @@ class Checksum:
 
 class SlotStore:
     """All bytes of the slots of one layer on this rank. On a GPU a row of whole int64 words is read and examined in one
-    launch each, and any number of them written in one (`row_triton`).
+    launch each, and any number of them written in one (`Rows`).
 
     row_bytes: of a row, checksum included; equal on all ranks of a layer
     slots: of this rank
