@@ -31,9 +31,18 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape
-from ep_moe.bench.csv_lines import write
-from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
-from ep_moe.bench.timing import eager, replayed
+from ep_moe.bench.harness import (
+    Where,
+    check_dealt,
+    check_measured,
+    eager,
+    one_sentence,
+    own_device,
+    parse,
+    positive,
+    replayed,
+    write,
+)
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
 from ep_moe.parallel.rank_group import barrier

@@ -28,10 +28,8 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.bench import floors, libraries
-from ep_moe.bench.csv_lines import write
 from ep_moe.bench.floors import Rates
-from ep_moe.bench.start import Where, check_measured, one_sentence, parse
-from ep_moe.bench.timing import eager, replayed
+from ep_moe.bench.harness import Where, check_measured, eager, one_sentence, parse, replayed, write
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op

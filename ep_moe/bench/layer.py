@@ -37,14 +37,24 @@ from torch import Tensor
 
 from ep_moe.bench import floors, memory, stages
 from ep_moe.bench.all2all import p2p_rate, slowest
-from ep_moe.bench.csv_lines import write
 from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
+from ep_moe.bench.harness import (
+    Where,
+    captured,
+    check_dealt,
+    check_measured,
+    host,
+    in_turns,
+    one_sentence,
+    own_device,
+    parse,
+    positive,
+    write,
+)
 from ep_moe.bench.layer_report import Line, plot, stage_table, table
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
-from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
-from ep_moe.bench.timing import captured, host, in_turns
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError

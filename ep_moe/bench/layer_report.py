@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ep_moe.bench import csv_lines
-from ep_moe.bench.start import Where, one_sentence, parse
+from ep_moe.bench import harness
+from ep_moe.bench.harness import Where, one_sentence, parse
 
 ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # beyond which a line computes something else
 
@@ -130,8 +130,8 @@ def _key(line: Line) -> tuple[str, str, str, str]:
 
 
 def read(file: Path) -> list[Line]:
-    """What `csv_lines.write` wrote. ConfigError where it is no such file."""
-    return csv_lines.read(file, Line, "bench.layer")
+    """What `harness.write` wrote. ConfigError where it is no such file."""
+    return harness.read(file, Line, "bench.layer")
 
 
 @one_sentence

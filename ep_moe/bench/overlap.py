@@ -31,9 +31,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import registry
 from ep_moe.bench.all2all import slowest
-from ep_moe.bench.csv_lines import write
-from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
-from ep_moe.bench.timing import replayed
+from ep_moe.bench.harness import (
+    Where,
+    check_dealt,
+    check_measured,
+    one_sentence,
+    own_device,
+    parse,
+    positive,
+    replayed,
+    write,
+)
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.experts.base import ExpertsOptions

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ep_moe.bench.start import Where, one_sentence, parse, positive
+from ep_moe.bench.harness import Where, one_sentence, parse, positive
 from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
 from ep_moe.eplb.planner.packing import Floats
 from ep_moe.errors import ConfigError

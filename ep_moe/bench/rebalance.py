@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from ep_moe.bench.harness import Where, check_dealt, one_sentence, own_device, parse, positive
 from ep_moe.bench.overlap import batch, build, tune
-from ep_moe.bench.start import Where, check_dealt, one_sentence, own_device, parse, positive
 from ep_moe.config import MoEConfig, load_model_config
 from ep_moe.context import EPContext
 from ep_moe.eplb.balancer import ExpertBalancer

@@ -36,7 +36,7 @@ from ep_moe.bench.floors import (
     tokens_text,
     wire_bound_from,
 )
-from ep_moe.bench.start import Where, not_negative, one_sentence, parse, positive
+from ep_moe.bench.harness import Where, not_negative, one_sentence, parse, positive
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.eplb.cost import H200
 from ep_moe.errors import ConfigError

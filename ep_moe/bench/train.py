@@ -35,12 +35,21 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.bench import floors
 from ep_moe.bench.all2all import slowest
-from ep_moe.bench.csv_lines import write
 from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
+from ep_moe.bench.harness import (
+    Where,
+    captured,
+    check_dealt,
+    check_measured,
+    in_turns,
+    one_sentence,
+    own_device,
+    parse,
+    positive,
+    write,
+)
 from ep_moe.bench.layer import attempt, load_of, swept
-from ep_moe.bench.start import Where, check_dealt, check_measured, one_sentence, own_device, parse, positive
-from ep_moe.bench.timing import captured, in_turns
 from ep_moe.bench.train_entries import (
     BY_HAND,
     Batch,

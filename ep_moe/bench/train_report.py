@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ep_moe.bench import csv_lines
-from ep_moe.bench.start import Where, one_sentence, parse
+from ep_moe.bench import harness
+from ep_moe.bench.harness import Where, one_sentence, parse
 
 # largest difference of a result or gradient over its largest magnitude, beyond which a line computes something else:
 # sixteen roundings to bf16 (2**-9 each). For dx, the longest, five of ours: h, da, dh, its pairs and the sum; by hand
@@ -123,8 +123,8 @@ def _panel(axes: Any, lines: Sequence[Line], value: Callable[[Line], float | Non
 
 
 def read(file: Path) -> list[Line]:
-    """What `csv_lines.write` wrote. ConfigError where it is no such file."""
-    return csv_lines.read(file, Line, "bench.train")
+    """What `harness.write` wrote. ConfigError where it is no such file."""
+    return harness.read(file, Line, "bench.train")
 
 
 @one_sentence

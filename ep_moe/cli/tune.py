@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape
-from ep_moe.bench.timing import eager, replayed
+from ep_moe.bench.harness import eager, replayed
 from ep_moe.cli.run import LAPTOP_RANKS
 from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
 from ep_moe.context import EPContext

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig
-from ep_moe.bench.timing import host
+from ep_moe.bench.harness import host
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing

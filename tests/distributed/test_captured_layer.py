@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, ParallelConfig
-from ep_moe.bench.timing import host
+from ep_moe.bench.harness import host
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.captured_layer import PAIRS, SHARED, built, on_gpus, routes, rows, written

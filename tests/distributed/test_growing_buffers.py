@@ -15,7 +15,7 @@ from ep_moe.all2all import base
 from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
 from ep_moe.all2all.nvlink_p2p import peer_memory
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
-from ep_moe.bench.timing import host
+from ep_moe.bench.harness import host
 from ep_moe.errors import BackendUnavailable, InputError, PeerTimeout
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.all2all import flashinfer_nvlink
-from ep_moe.bench import all2all, csv_lines, floors, layer, layer_report, memory, peers, stages, timing
+from ep_moe.bench import all2all, floors, harness, layer, layer_report, memory, peers, stages
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.layer_report import Line
 from ep_moe.bench.overlap import beside
@@ -158,7 +158,7 @@ def test_host_time_is_that_of_one_call():
         made.append(1)
         time.sleep(1e-3)
 
-    us = timing.host(call, calls=10, samples=3, before=lambda: time.sleep(5e-2))
+    us = harness.host(call, calls=10, samples=3, before=lambda: time.sleep(5e-2))
     assert 1000 <= us < 5000, "of one call, and what precedes a sample does not count"
     assert len(made) == 10 * (3 + 2)
 
@@ -212,7 +212,7 @@ def test_tables_csv_and_panels(tmp_path):
     text = console.export_text()
     assert "WRONG" in text
     assert "0.900" in text, "plan / held"
-    csv_lines.write(lines, tmp_path / "lines.csv")
+    harness.write(lines, tmp_path / "lines.csv")
     assert repr(layer_report.read(tmp_path / "lines.csv")) == repr(lines)  # some numbers are none
     rows = list(csv.DictReader((tmp_path / "lines.csv").open()))
     assert len(rows) == 8
@@ -369,7 +369,7 @@ def on_the_cpu() -> list[object]:
     peers.communication = communication
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
     layer.in_turns = lambda calls, repeat, replays, before: [10.0 + len(call()) for call in calls]
-    layer.host = lambda call, calls, before: timing.host(call, calls=1, samples=1, before=before)
+    layer.host = lambda call, calls, before: harness.host(call, calls=1, samples=1, before=before)
     stages.timeline = lambda call, device: [span for number in range(3) for span in call_of(13.0 * number)]
     return made
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_moe.bench import start
-from ep_moe.bench.start import one_sentence
+from ep_moe.bench import harness
+from ep_moe.bench.harness import one_sentence
 from ep_moe.cli.app import app
 from ep_moe.errors import ConfigError
 
@@ -77,7 +77,7 @@ def test_ranks_are_needed(monkeypatch, capsys, name):
     ],
 )
 def test_arguments_are_checked_first(monkeypatch, capsys, name, words, sentence):
-    monkeypatch.setattr(start, "_check_machine", lambda where: None)
+    monkeypatch.setattr(harness, "_check_machine", lambda where: None)
     ranks = "2" if "memory" in words else "3"
     for variable, value in {"RANK": "0", "WORLD_SIZE": ranks, "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(variable, value)
@@ -85,9 +85,9 @@ def test_arguments_are_checked_first(monkeypatch, capsys, name, words, sentence)
 
 
 def test_nothing_measured_is_said():
-    start.check_measured([1])
+    harness.check_measured([1])
     with pytest.raises(ConfigError, match="nothing was measured"):
-        start.check_measured([])
+        harness.check_measured([])
 
 
 def test_rank_0_says_it_alone(monkeypatch, capsys):

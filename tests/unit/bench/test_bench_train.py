@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.nn.functional import silu
 
 from ep_moe import Activation, EPContext, MoEConfig
-from ep_moe.bench import csv_lines, floors, train, train_entries, train_peers, train_report
+from ep_moe.bench import floors, harness, train, train_entries, train_peers, train_report
 from ep_moe.bench.experts import Rates
 from ep_moe.bench.train_entries import Batch, Options
 from ep_moe.bench.train_report import Line
@@ -202,7 +202,7 @@ def test_tables_csv_and_panels(tmp_path):
     text = console.export_text()
     assert text.count("floor 0.500 ms") == 2, "a table for each point"
     assert text.count("WRONG") == 1
-    csv_lines.write(lines, tmp_path / "lines.csv")
+    harness.write(lines, tmp_path / "lines.csv")
     assert repr(train_report.read(tmp_path / "lines.csv")) == repr(lines)  # a number that is none equals nothing
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     train_report.plot(lines, tmp_path / "lines.png")

@@ -21,7 +21,7 @@ NAMED = {
 }  # fmt: skip
 # those that time say so: they measure on the device that is current
 MEANT = {
-    "bench/timing.py": {"torch.cuda.synchronize()", "event.record()", "torch.cuda.current_stream()"},
+    "bench/harness.py": {"torch.cuda.synchronize()", "event.record()", "torch.cuda.current_stream()"},
     "parallel/rank_group.py": {"dist.barrier(group, device_ids=ids)"},
 }  # fmt: skip
 

@@ -1,0 +1,238 @@
+"""What benchmarks share: how they start, how they time and how they write their lines.
+
+What a benchmark is asked, where it runs and where it writes are checked before anything is timed, and what is wrong is
+one sentence and exit code 2. Timing is of work on the device that is current (`on_device`), or on the CPU where there
+is no GPU: medians, calls taking turns, so that the clock drifts for all. A CSV file has a column for each field.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import enum
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from rich.console import Console
+
+from ep_moe.checks import check_picture, check_target
+from ep_moe.config import load_model_config
+from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.parallel.groups import TorchrunEnv, local_device
+
+
+class Where(enum.Enum):
+    """ANYWHERE: on the CPU too; GPU: in a process with one; RANKS: under torchrun, a GPU each; LAUNCHED: under
+    torchrun, on the CPU too."""
+
+    ANYWHERE = enum.auto()
+    GPU = enum.auto()
+    RANKS = enum.auto()
+    LAUNCHED = enum.auto()
+
+
+def positive(text: str) -> int:
+    """A type of arguments: an integer of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    """A type of arguments: a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def check_dealt(experts: int) -> None:
+    """For benchmarks whose peers or floors have as many experts on each rank. Raises ConfigError on all ranks alike."""
+    ranks = TorchrunEnv.read().world_size
+    if experts % ranks:
+        raise ConfigError(
+            f"this benchmark deals {experts} experts to the ranks, as many to each; {ranks} ranks do not divide them"
+        )
+
+
+def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
+    """The arguments. Raises ConfigError, on all ranks alike, where they or this machine will not do."""
+    asked = parser.parse_args()
+    _check_arguments(asked)
+    _check_machine(where)
+    return asked
+
+
+def own_device() -> torch.device:
+    """This rank's GPU; the CPU where `parse` will say that there is none, or no rank."""
+    return local_device() if TorchrunEnv.present() and torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_measured(lines: Sized) -> None:
+    """After the measurements, on all ranks."""
+    if not lines:
+        raise ConfigError("nothing was measured: none of what was asked for can run here; see ep-moe doctor")
+
+
+def one_sentence(main: Callable[[], None]) -> Callable[[], None]:
+    """A benchmark's main, whose errors are those of a user: printed by rank 0, all ranks having the same."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except EPMoEError as error:
+            _end(error)
+
+    return run
+
+
+def _end(error: EPMoEError) -> NoReturn:
+    if not TorchrunEnv.present() or TorchrunEnv.read().rank == 0:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", highlight=False, markup=False)
+    raise SystemExit(2)
+
+
+def _check_arguments(asked: argparse.Namespace) -> None:
+    check_target("--csv", getattr(asked, "csv", None))
+    check_picture("--plot", getattr(asked, "plot", None))
+    for model in getattr(asked, "models", None) or [getattr(asked, "model", "demo")]:
+        load_model_config(model)
+
+
+def _check_machine(where: Where) -> None:
+    if where in (Where.GPU, Where.RANKS) and not torch.cuda.is_available():
+        raise ConfigError("this benchmark times kernels on a GPU, and torch sees none here; see ep-moe doctor")
+    if where in (Where.RANKS, Where.LAUNCHED) and not TorchrunEnv.present():
+        raise ConfigError(
+            "this benchmark runs on ranks; start it with torchrun --standalone --nproc-per-node gpu -m "
+            "ep_moe.bench.NAME (one GPU a rank)"
+        )
+
+
+_WARM = 2  # measurements that are thrown away
+
+
+def replayed(
+    calls: Sequence[Callable[[], Any]],
+    *,
+    repeat: int = 5,
+    replays: int = 15,
+    before: Callable[[], Any] = lambda: None,
+) -> list[float]:
+    """Median microseconds of each call inside a CUDA graph of `repeat` of them. before: what precedes each replay."""
+    graphs = [captured(call, repeat) for call in calls]
+    return in_turns([graph.replay for graph in graphs], repeat, replays, before)
+
+
+def eager(
+    calls: Sequence[Callable[[], Any]],
+    *,
+    repeat: int = 5,
+    replays: int = 9,
+    before: Callable[[], Any] = lambda: None,
+) -> list[float]:
+    """The same without a graph: the host's work counts where the GPU waits for it."""
+    return in_turns([lambda call=call: [call() for _ in range(repeat)] for call in calls], repeat, replays, before)  # type: ignore[misc]
+
+
+def host(
+    call: Callable[[], Any], *, calls: int = 20, samples: int = 10, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Median over `samples` of the microseconds that the host needs for a call: `calls` back to back, of which none
+    waits for the device: it is idle when they begin, and its queue has room for all their kernels.
+    before: what precedes each sample."""
+    on_gpu, times = torch.cuda.is_available(), list[float]()
+    for _ in range(samples + _WARM):
+        before()
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / calls)
+        if on_gpu:
+            torch.cuda.synchronize()
+    return statistics.median(times[_WARM:])
+
+
+def in_turns(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, before: Callable[[], Any]) -> list[float]:
+    """Median microseconds of a call, of which each of `calls` is `repeat`. Each is called once more ahead, uncounted:
+    ranks whose hosts start apart wait for each other there."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(replays + _WARM):
+        for call, own in zip(calls, times, strict=True):
+            before()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            call()
+            start = _now()
+            call()
+            own.append(_us_since(start) / repeat)
+    return [statistics.median(own[_WARM:]) for own in times]
+
+
+def _now() -> Any:
+    """An event on a GPU, else seconds."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _us_since(start: Any) -> float:
+    end = _now()
+    if isinstance(end, float):
+        return float(end - start) * 1e6
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `repeat` calls, after three outside it."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # one that fails leaves its stream on
+        for _ in range(repeat):
+            call()
+    return graph
+
+
+LineT = TypeVar("LineT")
+
+
+def write(lines: Sequence[Any], file: Path) -> None:
+    """lines: dataclasses, alike and at least one; None is an empty cell"""
+    with file.open("w", newline="") as target:
+        writer = csv.writer(target, lineterminator="\n")
+        writer.writerow([field.name for field in dataclasses.fields(lines[0])])
+        writer.writerows(dataclasses.astuple(line) for line in lines)
+
+
+def read(file: Path, kind: type[LineT], bench: str) -> list[LineT]:
+    """What `write` wrote. kind: the dataclass of the lines; ConfigError where it is no file of this benchmark."""
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    try:
+        with file.open(newline="") as text:
+            rows = list(csv.DictReader(text))
+        return [kind(**{name: _value(kinds[name], cell) for name, cell in row.items()}) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a file of {bench}: {error!r}; write it with --csv") from error
+
+
+def _value(kind: str, text: str) -> Any:
+    if not text:
+        return None
+    return float(text) if "float" in kind else int(text) if "int" in kind else text
