@@ -35,7 +35,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from ep_moe.bench import floors, memory, stages
+from ep_moe.bench import breakdown, floors
 from ep_moe.bench.all2all import p2p_rate, slowest
 from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
@@ -272,7 +272,7 @@ def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELa
     """What is measured of our own lines alone."""
     what = f"{line.name}, {line.scheme}"
     in_parts = line.name.endswith(" parts")  # whose stages run side by side
-    split = None if in_parts else attempt(context, f"{what}, stages", partial(stages.measure, context, call))
+    split = None if in_parts else attempt(context, f"{what}, stages", partial(breakdown.measure_stages, context, call))
     if split is not None:
         line.dispatch_us, line.experts_us = split.dispatch, split.experts
         line.combine_us, line.rest_us = split.combine, split.rest
@@ -333,7 +333,7 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
     for variant in variants:
         swept()
         with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
-            held = memory.measure(context, config, partial(built, context, config, variant))
+            held = breakdown.measure_memory(context, config, partial(built, context, config, variant))
         for line in lines:
             if held is not None and (line.owner, line.name, line.scheme) == ("ours", name_of(variant), variant[1]):
                 line.plan_bytes, line.held_bytes, line.peak_bytes = dataclasses.astuple(held)

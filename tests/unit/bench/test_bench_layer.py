@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.all2all import flashinfer_nvlink
-from ep_moe.bench import all2all, floors, harness, layer, layer_report, memory, peers, stages
+from ep_moe.bench import all2all, breakdown, floors, harness, layer, layer_report, peers
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.layer_report import Line
 from ep_moe.bench.overlap import beside
@@ -125,26 +125,26 @@ def test_stages_add_up_to_the_time_from_call_to_call(sent, received):
     spans.append(("cast", 63.0 + 13 * 4, 63.0 + 13 * 4 + 1))  # of no call
     for number in range(4):
         spans += call_of(63.0 + 13 * number, sent=sent, received=received)
-    found = stages.split(spans)
-    assert found == stages.Stages(dispatch=3, experts=4, combine=4, rest=2)
+    found = breakdown.split(spans)
+    assert found == breakdown.Stages(dispatch=3, experts=4, combine=4, rest=2)
 
 
 def test_a_fused_kernel_has_no_stages():
-    assert stages.split([("mega", 0.0, 5.0), ("mega", 5.0, 9.0)]) is None
-    assert stages.split([]) is None
+    assert breakdown.split([("mega", 0.0, 5.0), ("mega", 5.0, 9.0)]) is None
+    assert breakdown.split([]) is None
 
 
 def test_of_two_kernels_of_combine_the_last_ends_it():
     one = [("A2ADispatch", 0.0, 1.0), ("A2ASanitize", 1.0, 2.0), ("gemm", 2.0, 4.0), ("A2APrepareCombine", 4.0, 5.0)]
     one.append(("A2ACombine", 5.0, 8.0))
     spans = [(name, start + 8 * number, end + 8 * number) for number in range(3) for name, start, end in one]
-    assert stages.split(spans) == stages.Stages(dispatch=2, experts=2, combine=4, rest=0)
+    assert breakdown.split(spans) == breakdown.Stages(dispatch=2, experts=2, combine=4, rest=0)
 
 
 def test_answers_that_the_transport_writes_are_part_of_combine():
     one = [("_send", 0.0, 2.0), ("gemm", 2.0, 4.0), ("_give", 4.0, 5.0), ("_receive", 5.0, 8.0)]
     spans = [(name, start + 8 * number, end + 8 * number) for number in range(3) for name, start, end in one]
-    assert stages.split(spans) == stages.Stages(dispatch=2, experts=2, combine=4, rest=0)
+    assert breakdown.split(spans) == breakdown.Stages(dispatch=2, experts=2, combine=4, rest=0)
     assert beside([("gemm", 0.0, 4.0), ("_give", 1.0, 2.0), ("_receive", 4.0, 5.0)]) == 0.5
 
 
@@ -165,9 +165,9 @@ def test_host_time_is_that_of_one_call():
 
 def test_bytes_that_were_taken():
     """Of 1000 free bytes: a cache of 50 before; 100 in tensors, 20 more at the peak, and 300 for a library."""
-    before = memory._Mark(allocated=40, peak=40, outside=-1000 - 50)
-    after = memory._Mark(allocated=140, peak=160, outside=-(1000 - 300 - 60) - 110)
-    assert memory.taken(before, after) == (400, 420)
+    before = breakdown._Mark(allocated=40, peak=40, outside=-1000 - 50)
+    after = breakdown._Mark(allocated=140, peak=160, outside=-(1000 - 300 - 60) - 110)
+    assert breakdown.taken(before, after) == (400, 420)
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def on_the_cpu() -> list[object]:
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
     layer.in_turns = lambda calls, repeat, replays, before: [10.0 + len(call()) for call in calls]
     layer.host = lambda call, calls, before: harness.host(call, calls=1, samples=1, before=before)
-    stages.timeline = lambda call, device: [span for number in range(3) for span in call_of(13.0 * number)]
+    breakdown.timeline = lambda call, device: [span for number in range(3) for span in call_of(13.0 * number)]
     return made
 
 

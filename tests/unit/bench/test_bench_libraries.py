@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ep_moe import EPContext, MoEConfig
-from ep_moe.bench import experts, harness, layer, libraries, stages
+from ep_moe.bench import breakdown, experts, harness, layer, libraries
 from ep_moe.bench.floors import Rates
 from ep_moe.errors import BackendUnavailable
 from ep_moe.quant.schemes import SCHEMES
@@ -146,7 +146,7 @@ def lines_of(context: EPContext) -> list[layer.Line]:
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
     layer.in_turns = lambda calls, repeat, replays, before: [1.0 + (call() is None) for call in calls]
     layer.host = lambda call, calls, before: harness.host(call, calls=1, samples=1, before=before)
-    stages.timeline = lambda call, device: []
+    breakdown.timeline = lambda call, device: []
     with torch.no_grad():
         return layer.measure(context, "m", CONFIG, VARIANTS, MACHINE)
 
