@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.nn.functional import silu
 
 from ep_moe import Activation, EPContext, MoEConfig
-from ep_moe.bench import floors, harness, train, train_entries, train_peers, train_report
+from ep_moe.bench import floors, harness, train, train_entries, train_report
 from ep_moe.bench.experts import Rates
 from ep_moe.bench.train_entries import Batch, Options
 from ep_moe.bench.train_report import Line
@@ -74,7 +74,7 @@ def test_by_hand_is_a_dense_layer(monkeypatch, compiled):
 def test_by_hand_refuses_what_it_does_not_compute(changed):
     config = dataclasses.replace(CONFIG, **changed)
     with pytest.raises(ConfigError, match="SwiGLU and no biases"):
-        train_peers.ByHand(config, torch.empty(8, 32, 32), torch.empty(8, 32, 16), None, compiled=False)
+        train_entries.ByHand(config, torch.empty(8, 32, 32), torch.empty(8, 32, 16), None, compiled=False)
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------
@@ -112,26 +112,26 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
 def test_a_fault_in_a_gradient_is_marked(fault, world_size):
     """A result 5 % off; rows that come back without their gradient; routing weights without one; an expert's gradient
     of one rank."""
-    merge, backward, gradients = train_peers.merge, train_peers.Exchange.backward, train_peers.ByHand.gradients
+    merge, backward, gradients = train_entries.merge, train_entries.Exchange.backward, train_entries.ByHand.gradients
     if fault == "result":
-        train_peers.merge = lambda rows, order, weights: 1.05 * merge(rows, order, weights)
+        train_entries.merge = lambda rows, order, weights: 1.05 * merge(rows, order, weights)
     elif fault == "rows":
-        train_peers.Exchange.backward = staticmethod(lambda ctx, grad: backward(ctx, 1.05 * grad))
+        train_entries.Exchange.backward = staticmethod(lambda ctx, grad: backward(ctx, 1.05 * grad))
     elif fault == "weights":
-        train_peers.merge = lambda rows, order, weights: merge(rows, order, weights.detach() + 0 * weights)
+        train_entries.merge = lambda rows, order, weights: merge(rows, order, weights.detach() + 0 * weights)
     else:
 
         def off(self, slot):
             w13, w2 = gradients(self, slot)
             return w13, w2 * (1.05 if (slot, self.rank_group.rank) == (0, 1) else 1)
 
-        train_peers.ByHand.gradients = off
+        train_entries.ByHand.gradients = off
     try:
         with EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=24) as context:
             lines = layers(context, tokens=24)
     finally:
-        train_peers.merge, train_peers.Exchange.backward = merge, staticmethod(backward)
-        train_peers.ByHand.gradients = gradients
+        train_entries.merge, train_entries.Exchange.backward = merge, staticmethod(backward)
+        train_entries.ByHand.gradients = gradients
     assert [line.owner for line in lines if line.wrong] == ["by hand"]
     assert lines[0].x_hand is None, "nothing is ahead of what computes something else"
 
