@@ -323,7 +323,7 @@ class ModelConfig:
 
     Args:
         name: The model's name.
-        family: The row of `ep_moe.checkpoint.families` that names its tensors.
+        family: The row of `ep_moe.checkpoint.model_names` that names its tensors.
         num_layers: Layers, dense ones included.
         dense_layers: Layers without experts.
         moe: Its MoE layers, which are alike.

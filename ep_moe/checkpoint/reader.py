@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from ep_moe.checkpoint.declared import Declared, foreign_refusal
 from ep_moe.checkpoint.factors import check_finite, check_fits, factors, wrong_dtype
-from ep_moe.checkpoint.families import CheckpointNames, names_of
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked, find_format, wrong_tensors
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.kept import read_quantized, rounds_again, wrong_scheme
+from ep_moe.checkpoint.model_names import CheckpointNames, names_of
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.stored import input_scales
 from ep_moe.checkpoint.unread import left_out, other_family, refusal, unread
@@ -48,7 +48,7 @@ def load_layers(
     Args:
         layers: number in the checkpoint -> layer.
         path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub.
-        family: a name in `ep_moe.checkpoint.families.FAMILIES`, or names of the caller's.
+        family: a name in `ep_moe.checkpoint.model_names.FAMILIES`, or names of the caller's.
         progress: show a bar on rank 0.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
@@ -141,7 +141,7 @@ def largest_input_scale(
 
     Args:
         path: folder of a calibrated checkpoint.
-        family: a name in `ep_moe.checkpoint.families.FAMILIES`.
+        family: a name in `ep_moe.checkpoint.model_names.FAMILIES`.
         layers: numbers of the model's MoE layers; default all below `num_hidden_layers` in config.json. A checkpoint
             may have others behind them, which predict more tokens (MTP).
         num_experts: of a layer; default however many there are.

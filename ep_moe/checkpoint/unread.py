@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ep_moe.checkpoint.declared import Declared
-from ep_moe.checkpoint.families import ALIASES, CheckpointNames
 from ep_moe.checkpoint.formats import ExpertFormat, Source
 from ep_moe.checkpoint.hub import read_object
+from ep_moe.checkpoint.model_names import ALIASES, CheckpointNames
 from ep_moe.errors import CheckpointError
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router
@@ -73,7 +73,7 @@ def refusal(missed: list[str], family: str) -> str:
     """The sentence about tensors that are not read."""
     return (
         f"family {family!r} does not read {listed(missed)}, and outputs would be wrong without; load with the entry of "
-        f"the checkpoint's own family, or pass a ep_moe.checkpoint.families.CheckpointNames that names them, under "
+        f"the checkpoint's own family, or pass a ep_moe.checkpoint.model_names.CheckpointNames that names them, under "
         f"`elsewhere` if you load them yourself"
     )
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ep_moe.checkpoint.families import CheckpointNames, names_of
 from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
-from ep_moe.checkpoint.module_layout import fused_layout
+from ep_moe.checkpoint.model_names import CheckpointNames, fused_layout, names_of
 from ep_moe.checkpoint.reader import checked_block, read_experts
 from ep_moe.checkpoint.source import ModuleSource
 from ep_moe.checkpoint.unread import left_out

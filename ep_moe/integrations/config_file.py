@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from ep_moe.checkpoint.families import ALIASES
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.hub import HubOptions, model_folder, read_object
+from ep_moe.checkpoint.model_names import ALIASES
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.types import dtype_name
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ep_moe.checkpoint.module_layout import ModuleLayout
+from ep_moe.checkpoint.model_names import ModuleLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.experts.reference import activate

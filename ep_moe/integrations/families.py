@@ -1,6 +1,6 @@
 """Model families whose whole MoE block is replaced: their configuration to ours, and what the model expects back.
 
-A family is one `Family` entry here and its names in `ep_moe.checkpoint.families`; `register_family` adds both.
+A family is one `Family` entry here and its names in `ep_moe.checkpoint.model_names`; `register_family` adds both.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ep_moe.checkpoint.families import FAMILIES as NAMES
-from ep_moe.checkpoint.families import CheckpointNames
 from ep_moe.checkpoint.formats import Fused
+from ep_moe.checkpoint.model_names import FAMILIES as NAMES
+from ep_moe.checkpoint.model_names import CheckpointNames
 from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
 from ep_moe.errors import ConfigError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.module_layout import HeldTensor, ModuleLayout
+from ep_moe.checkpoint.model_names import HeldTensor, ModuleLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.experts_twin import FoundActivation, find_activation, identify, identify_block, is_experts

@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from ep_moe.checkpoint.model_files import swapped
-from ep_moe.checkpoint.module_layout import ModuleLayout
+from ep_moe.checkpoint.model_names import ModuleLayout
 from ep_moe.checkpoint.source import INDEX, SINGLE
 from ep_moe.errors import CheckpointError, ConfigError, PeerTimeout
 from ep_moe.layer import MoELayer

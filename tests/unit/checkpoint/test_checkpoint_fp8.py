@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
-from ep_moe.checkpoint.families import names_of
 from ep_moe.checkpoint.formats import PerExpert, find_format
+from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.reader import largest_input_scale, load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.families import names_of
 from ep_moe.checkpoint.formats import PerExpert, find_format
+from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint import families
-from ep_moe.checkpoint.families import names_of
+from ep_moe.checkpoint import model_names
+from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.reader import checked, load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.checkpoint.unread import HARMLESS, listed
@@ -159,12 +159,12 @@ def test_one_ranks_file_is_refused_on_all(checkpoints):
 def test_every_family_of_models_has_names():
     from ep_moe.integrations import families as blocks
 
-    assert families.FAMILIES.keys() == blocks.FAMILIES.keys() == set(FAMILIES)
+    assert model_names.FAMILIES.keys() == blocks.FAMILIES.keys() == set(FAMILIES)
 
 
 def entry_without(family):
     """An entry, once for each thing that it could forget."""
-    names = families.FAMILIES[family]
+    names = model_names.FAMILIES[family]
     for key in names.router:
         yield key, dataclasses.replace(names, router={k: v for k, v in names.router.items() if k != key})
     if names.shared is not None:

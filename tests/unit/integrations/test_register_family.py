@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ep_moe import CheckpointError, ConfigError, EPContext, MoEConfig
-from ep_moe.checkpoint import families as names_module
-from ep_moe.checkpoint.families import CheckpointNames
+from ep_moe.checkpoint import model_names as names_module
 from ep_moe.checkpoint.formats import Fused, PerExpert
+from ep_moe.checkpoint.model_names import CheckpointNames
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.integrations.blocks import ExpertParallelBlock
 from ep_moe.integrations.families import FAMILIES, Family, register_family
