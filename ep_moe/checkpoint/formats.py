@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.factors import check_finite
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, join_halves, span
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, check_finite, join_halves, span
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import dtype_name

@@ -13,13 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ep_moe.checkpoint.declared import Declared, foreign_refusal
-from ep_moe.checkpoint.factors import check_finite, check_fits, factors, wrong_dtype
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked, find_format, wrong_tensors
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.kept import read_quantized, rounds_again, wrong_scheme
 from ep_moe.checkpoint.model_names import CheckpointNames, names_of
 from ep_moe.checkpoint.source import CheckpointSource
-from ep_moe.checkpoint.stored import input_scales
+from ep_moe.checkpoint.stored import check_finite, check_fits, factors, input_scales, wrong_dtype
 from ep_moe.checkpoint.unread import left_out, other_family, refusal, unread
 from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
 from ep_moe.experts.shared_experts import SharedExperts

@@ -5,8 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.factors import Tensors, check_factors, check_lost, scalar_factor, wrong_dtype
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, beside_of, span
+from ep_moe.checkpoint.stored import (
+    ALL,
+    StoredMatrix,
+    Tensors,
+    beside_of,
+    check_factors,
+    check_lost,
+    scalar_factor,
+    span,
+    wrong_dtype,
+)
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import (
     INT4_GROUP,

@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.factors import (
+from ep_moe.checkpoint.stored import (
+    ALL,
     ALWAYS_FINITE,
     EXPONENTS,
+    StoredMatrix,
     Tensors,
+    beside_of,
     check_codes,
     check_finite,
     check_lost,
     factors,
     scalar_factor,
+    span,
     wrong_dtype,
 )
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, beside_of, span
 from ep_moe.quant.fp8 import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
 from ep_moe.quant.microscale import MX_BLOCK
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.declared import foreign_refusal
-from ep_moe.checkpoint.factors import Tensors, check_lost, factors, wrong_dtype
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, span
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, factors, span, wrong_dtype
 from ep_moe.errors import CheckpointError
 
 _WORD = 8  # numbers of a word

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import Activation, CheckpointError, EPContext, MoEConfig, MoELayer, RoutingConfig
-from ep_moe.checkpoint.factors import scalar_factor
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import SINGLE
+from ep_moe.checkpoint.stored import scalar_factor
 from ep_moe.config import RoutingMethod
 from ep_moe.quant.schemes import SCHEMES
 from tests.fixtures.checkpoint_files import same_bytes, stored
