@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from ep_moe import EPContext, ExpertMap, ParallelConfig
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
-from ep_moe.integrations import load_generic
+from ep_moe.integrations import load
 from ep_moe.integrations import transformers as integration
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
@@ -70,7 +70,7 @@ class Counting(CheckpointSource):
 def test_logits_equal_from_pretrained(checkpoints, world_size, monkeypatch):
     quiet()
     files = []
-    monkeypatch.setattr(load_generic, "CheckpointSource", Counting)
+    monkeypatch.setattr(load, "CheckpointSource", Counting)
     found = integration.model_files
     monkeypatch.setattr(integration, "model_files", lambda *given: files.append(found(*given)) or files[-1])
     for kind in KINDS:

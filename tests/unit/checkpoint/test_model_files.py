@@ -309,7 +309,7 @@ class Surprise(Exception):
 @distributed(2)
 def test_any_exception_of_one_rank_is_raised_on_all(checkpoints):
     """Of any type, wherever loading is."""
-    from ep_moe.integrations import meta_model
+    from ep_moe.integrations import load as meta_model
     from ep_moe.integrations import transformers as integration
 
     good = checkpoints["mixtral single"].folder

@@ -9,7 +9,7 @@ import transformers
 
 from ep_moe import EPContext, RankLayout
 from ep_moe.errors import ConfigError
-from ep_moe.integrations import load_generic
+from ep_moe.integrations import load
 from ep_moe.integrations.transformers import load_pretrained, save_pretrained
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
@@ -76,7 +76,7 @@ def test_a_bar_of_the_contexts_first_rank_counts_each_expert(folder, monkeypatch
         def update(self, count):
             self.left -= count
 
-    monkeypatch.setattr(load_generic, "tqdm", Bar)
+    monkeypatch.setattr(load, "tqdm", Bar)
     layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
     with EPContext(layout, cpu, None, Links(layout, recorder, cpu), recorder) as context:
         for progress in (True, False):
