@@ -20,8 +20,8 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.experts_twin import computes, find_activation, is_experts
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
 from ep_moe.integrations.generic import ExpertParallelExperts
+from ep_moe.integrations.model_hooks import TokenMasks
 from ep_moe.integrations.save import SavedExperts
-from ep_moe.integrations.token_mask import TokenMasks
 from ep_moe.layer import MoELayer
 
 

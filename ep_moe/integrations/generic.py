@@ -32,7 +32,7 @@ from ep_moe.integrations.find_experts import (
     top_k_of,
 )
 from ep_moe.integrations.in_step import attach_all_called
-from ep_moe.integrations.token_mask import TokenMasks
+from ep_moe.integrations.model_hooks import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.types import LogicalIds, Routing

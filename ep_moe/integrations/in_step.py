@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
-from ep_moe.integrations.token_mask import TokenMasks
+from ep_moe.integrations.model_hooks import TokenMasks
 
 if TYPE_CHECKING:
     from ep_moe.integrations.generic import ExpertParallelExperts

@@ -41,7 +41,7 @@ from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load import described, draw_head, head_names, load_model, model_files, on_meta
-from ep_moe.integrations.router_logits import RouterLogits
+from ep_moe.integrations.model_hooks import RouterLogits
 from ep_moe.integrations.save import save_model
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer, ParallelConfig
-from ep_moe.integrations.token_mask import tokens_of
+from ep_moe.integrations.model_hooks import tokens_of
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing

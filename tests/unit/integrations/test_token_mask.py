@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe.integrations.token_mask import TokenMasks, tokens_of
+from ep_moe.integrations.model_hooks import TokenMasks, tokens_of
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
