@@ -28,8 +28,7 @@ from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.all2all.checks import too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.experts.backward import Kept
-from ep_moe.experts.base import Experts
+from ep_moe.experts.base import Experts, Kept
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.wire import round_rows
 from ep_moe.runtime.profiling import stage

@@ -1,26 +1,29 @@
-"""The contract of an expert kernel: received rows in, the same rows out. It sees local ids only, never a placement."""
+"""The contract of an expert kernel: received rows in, the same rows out. It sees local ids only, never a placement.
+A kernel's own backward (`Experts.own_backward`) is one node of autograd's graph.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
-from ep_moe.experts import backward
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting, dtype_name
+from ep_moe.types import Activation, LocalIds, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
 
@@ -264,9 +267,9 @@ class Experts(ABC):
             self.compute_to_peers(received, out)
             return out
         own_backward = self.own_backward or self.options.recompute
-        if own_backward and not torch.compiler.is_compiling() and backward.wants_gradients(self, received):
+        if own_backward and not torch.compiler.is_compiling() and wants_gradients(self, received):
             flat_rows = as_rank_major(localized(received, self.weights.num_slots), self.weights.num_slots).dense()
-            return backward.step(self, flat_rows).view(*received.x.shape[:-1], self.config.hidden_size)
+            return differentiable_step(self, flat_rows).view(*received.x.shape[:-1], self.config.hidden_size)
         if received.layout in self.capabilities.layouts:
             return self._attached(self.compute(received, out), received)
         flat = None if out is None else out.flatten(0, -2)
@@ -303,7 +306,7 @@ class Experts(ABC):
         stored: Mapping[str, Tensor],
         grad: Tensor,
         wanted: Mapping[str, bool],
-    ) -> backward.StepGradients:
+    ) -> StepGradients:
         """The backward of `compute_saving`. By default that of `compute`, by autograd.
 
         received: as it was there; stored: the weights' stored tensors then
@@ -325,7 +328,7 @@ class Experts(ABC):
             return torch.zeros_like(tensor) if own is None else own
 
         by_name = {name: of(leaf) if leaf.requires_grad else None for name, leaf in leaves.items()}
-        return backward.StepGradients(of(x), None if weights is None else of(weights), by_name)
+        return StepGradients(of(x), None if weights is None else of(weights), by_name)
 
     def compute_to_peers(self, received: Received, out: PeerRows) -> None:
         """As `compute`, for kernels with `peer_out`."""
@@ -343,3 +346,75 @@ class _Attached(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return (grad, *[None] * ctx.others)
+
+
+class StepGradients(NamedTuple):
+    """What a kernel's backward gives.
+
+    x: [N, H]; weights: float32 [N, K], None without weights; stored: as `ExpertWeights.stored_tensors`, None for what
+    was not wanted
+    """
+
+    x: Tensor
+    weights: Tensor | None
+    stored: Mapping[str, Tensor | None]
+
+
+def wants_gradients(experts: Experts, received: Received) -> bool:
+    """Whether a call is part of a graph of autograd's."""
+    if not torch.is_grad_enabled():
+        return False
+    held = experts.weights
+    anchors = [] if held.held else [held.anchor]  # a rank without experts enters what its peers do
+    given = (received.x, received.weights, *anchors, *held.stored_tensors().values())
+    return any(tensor is not None and tensor.requires_grad for tensor in given)
+
+
+def differentiable_step(experts: Experts, received: Received) -> Tensor:
+    """`Experts.compute` of rows of RANK_MAJOR with local ids, with the kernel's own backward."""
+    stored = experts.weights.stored_tensors()
+    out: Tensor = _DifferentiableStep.apply(
+        experts, received, tuple(stored), experts.weights.anchor, received.x, received.weights, *stored.values()
+    )
+    return out
+
+
+class Kept:
+    """What a forward leaves for its backward: tensors, which autograd keeps, and the rest."""
+
+    def __init__(self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor]) -> None:
+        assert received.local_ids is not None
+        self.tensors = (received.x, received.weights, received.local_ids, *stored.values(), *saved)
+        self._names = tuple(stored)
+        nothing = received.x.new_empty(0)  # a view would keep all of it
+        self._received = Received(nothing, received.layout, received.weighting, handle=None, format=received.format)
+
+    def gradients(
+        self, experts: Experts, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool]
+    ) -> StepGradients:
+        """tensors: `self.tensors`, as autograd gives them back"""
+        x, weights, ids, *others = tensors
+        stored = dict(zip(self._names, others, strict=False))
+        received = dataclasses.replace(self._received, x=x, weights=weights, local_ids=LocalIds(ids))
+        return experts.gradients(received, tuple(others[len(stored) :]), stored, grad, wanted)
+
+
+class _DifferentiableStep(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, experts: Experts, received: Received, names: tuple[str, ...], anchor: Tensor | None, x: Tensor,
+        weights: Tensor | None, *stored: Tensor,
+    ) -> Tensor:  # fmt: skip
+        y, saved = experts.compute_saving(received)
+        ctx.experts, ctx.names = experts, names
+        ctx.kept = Kept(received, saved, dict(zip(names, stored, strict=True)))
+        ctx.save_for_backward(*ctx.kept.tensors)
+        del ctx.kept.tensors
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
+        found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
+        return (None, None, None, None, found.x, found.weights, *(found.stored[name] for name in ctx.names))

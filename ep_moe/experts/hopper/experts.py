@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.experts.backward import StepGradients
-from ep_moe.experts.base import Experts, ExpertsCapabilities
+from ep_moe.experts.base import Experts, ExpertsCapabilities, StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.hopper.scaling import BLOCK, SCALINGS
