@@ -12,8 +12,7 @@ import torch
 from ep_moe import Activation, ExpertMap, InputError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
-from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.experts.flashinfer.tactics import Tactics
+from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts, Tactics
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.fixtures.flashinfer_cutlass import BF16, build, emulated, shape  # noqa: F401 (a fixture)
@@ -29,7 +28,7 @@ def measured(monkeypatch) -> list[int]:
         return [rows % 7, rows % 5]
 
     monkeypatch.setattr(Tactics, "_measure", measure)
-    monkeypatch.setattr("ep_moe.experts.flashinfer.tactics.version", lambda name: "9.9")
+    monkeypatch.setattr("ep_moe.experts.flashinfer.cutlass.version", lambda name: "9.9")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return counts
@@ -68,7 +67,7 @@ def test_findings_are_read_again_and_added_to(measured, tmp_path):
 CHANGES = {
     "gpu": lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda device=None: "another GPU"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "99"),
-    "flashinfer": lambda patch: patch.setattr("ep_moe.experts.flashinfer.tactics.version", lambda name: "10"),
+    "flashinfer": lambda patch: patch.setattr("ep_moe.experts.flashinfer.cutlass.version", lambda name: "10"),
     "runner": lambda patch: None,
     "scheme": lambda patch: None,
 }
