@@ -28,8 +28,17 @@ from ep_moe.eplb.migration.background import (
     laid_out,
     loads,
 )
-from ep_moe.eplb.migration.consensus import Call, RankStatus, State, Trouble, Verdict, reach_verdict
-from ep_moe.eplb.migration.groups import Connections, Context, connect
+from ep_moe.eplb.migration.consensus import (
+    Call,
+    Connections,
+    Context,
+    RankStatus,
+    State,
+    Trouble,
+    Verdict,
+    connect,
+    reach_verdict,
+)
 from ep_moe.eplb.migration.schedule import TransferSchedule
 from ep_moe.eplb.migration.transfer import BalancedLayer, Migration
 from ep_moe.eplb.stats import BalancerStats

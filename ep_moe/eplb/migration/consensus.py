@@ -1,15 +1,29 @@
-"""What the ranks tell each other while a rebalance is under way, and what follows from it: the same on all of them."""
+"""How the ranks of a balancer agree: by process groups of its own, made when all ranks agree that it can be made, and
+by what they tell each other while a rebalance is under way, from which follows the same on all of them.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, ProcessGroup
 
+from ep_moe.config import flat_facts
+from ep_moe.eplb.config import EPLBConfig
+from ep_moe.eplb.migration.slots import Checksum, SlotStore
+from ep_moe.eplb.migration.transfer import BalancedLayer, Mover, Room, Staging
+from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import Links, default_store, make_group, numbered
+from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup, all_gather_single
 
 
@@ -158,3 +172,175 @@ class StatusExchange:
         with self.rank_group.flight_recorder.step(phase, keep=False):  # layers go on where a rank was only late
             if work is not None:
                 work.wait()
+
+
+_BLOCKS = 4  # of an NCCL kernel beside forwards
+
+
+class Context(Protocol):
+    """What the balancer asks of an EPContext."""
+
+    layout: RankLayout
+    device: torch.device
+    flight_recorder: FlightRecorder
+    rank_groups: Links
+    consensus: StoreConsensus
+
+
+@dataclass
+class Connections:
+    """name: of the balancer, unique in this job; deadline_s: for the other ranks"""
+
+    layers: list[BalancedLayer]
+    mover: Mover
+    status_exchange: StatusExchange
+    name: str
+    deadline_s: float
+    consensus: StoreConsensus
+    groups: list[ProcessGroup] = field(default_factory=list)
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.consensus.healthy("ExpertBalancer.close", None)  # no rank closes connections that a peer still uses
+        for group in self.groups:
+            dist.destroy_process_group(group)
+
+
+def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
+    """Agree, then make the groups. Raises ConfigError on all ranks of the world alike."""
+    layers = layers_of(given)
+    checksum = Checksum(torch.device("cpu"))
+    stores = [SlotStore(layer.expert_weights, checksum) for layer in layers]
+    problem: EPMoEError | None = None
+    staging: Staging | None = None
+    try:
+        # first among the ranks that run these layers; what they find reaches the others below
+        facts = _facts(layers, stores, context.device)
+        context.consensus.same("ExpertBalancer", facts, _problem(layers, context, config))
+        staging = _staging(stores, context.device, config)
+    except EPMoEError as error:
+        problem = error
+    layout, name = context.layout, ""
+    if layout.world > 1:
+        name = numbered("balancer", layout.ranks)
+        scope = PrefixStore(name, default_store())
+        every = StoreConsensus(scope, layout.ranks, layout.rank, context.flight_recorder.deadline_s)
+        every.same("ExpertBalancer", {} if problem is not None else flat_facts(config, "EPLBConfig"), problem)
+    elif problem is not None:
+        raise problem
+    assert staging is not None, "all ranks would have raised"
+    groups: list[ProcessGroup] = []
+    deadline = _deadline(config, context)
+    status_exchange = StatusExchange(_own(context, "lockstep", name, "gloo", deadline, groups))
+    # NCCL's own timeout would end the process: the balancer's must come first
+    kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
+    mover = Mover(_own(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
+    for layer in layers:
+        mover.rehearse(layer)
+    context.consensus.healthy("ExpertBalancer", None)  # all are connected before any goes on
+    return Connections(layers, mover, status_exchange, name, deadline, context.consensus, groups)
+
+
+def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConfig) -> Staging:
+    """What all maps but rare ones need, before any group is made: a rank without memory is no rank's peer."""
+    sizes = [(store.slots, store.row_bytes) for store in stores]
+    room = Room.usual(sizes, budget=config.bytes_per_step, commit=config.bytes_per_commit)
+    try:
+        return Staging(room, max(slots for slots, _ in sizes), device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"EPLBConfig.bytes_per_commit={config.bytes_per_commit} and bytes_per_step={config.bytes_per_step} need "
+            f"{sum(room.rows) + room.outbox} bytes of memory on {device}, which are not there; lower them"
+        ) from error
+
+
+def _own(context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> RankGroup:
+    """A rank group of the context's, over a process group of its own."""
+    rank_group = context.rank_groups[kind]
+    if rank_group.size == 1:
+        return rank_group
+    timeout = timedelta(seconds=timeout_s)
+    options = _few_blocks(timeout) if backend == "nccl" else None
+    own = make_group(context.layout, kind, name, timeout, backend, options)
+    made.append(own)
+    return RankGroup(own, rank_group.ranks, rank_group.rank, rank_group.flight_recorder)
+
+
+def _few_blocks(timeout: timedelta) -> Any:
+    """NCCL's kernels may not take the multiprocessors that forwards want."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = _BLOCKS
+    return options
+
+
+def _deadline(config: EPLBConfig, context: Context) -> float:
+    return context.flight_recorder.deadline_s / 2 if config.deadline_s is None else config.deadline_s
+
+
+def _facts(layers: Sequence[BalancedLayer], stores: Sequence[SlotStore], device: torch.device) -> dict[str, Any]:
+    return {
+        "layers": [layer.name for layer in layers],
+        "bytes of a slot": [store.row_bytes for store in stores],
+        "expert_map": [layer.placement.expert_map.to_json() for layer in layers],
+        "device type": device.type,
+    }
+
+
+def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> ConfigError | None:
+    """What is wrong on this rank, without raising: all ranks must raise together."""
+    if not isinstance(config, EPLBConfig):
+        return ConfigError(f"ExpertBalancer.config must be an EPLBConfig, got {config!r}")
+    if not layers:
+        return ConfigError(
+            "ExpertBalancer.layers must be a model with MoELayers in it, or a list of MoELayers: at least one on "
+            "every pipeline stage"
+        )
+    if len({id(layer) for layer in layers}) < len(layers):
+        return ConfigError(f"ExpertBalancer.layers must have each layer once, got {[layer.name for layer in layers]}")
+    if _deadline(config, context) > context.flight_recorder.deadline_s:
+        return ConfigError(
+            f"EPLBConfig.deadline_s must be at most the context's, {context.flight_recorder.deadline_s:g}, got "
+            f"{config.deadline_s:g}"
+        )
+    first = layers[0].placement.expert_map
+    if first.num_ranks % config.nodes:
+        return ConfigError(f"EPLBConfig.nodes must divide the {first.num_ranks} EP ranks, got {config.nodes}")
+    if first.num_experts % config.groups:
+        return ConfigError(f"EPLBConfig.groups must divide the {first.num_experts} experts, got {config.groups}")
+    for layer in layers:
+        placed, weights = layer.placement.expert_map, layer.expert_weights
+        if getattr(layer, "context", context) is not context:
+            return ConfigError(f"layer {layer.name} belongs to another EPContext; make a balancer per context")
+        if placed.num_experts != first.num_experts:
+            return ConfigError(
+                f"layer {layer.name} has {placed.num_experts} experts and {layers[0].name} {first.num_experts}; make a "
+                f"balancer for those that are alike"
+            )
+        if config.machine is not None and weights.config != layers[0].expert_weights.config:
+            return ConfigError(
+                f"layer {layer.name} differs from {layers[0].name}, and one price is for layers that are alike; make a "
+                f"balancer for each kind, or leave EPLBConfig.machine None"
+            )
+        if any(parameter.requires_grad for parameter in weights.parameters()):
+            return ConfigError(
+                f"expert weights of layer {layer.name} require gradients, and an optimiser's state does not move with "
+                f"them; call requires_grad_(False) of the model or of layer.expert_weights"
+            )
+        if weights.device.type == "meta":
+            return ConfigError(f"layer {layer.name} is on the meta device; call to_empty(device=...) and load weights")
+    return None
+
+
+def layers_of(layers: object) -> list[BalancedLayer]:
+    """A model's MoE layers in the order of its modules, or those given; none where that is neither."""
+    if isinstance(layers, nn.Module):
+        return [layer for layer in layers.modules() if _balanced(layer)]
+    found = list(layers) if isinstance(layers, Iterable) else []
+    return found if all(map(_balanced, found)) else []
+
+
+def _balanced(layer: object) -> TypeGuard[BalancedLayer]:
+    # isinstance of a Protocol looks at static attributes alone from Python 3.12 on; a module's submodules are none
+    return all(hasattr(layer, name) for name in BalancedLayer.__annotations__)
