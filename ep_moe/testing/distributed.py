@@ -1,4 +1,6 @@
-"""`@distributed(2, 4)`: a test body that runs on forked ranks or on torchrun's."""
+"""`@distributed(2, 4)`: a test body that runs on forked ranks or on torchrun's; and `made_on_the_host`: data from
+generators that any rank has, whatever the default device.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -95,3 +97,17 @@ def rank_device() -> torch.device:
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return torch.device("cpu")
     return local_device()
+
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def made_on_the_host(check: Callable[Given, Found]) -> Callable[Given, Found]:
+    @functools.wraps(check)
+    def checked(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        # a mode costs every torch call a few microseconds of Python
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+            return check(*args, **kwargs)
+
+    return checked

@@ -26,9 +26,8 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
-from ep_moe.testing.distributed import rank_device
+from ep_moe.testing.distributed import made_on_the_host, rank_device
 from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
-from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.transport_case import said, said_within
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing
 

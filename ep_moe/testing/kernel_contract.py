@@ -22,8 +22,8 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.runtime.devices import as_device, on_device_of
+from ep_moe.testing.distributed import made_on_the_host
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from ep_moe.testing.host_data import made_on_the_host
 from ep_moe.testing.kernel_case import EXACT, SLOTS, Layer, exact_expert, gradients, that
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.parts import cut

@@ -27,8 +27,7 @@ from ep_moe.context import EPContext
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.runtime.devices import on_device_of
-from ep_moe.testing.distributed import rank_device
-from ep_moe.testing.host_data import made_on_the_host
+from ep_moe.testing.distributed import made_on_the_host, rank_device
 from ep_moe.testing.transport_case import (
     CAP,
     COUNTS,
