@@ -22,9 +22,8 @@ from ep_moe.parallel.flight_recorder import COMPILING_S, FlightRecorder
 from ep_moe.parallel.groups import Links
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.renamed import renamed
-from ep_moe.runtime.devices import on_device_of
+from ep_moe.runtime.devices import SideStream, on_device_of
 from ep_moe.runtime.profiling import StageTimes
-from ep_moe.runtime.side_stream import SideStream
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
 

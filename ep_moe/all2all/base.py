@@ -29,7 +29,7 @@ from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW, RowFormat
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
-from ep_moe.runtime.side_stream import SideStream
+from ep_moe.runtime.devices import SideStream
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
 
 Result = TypeVar("Result")

@@ -37,8 +37,7 @@ from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
-from ep_moe.runtime.devices import without_peer_atomics
-from ep_moe.runtime.side_stream import SideStream
+from ep_moe.runtime.devices import SideStream, without_peer_atomics
 from ep_moe.runtime.workspace import carved_bytes
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 

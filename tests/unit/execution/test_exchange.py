@@ -11,7 +11,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.execution.exchange import Exchange, check_pipeline
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.runtime.side_stream import SideStream
+from ep_moe.runtime.devices import SideStream
 from ep_moe.testing.transport_case import dispatch_shape
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting
 
