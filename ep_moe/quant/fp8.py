@@ -19,7 +19,7 @@ from torch import Tensor
 from ep_moe.config import Wire
 from ep_moe.quant.row_format import BLOCK, SMALLEST
 from ep_moe.runtime.devices import on_device
-from ep_moe.runtime.grids import cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
 FP8_BLOCK = 128

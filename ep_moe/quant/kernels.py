@@ -18,9 +18,7 @@ from ep_moe.quant.fp8 import e4m3_blocks
 from ep_moe.quant.microscale import quantize_mxfp8, quantize_nvfp4
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime.devices import multiprocessors, on_device
-from ep_moe.runtime.grids import cdiv, next_power_of_2
-from ep_moe.runtime.launch_cache import Launch, at_once
-from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
 
 # on an H200

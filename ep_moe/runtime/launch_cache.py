@@ -1,8 +1,17 @@
-"""Launches that are made again: of Triton's kernels, and of those of `nvrtc`, which are launched alike.
+"""Launches: kept for calls like earlier ones (`LaunchCache`), their grids, and kernels that start early (PDL).
 
 Triton looks at every argument of every launch to find the binary that was compiled for its like, which takes the host
 two to three times as long as the launch itself. What was launched once with the same arguments, or others like them, is
-launched here without another look.
+launched here without another look. Kernels of `nvrtc` are launched alike. Triton's own functions of the names `cdiv`
+and `next_power_of_2` serve its compiler too, and take the host 1.6 us a call where these take 0.1: a layer call has
+twenty of them.
+
+Kernels may start before those ahead of them in their stream have ended (CUDA's programmatic dependent launch). A
+kernel launched with `pdl_launch` starts as soon as all programs of the one ahead of it have called `pdl_trigger`, or
+ended. It calls `pdl_wait` before it reads what an earlier kernel wrote or writes what one may still read; read
+before are only weights, which no kernel of a forward pass writes, and what a flag says is there (`types.WireIds`). All
+kernels ahead of it have ended then, since the one ahead has waited for its own in the same way, or was launched without
+`pdl_launch` and so began after them. Kernels that write weights let none start early.
 """
 
 from __future__ import annotations
@@ -13,8 +22,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ep_moe.runtime import devices
+from ep_moe.runtime.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 from ep_moe.runtime.versions import LAUNCHERS, launcher_known
 
 Grid = tuple[int, ...]
@@ -173,3 +185,34 @@ class _At:
 
     def data_ptr(self) -> int:
         return self._pointer
+
+
+def cdiv(number: int, size: int) -> int:
+    """How many pieces of so many there are, the last one perhaps not whole."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest that is not below; 1 for 0 and 1."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
+
+def pdl_launch(device: torch.device, soon: bool = True) -> dict[str, bool]:
+    """How a kernel with a parameter PDL is launched to start early, where the device can and `soon` asks for it."""
+    return {"PDL": True, "launch_pdl": True} if soon and devices.starts_early(device) else {"PDL": False}
+
+
+@triton.jit
+def pdl_trigger(PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()

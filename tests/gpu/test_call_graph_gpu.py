@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution.cuda_graph import CallGraph
-from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import pdl_launch, pdl_trigger, pdl_wait
 
 SIZE, DEVICE = 1024, torch.device("cuda")
 

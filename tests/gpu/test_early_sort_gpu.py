@@ -16,7 +16,7 @@ from triton.language.extra.cuda import globaltimer
 from ep_moe.all2all.nvlink_p2p.signals import last_to_count
 from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime.devices import starts_early
-from ep_moe.runtime.pdl import pdl_trigger
+from ep_moe.runtime.launch_cache import pdl_trigger
 
 EXPERTS, TOP_K, CALLS, PROGRAMS = 48, 8, 150, 32
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ep_moe.quant.fp8 import FP8_MAX, to_fp8
 from ep_moe.quant.microscale import power_of_two_above
-from ep_moe.runtime.grids import cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
 TINY = 1e-12  # the scale of rows that are all zeros

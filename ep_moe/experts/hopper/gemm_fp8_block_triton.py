@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from ep_moe.quant.fp8 import e4m3_blocks
-from ep_moe.runtime.pdl import pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
 
 

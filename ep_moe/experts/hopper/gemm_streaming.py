@@ -26,9 +26,7 @@ from ep_moe.experts.hopper.gemm_fp8_block_gluon import activate, next_stage
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
 from ep_moe.runtime.devices import memory_rate, multiprocessors
-from ep_moe.runtime.grids import next_power_of_2
-from ep_moe.runtime.launch_cache import Launch, at_once
-from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import (
     TensorDescriptor,
     async_copy,
@@ -100,7 +98,7 @@ def product(
         rows are the gates; E4M3 if `scales.out` is given
     bias: contiguous [L, n], added to the scaled sums
 
-    launch: how it is launched. It starts before the kernel ahead of it has ended, and reads w then: see `pdl`.
+    launch: how it is launched. It starts before the kernel ahead of it has ended, and reads w then: see `pdl_launch`.
     """
     name = "" if activation is None else activation.value
     given = NO_SCALES if scales is None else scales.given()

@@ -23,7 +23,7 @@ from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
 from ep_moe.experts.layouts import expected_pairs
-from ep_moe.runtime.grids import next_power_of_2
+from ep_moe.runtime.launch_cache import next_power_of_2
 from ep_moe.types import capturing
 
 _ROUTES = 1024  # that a program numbers

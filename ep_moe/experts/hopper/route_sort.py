@@ -17,9 +17,7 @@ from ep_moe.all2all.nvlink_p2p.packets import put_packets
 from ep_moe.all2all.nvlink_p2p.signals import grid_barrier, wait
 from ep_moe.quant.fp8 import to_e4m3
 from ep_moe.runtime.devices import multiprocessors
-from ep_moe.runtime.grids import cdiv, next_power_of_2
-from ep_moe.runtime.launch_cache import Launch, at_once
-from ep_moe.runtime.pdl import pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.runtime.waiting import Waiting
 from ep_moe.runtime.workspace import Shapes
