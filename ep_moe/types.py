@@ -125,8 +125,8 @@ class WireIds:
         ids: int32 [N, K], contiguous.
         base: This rank's first physical id.
         ids_ready: int32 [R] on the device, where ids and weights come before the rows. They are here once all of it are
-            one more than sequence[0]. A kernel that starts early (`pdl_launch`) may read them then; before it ends it has
-            awaited the kernel ahead of it, for those that read rows.
+            one more than sequence[0]. A kernel that starts early (`pdl_launch`) may read them then; before it ends it
+            has awaited the kernel ahead of it, for those that read rows.
         sequence: int32 [2] on the device, beside `ids_ready`. sequence[1] is zero, for the kernel's programs to wait
             for each other, and is left so.
     """

@@ -287,7 +287,7 @@ class Dispatcher(ABC):
     def dispatch(
         self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
     ) -> Received:
-        """x, ids and weights [T, K] to this rank's received rows. x, x_scale: as `quant.wire.round_rows` writes
+        """x, ids and weights [T, K] to this rank's received rows. x, x_scale: as `quant.kernels.round_to_travel` writes
         them for the geometry's wire; or x [T, H] of the layer's dtype alone, where the format is one of
         `capabilities.rounds`. The same numbers arrive."""
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()

@@ -46,7 +46,7 @@ from ep_moe.bench.harness import (
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.quant.wire import round_rows
+from ep_moe.quant.kernels import round_to_travel
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
@@ -143,7 +143,7 @@ def wire_bytes(context: EPContext, routing: PhysicalRouting, dispatch_shape: Dis
 def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting, *, load: bool = False) -> None:
     dispatch_shape = geometry_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(dispatch_shape, context.rank_groups["ep"])
-    rows, scale = round_rows(x, dispatch_shape.wire)
+    rows, scale = round_to_travel(x, dispatch_shape.wire)
 
     def pair() -> Tensor:
         received = dispatcher.dispatch(rows, routing, scale)

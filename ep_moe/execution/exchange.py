@@ -30,7 +30,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts, Kept
 from ep_moe.experts.layouts import as_rank_major, localized
-from ep_moe.quant.wire import round_rows
+from ep_moe.quant.kernels import round_to_travel
 from ep_moe.runtime.profiling import stage
 from ep_moe.types import LocalIds, PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
 
@@ -57,7 +57,9 @@ class Exchange:
         on_the_way = dispatcher.capabilities.places and not self.in_parts and not self.trained
         self.routing = routing if on_the_way else routing.materialize()
         wire = dispatcher.dispatch_shape.wire
-        self.x, self.x_scale = (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_rows(x, wire)
+        self.x, self.x_scale = (
+            (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_to_travel(x, wire)
+        )
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
         """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.

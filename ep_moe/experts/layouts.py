@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ep_moe.all2all.wire_ids import to_local
 from ep_moe.config import MoEConfig, Wire
-from ep_moe.quant.wire import widen_rows
+from ep_moe.quant.kernels import widen_arrived
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 
@@ -66,7 +66,7 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
     if received.format == "plain":
         return received
     wire = Wire(dispatch=received.format, input_scale=received.input_scale)
-    x = widen_rows(received.x, received.x_scale, wire, dtype)
+    x = widen_arrived(received.x, received.x_scale, wire, dtype)
     return dataclasses.replace(received, x=x, x_scale=None, format="plain", input_scale=None)
 
 

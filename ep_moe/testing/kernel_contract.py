@@ -19,8 +19,8 @@ from ep_moe.config import MoEConfig, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.quant.kernels import round_to_travel, widen_arrived
 from ep_moe.quant.schemes import SCHEMES, Scheme
-from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.testing.distributed import made_on_the_host
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
@@ -176,9 +176,9 @@ def _as_it_travelled(layer: Layer) -> None:
 
 
 def _as_written(layer: Layer, received: Received, wire: Wire) -> None:
-    data, scale = round_rows(received.x, wire)
+    data, scale = round_to_travel(received.x, wire)
     wide = torch.float32 if wire.dispatch in layer.experts.row_formats else layer.dtype
-    plain = dataclasses.replace(received, x=widen_rows(data, scale, wire, wide))
+    plain = dataclasses.replace(received, x=widen_arrived(data, scale, wire, wide))
     rows = dataclasses.replace(received, x=data, x_scale=scale, format=wire.dispatch, input_scale=wire.input_scale)
     y = layer.run(rows)
     what = f"rows in {wire.dispatch}"

@@ -18,7 +18,7 @@ from ep_moe.experts.layouts import localized, widened
 from ep_moe.parallel.groups import default_store, numbered
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.fp8 import round_by
-from ep_moe.quant.wire import round_rows
+from ep_moe.quant.kernels import round_to_travel
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 DispatcherFactory = Callable[[DispatchShape, RankGroup], Dispatcher]
@@ -256,4 +256,4 @@ def same(actual: Tensor, wanted: Tensor, what: object, rtol: float = 0.0) -> Non
 
 def rounded(x: Tensor, shape: DispatchShape) -> tuple[Tensor, Tensor | None]:
     """Rows as they travel: x and x_scale."""
-    return round_rows(x, shape.wire)
+    return round_to_travel(x, shape.wire)

@@ -13,7 +13,7 @@ from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.fp8 import dequantize_fp8_blocks
-from ep_moe.quant.wire import round_rows, widen_rows
+from ep_moe.quant.kernels import round_to_travel, widen_arrived
 from ep_moe.testing import check_dispatcher, check_experts, distributed, rank_device
 from tests.fixtures.eplb_cases import CONFIG, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
@@ -58,9 +58,9 @@ def test_calls_and_moves(all2all, world_size):
 )  # fmt: skip
 def test_rows_of_the_wire(wire):
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    expected = widen_rows(*round_rows(x, wire), wire, torch.float32)
+    expected = widen_arrived(*round_to_travel(x, wire), wire, torch.float32)
     with torch.device("meta"):
-        assert_same(widen_rows(*round_rows(x, wire), wire, torch.float32), expected)
+        assert_same(widen_arrived(*round_to_travel(x, wire), wire, torch.float32), expected)
 
 
 def test_checkpoints_blocks():

@@ -12,9 +12,9 @@ from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, W
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.quant.fp8 import round_blocks, round_by, widen_blocks
+from ep_moe.quant.kernels import round_to_travel, widen_arrived
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert
 from tests.fixtures import layer_static as test_layer_static
@@ -54,7 +54,7 @@ def test_rows_are_rounded_once_before_the_wire(all2all, sizes, wire, world_size)
                 assert_same(layer.forward_routed(x, routing), oracle(CONFIG, x, routing), "exact rows")
                 x = torch.randn(tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
                 y = layer.forward_routed(x, routing)
-            rounded = oracle(CONFIG, widen_rows(*round_rows(x, wire), wire, torch.float32), routing)
+            rounded = oracle(CONFIG, widen_arrived(*round_to_travel(x, wire), wire, torch.float32), routing)
             if tokens:  # sums of the same numbers in another order, and those of other numbers
                 most = float(rounded.abs().max())
                 assert (y - rounded).abs().max() < 1e-5 * most
@@ -190,7 +190,7 @@ def test_rounding(dtype):
     x[2], x[3, 130], x[4, 5] = 0, torch.nan, 3e4
     data, scale = round_blocks(x)
     assert (data.dtype, scale.dtype, list(scale.shape)) == (torch.float8_e4m3fn, torch.float32, [7, 3])
-    whole, of_rows = round_rows(x, Wire(dispatch="fp8_row"))
+    whole, of_rows = round_to_travel(x, Wire(dispatch="fp8_row"))
     assert torch.equal(of_rows[:3], x[:3].float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448)
     assert torch.equal(whole[4, 128:].float(), round_by(x[4, 128:], float(of_rows[4])).float()), "small beside 3e4"
     back = widen_blocks(data, scale, torch.float32)

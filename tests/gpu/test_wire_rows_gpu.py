@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import Wire
-from ep_moe.quant.wire import round_rows, widen_rows
+from ep_moe.quant.kernels import round_to_travel, widen_arrived
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -29,7 +29,7 @@ def test_captured(wire, dtype):
     there = torch.zeros(33, 1024, dtype=dtype, device="cuda")[:, :512]  # a part of a wider tensor
 
     def there_and_back() -> torch.Tensor:
-        return widen_rows(*round_rows(there, wire), wire, dtype)
+        return widen_arrived(*round_to_travel(there, wire), wire, dtype)
 
     there_and_back()
     torch.cuda.synchronize()
@@ -38,4 +38,4 @@ def test_captured(wire, dtype):
         found = there_and_back()
     there.copy_(x)
     graph.replay()
-    torch.testing.assert_close(found.cpu(), widen_rows(*round_rows(x, wire), wire, dtype), rtol=0, atol=0)
+    torch.testing.assert_close(found.cpu(), widen_arrived(*round_to_travel(x, wire), wire, dtype), rtol=0, atol=0)

@@ -8,8 +8,8 @@ from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import ONE_SCALE
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.quant.kernels import round_to_travel, widen_arrived
 from ep_moe.quant.row_format import ROW_FORMATS
-from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.types import PhysicalRouting
 
 
@@ -19,9 +19,11 @@ def test_received_rows_say_how_they_were_written(name):
     wire = Wire(dispatch=name, input_scale=0.25 if name in ONE_SCALE else None)
     shape = DispatchShape(hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=wire)
     x, ids = torch.randn(3, 256).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
-    sent, scale = round_rows(x, wire)
+    sent, scale = round_to_travel(x, wire)
     assert scale is None or scale.shape == (3, shape.scales)
     received = LocalDispatcher(shape, RankGroup.alone()).dispatch(sent, PhysicalRouting(ids, ids.float()), scale)
     told = Wire(dispatch=received.format, input_scale=received.input_scale)
     assert told == wire
-    assert torch.equal(widen_rows(received.x, received.x_scale, told, x.dtype), widen_rows(sent, scale, wire, x.dtype))
+    assert torch.equal(
+        widen_arrived(received.x, received.x_scale, told, x.dtype), widen_arrived(sent, scale, wire, x.dtype)
+    )

@@ -13,8 +13,8 @@ from ep_moe.all2all.nvlink_p2p import reference
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.config import Wire
 from ep_moe.quant.fp8 import round_by
+from ep_moe.quant.kernels import round_to_travel
 from ep_moe.quant.row_format import ROW_FORMATS
-from ep_moe.quant.wire import round_rows
 from ep_moe.testing.transport_case import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.fp8_block_kernels import DEVICE
@@ -38,7 +38,7 @@ def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
     ids[tokens:] = shape.num_physical - 1
     weights = torch.rand(ids.shape, generator=generator)
     routing = PhysicalRouting(PhysicalIds(ids[:tokens]), weights[:tokens])
-    return (*round_rows(x, shape.wire), routing)
+    return (*round_to_travel(x, shape.wire), routing)
 
 
 @pytest.mark.parametrize("way", ["given", "written", "copied"])  # the answers
@@ -222,7 +222,7 @@ def routed(shape: DispatchShape, rank: int, tokens: int) -> PhysicalRouting:
 
 
 def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """By the kernels, in a launch of their own: `round_rows` on GPUs."""
+    """By the kernels, in a launch of their own: `round_to_travel` on GPUs."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     if wire.input_scale is not None:
         fp8.launch_round_by(x, wire.input_scale, out)
@@ -274,7 +274,7 @@ def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
         for each in made:
             signal_all_others(each, rank, 0)
         bulk.send(found[rank], x.to(DEVICE), None, there, 7, 4)
-        for workspace, given in ((plain[rank], (x, None)), (before[rank], round_rows(x, wire))):
+        for workspace, given in ((plain[rank], (x, None)), (before[rank], round_to_travel(x, wire))):
             if copies:
                 reference.send_copies(workspace, *given, routing, 7)
             else:

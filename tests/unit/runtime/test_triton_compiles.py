@@ -34,9 +34,8 @@ from ep_moe.experts.hopper.experts import (
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
 )
-from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
+from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, round_to_travel
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.quant.wire import round_rows
 from ep_moe.runtime import devices
 from ep_moe.runtime.nvrtc import SHARED
 from ep_moe.runtime.workspace import Workspaces
@@ -153,7 +152,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     """In their forms for Hopper, but for what NVRTC compiles; with biases where the kernel takes them."""
     config = dataclasses.replace(SMALL, expert_bias=kind.capabilities.biases)
     ids = torch.zeros(rows, SMALL.top_k, dtype=torch.int64)
-    x, x_scale = round_rows(torch.zeros(rows, SMALL.hidden_size, dtype=BF16), Wire(dispatch=wire))
+    x, x_scale = round_to_travel(torch.zeros(rows, SMALL.hidden_size, dtype=BF16), Wire(dispatch=wire))
     received = Received(
         x=x,
         x_scale=x_scale,

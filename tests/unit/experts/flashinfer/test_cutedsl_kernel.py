@@ -14,8 +14,8 @@ from ep_moe.experts.flashinfer import cutedsl as cutedsl_op
 from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.quant.kernels import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.quant.wire import round_rows
 from ep_moe.selection.explain import choose, explain
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
@@ -244,7 +244,7 @@ def test_rows_that_arrive_rounded_give_the_same_bits(calls):
     wire = Wire(dispatch="nvfp4", input_scale=float(max(own["w13_input_scale"] for own in tensors)))
     y, received = experts(rows()), rows()
     calls.clear()
-    data, scale = round_rows(received.x, wire)
+    data, scale = round_to_travel(received.x, wire)
     arrived = dataclasses.replace(received, x=data, x_scale=scale, format="nvfp4", input_scale=wire.input_scale)
     assert torch.equal(experts(arrived), y)
     assert calls[0]["x"].data_ptr() == data.data_ptr(), "read where they lie"

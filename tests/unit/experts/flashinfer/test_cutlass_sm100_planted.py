@@ -14,8 +14,8 @@ from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExpe
 from ep_moe.experts.layouts import widened
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.quant.kernels import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.quant.wire import round_rows
 from ep_moe.selection.explain import explain
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
@@ -232,7 +232,7 @@ def test_edges_of_the_contract(name, emulated):  # noqa: F811
 def travelled(received: Received, name: str, input_scale: float) -> Received:
     """Rows that were rounded before the wire."""
     wire = Wire(dispatch="nvfp4", input_scale=input_scale) if name == "nvfp4" else Wire(dispatch="mxfp8")
-    data, scale = round_rows(received.x, wire)
+    data, scale = round_to_travel(received.x, wire)
     return dataclasses.replace(received, x=data, x_scale=scale, format=wire.dispatch, input_scale=wire.input_scale)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ep_moe import Wire
 from ep_moe.experts.flashinfer import call_scales
 from ep_moe.quant import fp8
+from ep_moe.quant.kernels import round_to_travel, widen_arrived
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.quant.wire import round_rows, widen_rows
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
@@ -32,22 +32,22 @@ def test_there_and_back(dtype, scale):
     x = torch.randn(9, 640, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 0, 640) * 400 * scale
     x[3] = 0
     x = x.clamp(-448 * scale, 448 * scale).to(dtype)
-    data, beside = round_rows(x, wire)
+    data, beside = round_to_travel(x, wire)
     assert (data.dtype, data.shape, beside) == (E4M3, x.shape, None)
     assert (data.float().abs() < 2**-6).any(), "subnormal numbers are among them"
-    back = widen_rows(data, beside, wire, torch.float32)
+    back = widen_arrived(data, beside, wire, torch.float32)
     # half a step, of 4 bits of mantissa or of the smallest numbers, 2**-9 apart; and float32's own in x / scale * scale
     limit = torch.maximum(x.float().abs() * 2**-4, torch.tensor(2**-10 * scale)) + x.float().abs() * 2**-23
     assert ((back - x.float()).abs() <= limit).all()
     assert (back[3] == 0).all()
-    assert widen_rows(data, beside, wire, dtype).dtype == dtype
-    assert torch.equal(widen_rows(data, beside, wire, dtype), back.to(dtype))
+    assert widen_arrived(data, beside, wire, dtype).dtype == dtype
+    assert torch.equal(widen_arrived(data, beside, wire, dtype), back.to(dtype))
 
 
 def test_what_no_number_stands_for():
     wire = Wire(dispatch="fp8_tensor", input_scale=0.5)
     x = torch.tensor([[225.0, 1e30, torch.inf, -225.0, -torch.inf, torch.nan, 224.0]])
-    back = widen_rows(*round_rows(x, wire), wire, torch.float32)
+    back = widen_arrived(*round_to_travel(x, wire), wire, torch.float32)
     assert back[0, :5].tolist() == [224.0] * 3 + [-224.0] * 2
     assert back[0, 5].isnan()
     assert back[0, 6] == 224
@@ -56,9 +56,9 @@ def test_what_no_number_stands_for():
 def test_a_part_of_a_wider_tensor_and_no_rows():
     wire = Wire(dispatch="fp8_tensor", input_scale=0.5)
     x = torch.randn(5, 64)
-    data, _ = round_rows(x[:, 8:40], wire)
-    assert torch.equal(data.float(), round_rows(x[:, 8:40].contiguous(), wire)[0].float())
-    assert round_rows(x[:0], wire)[0].shape == (0, 64)
+    data, _ = round_to_travel(x[:, 8:40], wire)
+    assert torch.equal(data.float(), round_to_travel(x[:, 8:40].contiguous(), wire)[0].float())
+    assert round_to_travel(x[:0], wire)[0].shape == (0, 64)
 
 
 def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():
@@ -79,7 +79,7 @@ def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():
 def travelled(received: Received, input_scale: float) -> Received:
     """Rows that were rounded before the wire."""
     wire = Wire(dispatch="fp8_tensor", input_scale=input_scale)
-    data, _ = round_rows(received.x, wire)
+    data, _ = round_to_travel(received.x, wire)
     return dataclasses.replace(received, x=data, format=wire.dispatch, input_scale=wire.input_scale)
 
 
@@ -112,7 +112,7 @@ def test_the_scale_that_they_were_divided_by_counts(factor):
     received, input_scale = rows(shape()), factor * largest_of(tensors)
     arrived = travelled(received, input_scale)
     wire = Wire(dispatch="fp8_tensor", input_scale=input_scale)
-    known = widen_rows(arrived.x, None, wire, torch.float32)
+    known = widen_arrived(arrived.x, None, wire, torch.float32)
     expected, limit = expected_and_limit(shape(), STATIC, tensors, known, received.local_ids, received.weights, BF16)
     assert worst(experts(arrived), expected, limit) <= 1
     wrong = dataclasses.replace(arrived, input_scale=largest_of(tensors))
