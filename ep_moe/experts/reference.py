@@ -1,11 +1,9 @@
-"""Experts in plain torch: `reference`, on CPU and GPU, differentiable; `grouped_mm` as an operator for compiled graphs;
-and the activations between the two expert matrices.
+"""`reference`: experts in plain torch, on CPU and GPU, differentiable. The oracle of every other kernel: quantised
+weights are dequantised, activations are not rounded.
 
-`reference` is the oracle of every other kernel: quantised weights are dequantised, activations are not rounded.
-
-torch knows the shape of `grouped_mm`'s result for bf16 alone, although it computes float32 and float16 too. In a
-compiled graph there may also be rows behind the last group, which `grouped_mm` leaves as memory was: here they are
-zero.
+`grouped_mm` is an operator here (`grouped`), for compiled graphs. torch knows the shape of its result for bf16 alone,
+although it computes float32 and float16 too. In a compiled graph there may also be rows behind the last group, which
+`grouped_mm` leaves as memory was: here they are zero.
 """
 
 from __future__ import annotations
@@ -13,48 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, finfo
-from torch.nn.functional import gelu, grouped_mm, relu, silu
+from torch import Tensor
+from torch.nn.functional import grouped_mm
 
-from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.layouts import group_rows, reduce_rows
+from ep_moe.experts.shared_experts import activate
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import Activation, Received, RowLayout, Weighting
-
-
-def activate(h: Tensor, config: MoEConfig) -> Tensor:
-    """h: [M, 2I] with gate first, then up (or [M, I] without a gate). Returns [M, I]."""
-    if config.activation is Activation.RELU2:
-        return relu(h).square()
-    gate, up = h.chunk(2, dim=-1)
-    match config.activation:
-        case Activation.SWIGLU:
-            return silu(gate) * up
-        case Activation.GEGLU:
-            return gelu(gate) * up
-        case Activation.GEGLU_TANH:
-            return gelu(gate, approximate="tanh") * up
-        case Activation.SWIGLU_LIMITED:
-            gate, up = _limited(gate, up, config.activation_limit)
-            return silu(gate) * up
-        case Activation.SWIGLU_LIMITED_AFTER:
-            gate, up = _limited(silu(gate), up, config.activation_limit)
-            return gate * up
-        case Activation.SWIGLU_SOFTCAPPED:
-            return _softcap(gate, config.activation_alpha) * gate.sigmoid() * _softcap(up, config.activation_limit)
-        case Activation.SWIGLU_CLAMPED:
-            gate, up = _limited(gate, up, config.activation_limit)
-            return (up + 1) * (gate * (config.activation_alpha * gate).sigmoid())
-
-
-def _softcap(x: Tensor, cap: float) -> Tensor:
-    return (x / cap).tanh() * cap
-
-
-def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    limit = min(limit, finfo(gate.dtype).max)
-    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
 
 
 @torch.library.custom_op("ep_moe::grouped_mm", mutates_args=())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ep_moe.checkpoint.model_names import ModuleLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.experts.reference import activate
+from ep_moe.experts.shared_experts import activate
 from ep_moe.types import Activation
 
 _ROWS = 12

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
-from ep_moe.experts.reference import activate
+from ep_moe.experts.shared_experts import activate
 from ep_moe.quant.fp8 import FP8_BLOCK, FP8_MAX
 from ep_moe.quant.microscale import (
     E2M1_MAX,

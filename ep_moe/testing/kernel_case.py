@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.reference import activate
+from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import Scheme

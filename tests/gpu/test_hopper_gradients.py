@@ -15,7 +15,7 @@ if torch.cuda.get_device_capability() != (9, 0):
 from ep_moe.experts.hopper import gradients
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import weight_gradient
-from ep_moe.experts.reference import activate
+from ep_moe.experts.shared_experts import activate
 
 # Each number is rounded to bf16 at most five times on its way (for x: h, da, dh, a pair's gradient and their sum), by
 # 2**-9 of itself each. Of random numbers a norm changes by no more than the sum of these.

@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import linear
 
 from ep_moe.experts.base import Experts, ExpertsCapabilities
-from ep_moe.experts.reference import activate
+from ep_moe.experts.shared_experts import activate
 from ep_moe.types import Activation, Weighting
 
 

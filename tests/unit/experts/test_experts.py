@@ -9,7 +9,8 @@ from torch.nn.functional import silu
 
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.layouts import expected_pairs, group_rows, reduce_rows
-from ep_moe.experts.reference import ReferenceExperts, activate
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.experts.shared_experts import activate
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.fixtures.experts import (

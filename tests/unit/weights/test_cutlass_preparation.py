@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ep_moe import Activation, ConfigError, ExpertMap, InputError, MoEConfig
 from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS
-from ep_moe.experts.reference import activate
+from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import FP8, SCHEMES, Rounding, Scheme

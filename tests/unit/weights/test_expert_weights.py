@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ep_moe import Activation, ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer
-from ep_moe.experts.reference import ReferenceExperts, activate
+from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
