@@ -228,7 +228,11 @@ class SlowTraining:
         self._looked = False
 
     def look(self, layer: Any) -> None:
-        """Warn at the first call with gradients, if "auto" chose `reference` on a GPU. layer: a MoELayer"""
+        """Warn at the first call with gradients, if "auto" chose `reference` on a GPU.
+
+        Args:
+            layer: A MoELayer.
+        """
         if self._looked or torch.compiler.is_compiling():
             return
         self._looked = True
