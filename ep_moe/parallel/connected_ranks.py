@@ -71,6 +71,7 @@ class ConnectedRanks:
         device: torch.device | str | int | None = None,
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
+        ranks_per_node: int | None = None,
     ) -> Self:
         """Make a context from torchrun's environment, and the default process group unless there is one.
 
@@ -81,6 +82,8 @@ class ConnectedRanks:
             max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. Transports then make
                 their buffers once, which CUDA graphs and some of them need. Default: any number; the buffers of
                 `nvlink_p2p` grow with the calls.
+            ranks_per_node: Take so many consecutive ranks for one node. Default: ranks share a node where they share a
+                host (its name and boot id, or the environment variable NCCL_HOSTID).
 
         Returns:
             The context, on every rank.
@@ -90,7 +93,9 @@ class ConnectedRanks:
         """
         device = local_device() if device is None else as_device(device)
         init_from_torchrun(device, deadline_s=deadline_s)
-        return cls.from_groups(parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens)
+        return cls.from_groups(
+            parallel, device=device, deadline_s=deadline_s, max_tokens=max_tokens, ranks_per_node=ranks_per_node
+        )
 
     @classmethod
     def from_groups(
@@ -101,6 +106,7 @@ class ConnectedRanks:
         device: torch.device | str | int,
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
+        ranks_per_node: int | None = None,
     ) -> Self:
         """Make a context within an initialised torch.distributed.
 
@@ -111,6 +117,7 @@ class ConnectedRanks:
             device: Where the layers compute.
             deadline_s: Seconds that a collective step may last before its peers are examined.
             max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
+            ranks_per_node: Take so many consecutive ranks for one node. Default: by the ranks' hosts.
 
         Returns:
             The context, on every rank.
@@ -131,7 +138,7 @@ class ConnectedRanks:
             device = as_device(device)
         except ConfigError as error:  # all ranks raise it, once they have met
             device, problem = torch.device("cpu"), error
-        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
+        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, ranks_per_node, problem)
 
     @classmethod
     def from_mesh(
@@ -144,6 +151,7 @@ class ConnectedRanks:
         device: torch.device | str | int | None = None,
         deadline_s: float = DEADLINE_S,
         max_tokens: int | None = None,
+        ranks_per_node: int | None = None,
     ) -> Self:
         """Make a context over the ranks of a DeviceMesh, whose axes it knows by their names.
 
@@ -164,6 +172,7 @@ class ConnectedRanks:
             device: Where the layers compute. Default: this process's device of the mesh's type.
             deadline_s: Seconds that a collective step may last before its peers are examined.
             max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
+            ranks_per_node: Take so many consecutive ranks for one node. Default: by the ranks' hosts.
 
         Returns:
             The context. Its `layout.ranks` are the mesh's ranks in the order of the layout.
@@ -181,7 +190,7 @@ class ConnectedRanks:
         except ConfigError as error:
             device, problem = torch.device("cpu"), error
         groups = {} if problem else axis_groups(mesh)
-        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, problem)
+        return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, ranks_per_node, problem)
 
     @classmethod
     def _connect(
@@ -192,12 +201,13 @@ class ConnectedRanks:
         device: torch.device,
         deadline_s: float,
         max_tokens: int | None,
+        ranks_per_node: int | None = None,
         problem: ConfigError | None = None,
     ) -> Self:
         """ranks: those of the context, as the layout orders them; problem: why this rank cannot make one"""
         name = numbered("context", ranks)
         store = PrefixStore(name, default_store())
-        layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, problem)
+        layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, ranks_per_node, problem)
         deadline_s, max_tokens = float(deadline_s), None if max_tokens is None else int(max_tokens)  # of NumPy perhaps
         with on_device(device):
             return cls._linked(layout, name, store, groups, device, max_tokens, deadline_s, problem)
@@ -230,7 +240,9 @@ class ConnectedRanks:
         peers = layout.group("lockstep")  # only these share a layer's collectives
         scope = PrefixStore(f"ledger/block{peers[0]}", store)
         frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
-        flight_recorder = FlightRecorder(scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device)
+        flight_recorder = FlightRecorder(
+            scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device, nodes=layout.nodes
+        )
         try:
             if device.type == "cuda":
                 flight_recorder.prepare_mark(device)

@@ -27,6 +27,7 @@ from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, with_cause
+from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.parallel.step_board import DeviceMark, HostExchange, PeerBoard, StepBoard
 from ep_moe.types import capturing
 
@@ -79,6 +80,7 @@ class FlightRecorder:
     abort: called once when a step outlasts its deadline or a peer's call failed, to free a thread that waits on a
         device; None where the transport has a timeout of its own (gloo).
     device: of the layers, for what is said of its memory
+    nodes: of the ranks, for the names of hosts that are lost
     """
 
     def __init__(
@@ -90,12 +92,14 @@ class FlightRecorder:
         deadline_s: float = 300.0,
         abort: Callable[[], None] | None = None,
         device: torch.device | None = None,
+        nodes: NodeLayout | None = None,
     ) -> None:
         self.where = ""  # the layer whose call is under way
         self.carried = ""  # what travels in it: "name=value, name=value"; ranks exchange rows only where it is equal
         self._inside = _Inside(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
+        self._nodes = nodes
         self._step = Step(0, "", "start", "", True)
         self._started = time.monotonic()
         self._failure: EPMoEError | None = None
@@ -399,7 +403,7 @@ class FlightRecorder:
             after = self._read(store)
             if (failed := self._failed_elsewhere(store)) is not None:
                 return failed
-            verdict = _compare(step, self._rank, before, after, self._exact(), self._heard)
+            verdict = _compare(step, self._rank, before, after, self._exact(), self._heard, self._nodes)
             behind = min([step.number, *(entry[1].number for entry in after.values() if entry is not None)])
             verdict = store.compare_set(f"verdict/{behind}", "", verdict).decode() or verdict
         except RuntimeError:
@@ -414,13 +418,16 @@ def _compare(
     after: dict[int, tuple[int, Step] | None],
     exact: Mapping[int, Step] = _NONE,
     heard: Mapping[int, float] = _NONE,
+    nodes: NodeLayout | None = None,
 ) -> str:
-    """exact: steps that are known as they are, of ranks on this host; heard: when a rank's heartbeat was"""
+    """exact: steps that are known as they are, of ranks on this host; heard: when a rank's heartbeat was; nodes: of all
+    ranks"""
     findings = []
+    silent = [peer for peer, entry in after.items() if peer != rank and (entry is None or entry == before[peer])]
     for peer, entry in after.items():
         if peer == rank:
             continue
-        if entry is None or entry == before[peer]:
+        if entry is None or peer in silent:
             last = f", last seen {exact[peer]}" if peer in exact else _by_heartbeat(entry, heard.get(peer))
             findings.append(f"Rank {peer} shows no sign of life{last}.")
             continue
@@ -429,6 +436,8 @@ def _compare(
             findings.append(f"Rank {peer} is alive but behind: {step}.")
         elif step.number == mine.number and (step.where, step.phase) != (mine.where, mine.phase):
             findings.append(f"Rank {peer} went another way: {step}.")
+    if nodes is not None:
+        findings += nodes.lost(silent, list(after))
     if any(entry is not None and entry[1].done and entry[1].number < mine.number for entry in after.values()):
         findings.append(_FEWER_CALLS)
     return " ".join(findings) or "Every peer is alive and in the same step."

@@ -6,11 +6,14 @@ The only module that reads environment variables (beside the CLI).
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +27,13 @@ from ep_moe.errors import ConfigError
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.nodes import NodeLayout
+from ep_moe.parallel.rank_group import Levels, RankGroup
 from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.versions import installed
 
 DEADLINE_S = 300.0
-LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "pp")
+LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "pp", "ep_node", "ep_rail")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,21 @@ def numbered(what: str, ranks: Sequence[int]) -> str:
     return f"ep_moe/{members}/{what}{number}"
 
 
+def host_identity() -> tuple[str, str]:
+    """What tells this host from others, and a name for it.
+
+    Host name and boot id, as NCCL does: containers with names of their own are hosts of their own. NCCL_HOSTID stands
+    for both, in NCCL too."""
+    if given := os.environ.get("NCCL_HOSTID"):
+        return given, given
+    name = socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{name} {boot}", name
+
+
 def agreed_layout(
     parallel: ParallelConfig,
     ranks: Sequence[int],
@@ -103,6 +122,7 @@ def agreed_layout(
     device: torch.device,
     deadline_s: float,
     max_tokens: int | None,
+    ranks_per_node: int | None = None,
     problem: ConfigError | None = None,
 ) -> RankLayout:
     """This rank's layout, after all ranks stated the same versions and sizes. ranks: the rank at each place."""
@@ -114,6 +134,7 @@ def agreed_layout(
         "device type": device.type,
         "deadline_s": as_number(deadline_s),
         "max_tokens": as_whole(max_tokens),
+        "ranks_per_node": as_whole(ranks_per_node),
         **{f"ParallelConfig.{name}": getattr(parallel, name) for name in ("pp", "dp", "tp", "ep", "etp")},
         "ParallelConfig.tokens": parallel.tokens.value,
         "ranks": list(ranks),
@@ -123,11 +144,19 @@ def agreed_layout(
         problem = ConfigError(wrong)
     if max_tokens is not None and not 1 <= (as_whole(max_tokens) or 0) <= INT32:
         problem = ConfigError(f"max_tokens must be an integer in [1, {INT32}] or None, got {shown(max_tokens)}")
+    if ranks_per_node is not None and not 1 <= (as_whole(ranks_per_node) or 0) <= INT32:
+        problem = ConfigError(f"ranks_per_node must be an integer in [1, {INT32}] or None, got {shown(ranks_per_node)}")
     patience = seconds_or_default(deadline_s)
     rank = dist.get_rank()
-    StoreConsensus(PrefixStore("create", store), sorted(ranks), rank, patience).same("EPContext", facts, problem)
+    consensus = StoreConsensus(PrefixStore("create", store), sorted(ranks), rank, patience)
+    store.set(f"host/{rank}", json.dumps(host_identity()))  # there once the ranks have agreed
+    consensus.same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none
-    return RankLayout.from_config(parallel, world=len(ranks), rank=rank, ranks=ranks)
+    layout = RankLayout.from_config(parallel, world=len(ranks), rank=rank, ranks=ranks)
+    if (size := as_whole(ranks_per_node)) is not None:
+        return replace(layout, nodes=NodeLayout.counted(ranks, size))
+    hosts = consensus.share("EPContext hosts", lambda: [json.loads(store.get(f"host/{rank}")) for rank in ranks])
+    return replace(layout, nodes=NodeLayout.found(ranks, hosts))
 
 
 def make_group(
@@ -224,6 +253,13 @@ class Links:
             if group is not None and group not in self._groups:
                 self._groups.append(group)
             self._links[kind] = RankGroup(group, tuple(mine), mine.index(layout.rank), flight_recorder)
+        if layout.spread_ep is not None and layout.without_rails is None:
+            self._links["ep"] = replace(self._links["ep"], levels=self._levels(layout))
+
+    def _levels(self, layout: RankLayout) -> Levels:
+        nodes = layout.ep_nodes
+        seats = {rank: seat for seat, rank in enumerate(rank for part in nodes for rank in part)}
+        return Levels(self["ep_node"], self["ep_rail"], tuple(seats[rank] for rank in self["ep"].ranks))
 
     def __getitem__(self, kind: str) -> RankGroup:
         return self._links[kind]

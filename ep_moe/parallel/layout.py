@@ -21,6 +21,7 @@ from functools import cached_property
 from ep_moe.checks import INT32, as_whole, check_kind, shown
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.nodes import NodeLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class RankLayout:
         etp: Ranks over which an expert is cut.
         tokens: Whether the tp ranks of one dp rank pass the same tokens.
         ranks: The rank in torch.distributed at each place. Default: 0, 1, 2, ...
+        nodes: The node of each rank. Default: all are on one.
 
     Raises:
         ConfigError: the sizes do not fit the world or each other.
@@ -51,9 +53,18 @@ class RankLayout:
     etp: int = 1
     tokens: Tokens = Tokens.REPLICATED
     ranks: tuple[int, ...] = ()
+    nodes: NodeLayout | None = None
 
     @classmethod
-    def from_config(cls, parallel: ParallelConfig, *, world: int, rank: int, ranks: Sequence[int] = ()) -> RankLayout:
+    def from_config(
+        cls,
+        parallel: ParallelConfig,
+        *,
+        world: int,
+        rank: int,
+        ranks: Sequence[int] = (),
+        nodes: NodeLayout | None = None,
+    ) -> RankLayout:
         """Lay out the ranks by a configuration.
 
         Args:
@@ -61,6 +72,7 @@ class RankLayout:
             world: The number of ranks.
             rank: This process in torch.distributed.
             ranks: The rank in torch.distributed at each place. Default: 0, 1, 2, ...
+            nodes: The node of each rank. Default: all are on one.
 
         Returns:
             The layout of `rank`.
@@ -77,9 +89,8 @@ class RankLayout:
                     f"that ep * etp divides dp * tp"
                 )
             ep = p.dp * p.tp // p.etp
-        return cls(
-            world=world, rank=rank, ranks=tuple(ranks), pp=p.pp, dp=p.dp, tp=p.tp, ep=ep, etp=p.etp, tokens=p.tokens
-        )
+        sizes = {"pp": p.pp, "dp": p.dp, "tp": p.tp, "ep": ep, "etp": p.etp}
+        return cls(world=world, rank=rank, ranks=tuple(ranks), tokens=p.tokens, nodes=nodes, **sizes)
 
     def __post_init__(self) -> None:
         for name in ("world", "pp", "dp", "tp", "ep", "etp"):
@@ -179,6 +190,32 @@ class RankLayout:
         """This rank's place in its etp group."""
         return self.place % self.etp
 
+    # --- nodes -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _nodes(self) -> NodeLayout:
+        return self.nodes or NodeLayout(self.ranks, (0,) * self.world, ("one host",))
+
+    @property
+    def ep_nodes(self) -> list[list[int]]:
+        """The ranks of this rank's EP group by node."""
+        return self._nodes.split(self.group("ep"))
+
+    @cached_property
+    def spread_ep(self) -> str | None:
+        """None where every EP group is on one node, else the nodes of one that is not; the same on all ranks."""
+        if len(self._nodes.hosts) == 1:
+            return None
+        spread = (group for group in self.groups["ep"] if len(self._nodes.split(group)) > 1)
+        return next((self._nodes.described(group) for group in spread), None)
+
+    @cached_property
+    def without_rails(self) -> str | None:
+        """None, or why the EP groups cannot be cut into nodes and rails; the same on all ranks."""
+        if len(self._nodes.hosts) == 1:
+            return None
+        return next(filter(None, map(self._nodes.uneven, self._blocks(self.ep, self.etp))), None)
+
     # --- groups ------------------------------------------------------------------------------------------------
 
     def _blocks(self, size: int, stride: int) -> list[list[int]]:
@@ -196,17 +233,24 @@ class RankLayout:
 
         tp, dp, ep, etp are the usual ones; `lockstep` holds the ranks that enter a layer together; `expert_data` holds
         the ranks with the same shard of the same experts in other EP groups (their gradients belong together); `stage`
-        holds all ranks of a pipeline stage.
+        holds all ranks of a pipeline stage. `ep_node` holds the ranks of an EP group that share a node, `ep_rail` those
+        that have the same place on their nodes; each rank is alone in both where there is one node, or where an EP
+        group lies unevenly on nodes.
         """
+        every = self._blocks(self.ep, self.etp)
+        alone = [[rank] for rank in self.ranks]
+        apart = len(self._nodes.hosts) > 1 and self.without_rails is None
         return {
             "tp": self._blocks(self.tp, 1),
             "dp": self._blocks(self.dp, self.tp),
             "pp": self._blocks(self.pp, self.stage),
-            "ep": self._blocks(self.ep, self.etp),
+            "ep": every,
             "etp": self._blocks(self.etp, 1),
             "lockstep": self._blocks(self.lockstep, 1),
             "expert_data": self._blocks(self.replicas, self.ep * self.etp),
             "stage": self._blocks(self.stage, 1),
+            "ep_node": [part for group in every for part in self._nodes.split(group)] if apart else alone,
+            "ep_rail": [rail for group in every for rail in self._nodes.rails(group)] if apart else alone,
         }
 
     def group(self, kind: str) -> list[int]:

@@ -54,13 +54,29 @@ class _Known:
 
 
 @dataclass(frozen=True)
+class Levels:
+    """An EP group that lies evenly on nodes.
+
+    node: its ranks on this node, by local rank
+    rail: its ranks with this one's local rank, by node
+    seats: of each of its ranks, node * (ranks of a node) + local rank
+    """
+
+    node: RankGroup
+    rail: RankGroup
+    seats: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RankGroup:
-    """group: None where there is one rank only. ranks: global ranks in group order. rank: this one's place."""
+    """group: None where there is one rank only. ranks: global ranks in group order. rank: this one's place. levels: of
+    an EP group on several nodes, None for one node or where ranks lie unevenly."""
 
     group: ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
     flight_recorder: FlightRecorder
+    levels: Levels | None = None
     known: _Known = field(default_factory=_Known, init=False, repr=False, compare=False)
 
     @property

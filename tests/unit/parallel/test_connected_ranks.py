@@ -26,15 +26,15 @@ def given(monkeypatch):
 
 
 def test_from_torchrun(given):
-    EPContext.from_torchrun(LAYOUT, device="cpu", deadline_s=7.0, max_tokens=3)
+    EPContext.from_torchrun(LAYOUT, device="cpu", deadline_s=7.0, max_tokens=3, ranks_per_node=2)
     assert given["init"] == (CPU, {"deadline_s": 7.0}), "torch's own timeout is the context's"
-    assert given["connect"] == (LAYOUT, range(2), None, CPU, 7.0, 3, None)
+    assert given["connect"] == (LAYOUT, range(2), None, CPU, 7.0, 3, 2, None)
 
 
 def test_from_groups(given):
     groups = {"ep": object()}
-    EPContext.from_groups(LAYOUT, groups, device="cpu", deadline_s=7.0, max_tokens=3)
-    assert given["connect"] == (LAYOUT, range(2), groups, CPU, 7.0, 3, None)
+    EPContext.from_groups(LAYOUT, groups, device="cpu", deadline_s=7.0, max_tokens=3, ranks_per_node=2)
+    assert given["connect"] == (LAYOUT, range(2), groups, CPU, 7.0, 3, 2, None)
 
 
 def test_from_mesh(given, monkeypatch):
@@ -48,9 +48,9 @@ def test_from_mesh(given, monkeypatch):
     monkeypatch.setattr(connected_ranks, "read_mesh", read_mesh)
     monkeypatch.setattr(connected_ranks, "axis_groups", lambda mesh: {"tp": "the mesh's"})
     mesh = SimpleNamespace(device_type="cpu")
-    EPContext.from_mesh(mesh, tokens=Tokens.SHARDED, ep=2, etp=4, deadline_s=7.0, max_tokens=3)
+    EPContext.from_mesh(mesh, tokens=Tokens.SHARDED, ep=2, etp=4, deadline_s=7.0, max_tokens=3, ranks_per_node=2)
     assert asked == {"tokens": Tokens.SHARDED, "ep": 2, "etp": 4}
-    assert given["connect"] == (LAYOUT, [5, 3], {"tp": "the mesh's"}, CPU, 7.0, 3, None)
+    assert given["connect"] == (LAYOUT, [5, 3], {"tp": "the mesh's"}, CPU, 7.0, 3, 2, None)
 
 
 def test_numbers_become_pythons(monkeypatch):

@@ -12,7 +12,7 @@ from ep_moe.parallel.layout import share
 
 unhurried = settings(deadline=None)
 OF_THE_TABLE = ("tp", "dp", "pp", "ep", "etp", "lockstep", "expert_data")
-KINDS = (*OF_THE_TABLE, "stage")
+KINDS = (*OF_THE_TABLE, "stage", "ep_node", "ep_rail")
 # sizes; all groups of every kind, one digit a rank, "-" where each rank is alone; and one rank's coordinates in the
 # order rank, pp, dp, tp, replica, ep, etp
 TABLES = {
@@ -148,6 +148,8 @@ def test_groups_have_the_right_size(layouts):
             "lockstep": layout.lockstep,
             "expert_data": layout.replicas,
             "stage": layout.stage,
+            "ep_node": 1,
+            "ep_rail": 1,
         }
         assert {len(group) for kind in KINDS for group in layout.groups[kind]} == set(sizes.values())
 

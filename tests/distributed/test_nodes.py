@@ -1,0 +1,63 @@
+"""Nodes as contexts find them: by the hosts that ranks say they are on, or by `ranks_per_node`."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import ConfigError, EPContext, ParallelConfig, PeerTimeout
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.distributed_cases import same_error
+
+
+@distributed(4)
+def test_hosts_are_found_from_the_ranks(world_size):
+    rank = dist.get_rank()
+    with EPContext.from_groups(device=rank_device()) as context:
+        assert len(context.layout.nodes.hosts) == 1
+        assert context.rank_groups["ep"].levels is None
+    os.environ["NCCL_HOSTID"] = "left" if rank < 2 else "right"
+    with EPContext.from_groups(device=rank_device()) as context:
+        os.environ["NCCL_HOSTID"] = "elsewhere"  # read once
+        nodes = context.layout.nodes
+        assert (nodes.nodes, nodes.hosts) == ((0, 0, 1, 1), ("left", "right"))
+        levels = context.rank_groups["ep"].levels
+        assert levels.node.ranks == ((0, 1), (2, 3))[rank // 2]
+        assert levels.rail.ranks == ((0, 2), (1, 3))[rank % 2]
+        assert levels.seats == (0, 1, 2, 3)
+        for group in (levels.node, levels.rail):
+            found = torch.tensor([rank], device=context.device)
+            dist.all_reduce(found, group=group.group)
+            assert int(found) == sum(group.ranks)
+            assert dist.get_process_group_ranks(group.group) == list(group.ranks)
+
+
+@distributed(4)
+def test_ranks_per_node(world_size):
+    rank = dist.get_rank()
+    cyclic = ParallelConfig(dp=4, ep=2, etp=2)
+    with EPContext.from_groups(cyclic, device=rank_device(), ranks_per_node=2) as context:
+        levels = context.rank_groups["ep"].levels
+        assert (levels.node.ranks, levels.rail.ranks) == ((rank,), (rank % 2, rank % 2 + 2))
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=3) as context:  # other transports go on
+        assert "different numbers of ranks" in context.layout.without_rails
+        assert context.rank_groups["ep"].levels is None
+    with pytest.raises(ConfigError, match="ranks_per_node must be an integer in"):
+        EPContext.from_groups(device=rank_device(), ranks_per_node=0)
+    sentence = same_error(
+        ConfigError, lambda: EPContext.from_groups(device=rank_device(), ranks_per_node=1 + (rank == 3))
+    )
+    assert "ranks_per_node: 1 on ranks 0, 1, 2, 2 on rank 3" in sentence
+
+
+@distributed(4, deadline_s=30, expect_dead=[2, 3])
+def test_a_lost_host_is_named(world_size):
+    context = EPContext.from_groups(device=rank_device(), deadline_s=2.0, ranks_per_node=2)
+    if dist.get_rank() > 1:
+        os._exit(7)
+    with (
+        pytest.raises(PeerTimeout, match=r"Host node 1 is lost, or the way to it: .*silent \(ranks 2, 3\)\."),
+        context.flight_recorder.step("test"),
+    ):
+        context.rank_groups["ep"].exchange(torch.zeros(1, dtype=torch.int64, device=context.device))
