@@ -66,6 +66,7 @@ def check_dispatcher(
     top_ks: Sequence[int] = (1, 2, 3, 4, 8),
     dtypes: Sequence[torch.dtype] | None = None,
     deadline_s: float = 60.0,
+    ranks_per_node: int | None = None,
 ) -> None:
     """Run a transport through its contract, on the ranks of the default process group (all of them one EP group).
 
@@ -74,12 +75,13 @@ def check_dispatcher(
         top_ks: Values of K.
         dtypes: Of rows, all with the last top-k, the others with the first dtype. Default: those of the capabilities.
         deadline_s: Seconds for a collective step.
+        ranks_per_node: As `EPContext.from_groups` takes it: the ranks stand for so many of each of several nodes.
 
     Raises:
         AssertionError: on all ranks alike; names the check, the dtype and the top-k.
     """
     device = rank_device()
-    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
+    with EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node) as context:
         can, grows = _promised(factory, context)
         can.check()
         dtypes = dtypes or sorted(can.dtypes or {torch.bfloat16, torch.float16, torch.float32}, key=str)
@@ -94,12 +96,13 @@ def check_dispatcher(
                 context.rank_groups["ep"],
                 device,
             )
+    last = dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0])
     if (can.host_sync or grows) and dist.get_world_size() > 1:
-        a_peer_that_never_comes(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+        a_peer_that_never_comes(factory, last, device, ranks_per_node)
     elif device.type == "cuda" and dist.get_world_size() > 1:
-        a_peer_that_comes_too_late(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+        a_peer_that_comes_too_late(factory, last, device, ranks_per_node)
     if can.static and not grows:
-        one_token_too_many(factory, dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0]), device)
+        one_token_too_many(factory, last, device, ranks_per_node)
 
 
 def _promised(factory: DispatcherFactory, context: EPContext) -> tuple[DispatcherCapabilities, bool]:

@@ -143,10 +143,12 @@ def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing
 # Checks after which a context is at its end: a call that one rank refuses, and a rank that never comes.
 
 
-def one_token_too_many(factory: DispatcherFactory, shape: DispatchShape, device: torch.device) -> None:
+def one_token_too_many(
+    factory: DispatcherFactory, shape: DispatchShape, device: torch.device, ranks_per_node: int | None = None
+) -> None:
     """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
     deadline_s = 20.0 if device.type == "cuda" else 8.0
-    with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
+    with EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node) as context:
         case = Case(factory(shape, context.rank_groups["ep"]), device)
         x, routing, wanted = case.call(MAX_TOKENS)
         case.same(case.once(x, routing), wanted, "at capacity")
@@ -168,10 +170,12 @@ def one_token_too_many(factory: DispatcherFactory, shape: DispatchShape, device:
         tell(one_token_too_many, case)
 
 
-def a_peer_that_never_comes(factory: DispatcherFactory, shape: DispatchShape, device: torch.device) -> None:
+def a_peer_that_never_comes(
+    factory: DispatcherFactory, shape: DispatchShape, device: torch.device, ranks_per_node: int | None = None
+) -> None:
     """On a transport that waits on the host: who waits gets a PeerTimeout that names the rank, in time."""
     deadline_s, lost = 4.0, dist.get_world_size() - 1
-    context = EPContext.from_groups(device=device, deadline_s=deadline_s)
+    context = EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node)
     case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")
@@ -188,11 +192,13 @@ def a_peer_that_never_comes(factory: DispatcherFactory, shape: DispatchShape, de
     tell(a_peer_that_never_comes, case)
 
 
-def a_peer_that_comes_too_late(factory: DispatcherFactory, shape: DispatchShape, device: torch.device) -> None:
+def a_peer_that_comes_too_late(
+    factory: DispatcherFactory, shape: DispatchShape, device: torch.device, ranks_per_node: int | None = None
+) -> None:
     """On a transport whose kernels wait on a GPU, while the host goes on: the next step is a PeerTimeout that names the
     rank. It comes before the process would be ended, and so both can be seen."""
     deadline_s, lost = 6.0, dist.get_world_size() - 1
-    context = EPContext.from_groups(device=device, deadline_s=deadline_s)
+    context = EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node)
     case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")

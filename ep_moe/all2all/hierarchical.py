@@ -1,0 +1,238 @@
+"""`hierarchical`: a token goes once to each node that holds one of its experts, and there once to each such rank.
+
+exchange   how many rows every pair of ranks has at both levels (the host waits for it once)
+rail       rows to the rank with the sender's local rank on each node, and beside them ids and weights
+node       from there to the ranks of the node that hold experts of them
+combine    the way back: summed per node in the order of its ranks, one row per (token, node) over the rail, summed in
+           the order of nodes. Both sums are in float32, and are rounded to the dtype of the rows
+
+A rank's seat is node * (ranks of a node) + local rank. On one node this is `torch_a2a` with another order of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
+from ep_moe.all2all.torch_collectives import spread, summed
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.rank_group import Levels, RankGroup, all_to_all_rows, as_bytes, as_rows
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
+
+_HIGH = 32  # bits of a count; two travel in one number
+
+# Rows grouped by destination, and how many go to and come from each rank of a group, to rows grouped by source.
+# Backward carries their gradients the other way.
+Hop: TypeAlias = "Callable[[Tensor, list[int], list[int]], Pending[Tensor]]"
+
+
+@dataclass(frozen=True)
+class Fan:
+    """Rows that go to several places: nodes of a rail, or ranks of a node.
+
+    place, row: int64 [copies], of each copy; places ascending, and rows within them
+    slots: int64 [rows, M], where each row's copies lie among these, places ascending, `copies` for none
+    """
+
+    place: Tensor
+    row: Tensor
+    slots: Tensor
+
+    @classmethod
+    def out(cls, wanted: Tensor, copies: int, top_k: int) -> Fan:
+        """wanted: bool [rows, places], which rows go where; copies: how many are True, so that nothing waits for the
+        device; top_k: in how many places a row is at most."""
+        rows, places = wanted.shape
+        first = wanted.t().flatten()
+        place = first.to(torch.uint8).argsort(descending=True, stable=True)[:copies]  # a sort of bool is CPU's alone
+        at = (first.long().cumsum(0) - 1).view(places, rows).t().where(wanted, copies)
+        width = min(top_k, places)
+        nth = (wanted.long().cumsum(1) - 1).where(wanted, width)  # behind all: a column for places without a copy
+        slots = at.new_full((rows, width + 1), copies).scatter_(1, nth, at)[:, :width]
+        return cls(place // max(rows, 1), place % max(rows, 1), slots)
+
+    def copies(self, x: Tensor) -> Tensor:
+        """x [rows, ...] to [copies, ...]. Bytes have no gradient."""
+        return spread(x, self.row, self.slots) if x.is_floating_point() else x[self.row]
+
+    def sums(self, copies: Tensor) -> Tensor:
+        """[copies, ...] to [rows, ...], added in float32 and in the order of places."""
+        return summed(copies, self.row, self.slots)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows of one call, to and from each node of the rail and each rank of the node."""
+
+    to_nodes: list[int]
+    from_nodes: list[int]
+    to_ranks: list[int]
+    from_ranks: list[int]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What travels. x [rows, ...], scale [rows, ...] or None: numbers of one byte as bytes; ids: int64 [rows, K] among
+    those of the place that the rows are at, -1 for none of its own; weights: float32 [rows, K]"""
+
+    x: Tensor
+    scale: Tensor | None
+    ids: Tensor
+    weights: Tensor
+
+    def start(self, fan: Fan, ids_per_place: int, hop: Hop, send: list[int], receive: list[int]) -> Pending[_Rows]:
+        """Send a copy to each place that has an expert of a row."""
+        x = hop(fan.copies(self.x), send, receive)
+        scale = None if self.scale is None else hop(self.scale[fan.row], send, receive)
+        ids = self.ids[fan.row] - fan.place.unsqueeze(1) * ids_per_place
+        ids = ids.where((ids >= 0) & (ids < ids_per_place), -1)
+        # ids are far below 2**24, so that float32 holds them exactly and both travel in one message
+        meta = hop(torch.cat([ids.float(), fan.copies(self.weights)], dim=1), send, receive)
+
+        def finish() -> _Rows:
+            ids, weights = meta.wait().chunk(2, dim=1)
+            return _Rows(x.wait(), None if scale is None else scale.wait(), ids.detach().long(), weights)
+
+        return Pending(finish)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """rail: how this rank's tokens fan out over nodes; node: how the rows that it passes on fan out over ranks."""
+
+    counts: Counts
+    rail: Fan
+    node: Fan
+
+
+class HierarchicalDispatcher(Dispatcher):
+    name = "hierarchical"
+    run_on = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; GPUs: NOT RUN"
+    capabilities = DispatcherCapabilities(
+        layout=RowLayout.RANK_MAJOR,
+        weighting=Weighting.EXPERTS,
+        dedup=True,
+        cuda_graph=False,
+        host_sync=True,
+        deterministic=True,
+        differentiable=True,
+        dispatch_formats=frozenset(ROW_FORMATS),
+    )
+
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        super().__init__(dispatch_shape, rank_group)
+        levels = rank_group.levels or _one_node(rank_group)
+        self._levels, self._nodes, self._locals = levels, levels.rail.size, levels.node.size
+        self._over_rail: Hop = partial(all_to_all_rows, rank_group=levels.rail)
+        # a transport of one host can stand here: nothing else knows how rows move within a node
+        self._within_node: Hop = partial(all_to_all_rows, rank_group=levels.node)
+        self._shifts: dict[torch.device, Tensor] = {}
+
+    @classmethod
+    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+        return 45, "a row per node that needs it, and there one per rank"
+
+    @classmethod
+    def unsupported_platform(cls, layout: RankLayout) -> str | None:
+        if layout.without_rails is None:
+            return None
+        return f"{cls.name} needs as many ranks of an EP group on each of its nodes, and {layout.without_rails}"
+
+    def _dispatch(
+        self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
+    ) -> Pending[Received]:
+        ranks, slots_per_rank = self.rank_group.size, self.dispatch_shape.slots_per_rank
+        if problem is not None:
+            self.rank_group.agree([0] * (ranks + 1), problem, x.device)
+        ids = self._seated(routing.ids.long())
+        wanted = _wanted(ids, slots_per_rank, ranks)  # [T, R], by seat
+        per_node = wanted.view(len(ids), self._nodes, self._locals)
+        by_node = per_node.any(2)
+        packed = per_node.sum(0)
+        packed[:, 0] += by_node.sum(0) << _HIGH
+        gradients = {"x": x, "routing.weights": routing.weights}
+        bad = self._out_of_range(routing)
+        facts = self.rank_group.agree([bad, packed.flatten()], None, x.device, gradients=gradients)
+        self._check_ids([row[0] for row in facts])
+        counts = self._counts([row[1:] for row in facts])
+
+        rail = Fan.out(by_node, sum(counts.to_nodes), self.dispatch_shape.top_k)
+        rows = _Rows(as_bytes(x), None if x_scale is None else as_bytes(x_scale), ids, routing.weights)
+        over_rail = rows.start(rail, self._locals * slots_per_rank, self._over_rail, counts.to_nodes, counts.from_nodes)
+
+        def finish() -> Received:
+            arrived = over_rail.wait()  # with ids among those of the node
+            wanted = _wanted(arrived.ids, slots_per_rank, self._locals)
+            node = Fan.out(wanted, sum(counts.to_ranks), self.dispatch_shape.top_k)
+            here = arrived.start(node, slots_per_rank, self._within_node, counts.to_ranks, counts.from_ranks).wait()
+            return Received(
+                x=as_rows(here.x, x.dtype),
+                x_scale=None if here.scale is None else as_rows(here.scale, self.dispatch_shape.row_format.scale),
+                layout=RowLayout.RANK_MAJOR,
+                weighting=Weighting.EXPERTS,
+                handle=_Handle(counts, rail, node),
+                local_ids=LocalIds(here.ids.int()),
+                weights=here.weights,
+            )
+
+        return Pending(finish)
+
+    def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
+        counts = handle.counts
+        pending = self._within_node(y, counts.from_ranks, counts.to_ranks)
+
+        def finish() -> Tensor:
+            sums = handle.node.sums(pending.wait())
+            return handle.rail.sums(self._over_rail(sums, counts.from_nodes, counts.to_nodes).wait())
+
+        return Pending(finish)
+
+    def _seated(self, ids: Tensor) -> Tensor:
+        """Physical ids, numbered as if the ranks of a node followed each other."""
+        seats, slots_per_rank = self._levels.seats, self.dispatch_shape.slots_per_rank
+        if seats == tuple(range(len(seats))):
+            return ids
+        if ids.device not in self._shifts:
+            shifts = [(seat - rank) * slots_per_rank for rank, seat in enumerate(seats)]
+            self._shifts[ids.device] = torch.tensor([*shifts, 0], device=ids.device)
+        valid = (ids >= 0) & (ids < self.dispatch_shape.num_physical)
+        return ids + self._shifts[ids.device][(ids // slots_per_rank).where(valid, len(seats))]
+
+    def _counts(self, rows: list[list[int]]) -> Counts:
+        """rows: of each rank, how many of its tokens go to each seat, and above `_HIGH` bits in the first seat of each
+        node, how many go to that node."""
+        levels, locals_ = self._levels, self._locals
+        sender = dict(zip(levels.seats, rows, strict=True))
+        here, local = levels.rail.rank, levels.node.rank
+        low = (1 << _HIGH) - 1
+
+        def passed(through: int, to: int) -> int:
+            """Rows that all nodes send over a rail of this node, for one of its ranks."""
+            return sum(sender[node * locals_ + through][here * locals_ + to] & low for node in range(self._nodes))
+
+        own = sender[here * locals_ + local]
+        return Counts(
+            to_nodes=[own[node * locals_] >> _HIGH for node in range(self._nodes)],
+            from_nodes=[sender[node * locals_ + local][here * locals_] >> _HIGH for node in range(self._nodes)],
+            to_ranks=[passed(local, to) for to in range(locals_)],
+            from_ranks=[passed(through, local) for through in range(locals_)],
+        )
+
+
+def _wanted(ids: Tensor, slots_per_rank: int, ranks: int) -> Tensor:
+    """bool [rows, ranks]: which ranks hold an expert of which row; ids of no expert are of no rank."""
+    owner = (ids // slots_per_rank).where((ids >= 0) & (ids < ranks * slots_per_rank), ranks)
+    wanted = torch.zeros(len(ids), ranks + 1, dtype=torch.bool, device=ids.device)
+    return wanted.scatter_(1, owner, True)[:, :ranks]
+
+
+def _one_node(rank_group: RankGroup) -> Levels:
+    alone = RankGroup(None, (rank_group.ranks[rank_group.rank],), 0, rank_group.flight_recorder)
+    return Levels(rank_group, alone, tuple(range(rank_group.size)))
