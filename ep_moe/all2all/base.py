@@ -183,12 +183,12 @@ class Dispatcher(ABC):
         self._side: SideStream | None = None
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         """The transport's place in "auto", and why.
 
         Args:
             top_k: Experts of a token.
-            ranks: Of the EP group.
+            layout: Of the ranks.
 
         Returns:
             A number, of which the smallest comes first, and the reason that `explain` prints.

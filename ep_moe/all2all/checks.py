@@ -17,6 +17,8 @@ def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
 
 def one_host_problem(name: str, layout: RankLayout) -> str | None:
     """For transports that reach their peers' memory: None, or that the ranks do not fit on this host."""
+    if layout.across_nodes is not None:
+        return f"{name} is for one host, and the ranks of an EP group are on several: {layout.across_nodes}"
     ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
     if here >= ranks:
         return None

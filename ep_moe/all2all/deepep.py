@@ -45,7 +45,7 @@ class DeepEPDispatcher(Dispatcher):
     )
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 60, "a row per rank that needs it"
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
@@ -138,7 +138,7 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
     capabilities = dataclasses.replace(DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True)
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 50, "a row per rank that needs it, no host sync"
 
     def _dispatch(

@@ -49,7 +49,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
     )
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 20, "straight into peers' memory, no host sync"
 
     _made: ClassVar[int] = 0  # FlashInfer shares equal workspaces within a process; none of these may be equal

@@ -136,8 +136,14 @@ class HierarchicalDispatcher(Dispatcher):
         self._shifts: dict[torch.device, Tensor] = {}
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
-        return 45, "a row per node that needs it, and there one per rank"
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
+        nodes = layout.ep_node_count
+        if nodes > 1 and layout.ep > nodes:
+            return (
+                25,
+                f"ranks of the EP group are on {nodes} nodes: a token travels once to a node, not once to each rank",
+            )
+        return 45, "a row per node that needs it, and there one per rank; the EP group has no such nodes"
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:

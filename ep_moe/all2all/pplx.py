@@ -52,7 +52,7 @@ class PplxDispatcher(Dispatcher):
     )
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 70, "a row per route, for few tokens"
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:

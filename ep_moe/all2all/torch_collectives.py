@@ -23,6 +23,7 @@ from torch.autograd import Function
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
 from ep_moe.errors import InputError
+from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import all_to_all_rows, as_bytes, as_rows, gather_rows, reduce_scatter_rows
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
@@ -47,7 +48,7 @@ class LocalDispatcher(Dispatcher):
     )
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 0, "one rank, nothing travels"
 
     def _dispatch(
@@ -89,9 +90,9 @@ class AllGatherDispatcher(Dispatcher):
     )
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
-        if top_k >= ranks:
-            return 30, f"top_k={top_k} >= ep={ranks}: a token reaches nearly every rank anyway"
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
+        if top_k >= layout.ep:
+            return 30, f"top_k={top_k} >= ep={layout.ep}: a token reaches nearly every rank anyway"
         return 40, "every row to every rank"
 
     def _dispatch(
@@ -154,10 +155,10 @@ class TorchAll2AllDispatcher(Dispatcher):
     )
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
-        if top_k >= ranks:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
+        if top_k >= layout.ep:
             return 40, "a row per rank that needs it"
-        return 30, f"top_k={top_k} < ep={ranks}: a token travels to {top_k} ranks at most, not to {ranks - 1}"
+        return 30, f"top_k={top_k} < ep={layout.ep}: a token travels to {top_k} ranks at most, not to {layout.ep - 1}"
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None

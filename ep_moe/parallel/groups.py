@@ -253,7 +253,7 @@ class Links:
             if group is not None and group not in self._groups:
                 self._groups.append(group)
             self._links[kind] = RankGroup(group, tuple(mine), mine.index(layout.rank), flight_recorder)
-        if layout.spread_ep is not None and layout.without_rails is None:
+        if layout.across_nodes is not None and layout.without_rails is None:
             self._links["ep"] = replace(self._links["ep"], levels=self._levels(layout))
 
     def _levels(self, layout: RankLayout) -> Levels:

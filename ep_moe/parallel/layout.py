@@ -202,19 +202,27 @@ class RankLayout:
         return self._nodes.split(self.group("ep"))
 
     @cached_property
-    def spread_ep(self) -> str | None:
-        """None where every EP group is on one node, else the nodes of one that is not; the same on all ranks."""
-        if len(self._nodes.hosts) == 1:
+    def ep_node_count(self) -> int:
+        """On how many nodes the ranks of an EP group are, of the one on most; the same on all ranks."""
+        return 1 if len(self._nodes.hosts) == 1 else max(len(self._nodes.split(group)) for group in self._ep_groups)
+
+    @property
+    def across_nodes(self) -> str | None:
+        """None where every EP group is on one node, else the nodes of the first one that is not."""
+        if self.ep_node_count == 1:
             return None
-        spread = (group for group in self.groups["ep"] if len(self._nodes.split(group)) > 1)
-        return next((self._nodes.described(group) for group in spread), None)
+        return next(self._nodes.described(group) for group in self._ep_groups if len(self._nodes.split(group)) > 1)
 
     @cached_property
     def without_rails(self) -> str | None:
         """None, or why the EP groups cannot be cut into nodes and rails; the same on all ranks."""
         if len(self._nodes.hosts) == 1:
             return None
-        return next(filter(None, map(self._nodes.uneven, self._blocks(self.ep, self.etp))), None)
+        return next(filter(None, map(self._nodes.uneven, self._ep_groups)), None)
+
+    @cached_property
+    def _ep_groups(self) -> list[list[int]]:
+        return self._blocks(self.ep, self.etp)
 
     # --- groups ------------------------------------------------------------------------------------------------
 
@@ -237,20 +245,19 @@ class RankLayout:
         that have the same place on their nodes; each rank is alone in both where there is one node, or where an EP
         group lies unevenly on nodes.
         """
-        every = self._blocks(self.ep, self.etp)
         alone = [[rank] for rank in self.ranks]
         apart = len(self._nodes.hosts) > 1 and self.without_rails is None
         return {
             "tp": self._blocks(self.tp, 1),
             "dp": self._blocks(self.dp, self.tp),
             "pp": self._blocks(self.pp, self.stage),
-            "ep": every,
+            "ep": self._ep_groups,
             "etp": self._blocks(self.etp, 1),
             "lockstep": self._blocks(self.lockstep, 1),
             "expert_data": self._blocks(self.replicas, self.ep * self.etp),
             "stage": self._blocks(self.stage, 1),
-            "ep_node": [part for group in every for part in self._nodes.split(group)] if apart else alone,
-            "ep_rail": [rail for group in every for rail in self._nodes.rails(group)] if apart else alone,
+            "ep_node": [part for group in self._ep_groups for part in self._nodes.split(group)] if apart else alone,
+            "ep_rail": [rail for group in self._ep_groups for rail in self._nodes.rails(group)] if apart else alone,
         }
 
     def group(self, kind: str) -> list[int]:

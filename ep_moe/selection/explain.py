@@ -297,7 +297,7 @@ def _ranked(
     """Transports, best first, each with the reason for its place: ours, with those of other packages that state a
     place among them, and the rest of these."""
     kinds = {name: backends.load("dispatchers", name) for name in registry.built_in("dispatchers")}
-    places = {name: kind.preference(config.top_k, layout.ep) for name, kind in kinds.items()}
+    places = {name: kind.preference(config.top_k, layout) for name, kind in kinds.items()}
     order = {name: places[name][1] for name in sorted(places, key=lambda name: places[name][0])}
     order = _ahead("dispatchers", order)
     others = {name: "registered by another package" for name in registry.targets("dispatchers") if name not in order}

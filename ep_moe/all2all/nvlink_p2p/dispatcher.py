@@ -79,7 +79,7 @@ class NVLinkP2PDispatcher(Dispatcher):
     )
 
     @classmethod
-    def preference(cls, top_k: int, ranks: int) -> tuple[int, str]:
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 10, "straight into peers' memory by own kernels, no host sync"
 
     few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by packets

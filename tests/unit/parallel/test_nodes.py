@@ -60,7 +60,7 @@ def test_groups_of_nodes_and_rails(hosts, sizes, node, rail):
 def test_one_node_has_no_groups_of_its_own():
     for found in (layout("aaaa"), RankLayout(world=4, rank=0, dp=4, ep=4)):
         assert found.groups["ep_node"] == found.groups["ep_rail"] == [[0], [1], [2], [3]]
-        assert found.spread_ep is None
+        assert found.across_nodes is None
         assert found.ep_nodes == [[0, 1, 2, 3]]
 
 
@@ -81,8 +81,8 @@ def test_uneven_nodes_are_said_alike_on_all_ranks(hosts, sizes, sentence):
 
 def test_a_group_that_spans_nodes_is_said_on_all_ranks():
     for rank in range(6):
-        assert layout("aabbbb", rank, ep=3).spread_ep == "a (ranks 0, 1), b (rank 2)"
-        assert layout("aabbcc", rank, ep=2).spread_ep is None
+        assert layout("aabbbb", rank, ep=3).across_nodes == "a (ranks 0, 1), b (rank 2)"
+        assert layout("aabbcc", rank, ep=2).across_nodes is None
 
 
 def test_hosts_of_silent_ranks_are_named():

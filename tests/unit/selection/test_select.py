@@ -114,6 +114,7 @@ def test_the_transport_that_is_chosen(top_k, ep, etp, chosen):
     assert found == {
         ("local", "reference"): "chosen" if ep == 1 else "refused",
         **dict.fromkeys(OF_GPUS, "refused"),
+        ("hierarchical", "reference"): "possible",
         ("allgather", "reference"): "chosen" if chosen == "allgather" else "possible",
         ("torch_a2a", "reference"): "chosen" if chosen == "torch_a2a" else "possible",
     }
