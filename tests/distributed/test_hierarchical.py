@@ -1,15 +1,299 @@
-"""`hierarchical` on ranks that stand for several nodes, and what it sends between them."""
+"""`hierarchical` on ranks that stand for several nodes: right numbers, and one row per (token, remote node)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
+from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.hierarchical import HierarchicalDispatcher
-from ep_moe.testing import check_dispatcher, distributed
+from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
+from ep_moe.errors import BackendUnavailable
+from ep_moe.parallel import rank_group as collectives
+from ep_moe.quant.kernels import round_rows
+from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.testing import check_dispatcher, distributed, rank_device
+from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, identity, moved, routes, rows
+from ep_moe.types import PhysicalRouting, Routing
+from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
+from tests.fixtures.helpers import moved as moved_routing
 
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
+CONFIG = MoEConfig(
+    hidden_size=16, intermediate_size=16, num_experts=10, top_k=3, activation=Activation.RELU2, expert_bias=True
+)
+COUNTS = ((7, 5, 1, 3, 0, 2, 9, 4), (0, 4, 0, 0, 0, 0, 0, 0), (0,) * 8, (9, 0, 2, 8, 1, 0, 6, 3))
+TOP_K = 4
+
+
+@distributed(4, deadline_s=120)
+def test_contract_on_2_nodes_of_2(world_size):
+    check_dispatcher(HierarchicalDispatcher, top_ks=(1, 3), dtypes=(BF16,), ranks_per_node=2)
+
+
+@distributed(8, deadline_s=240)
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_contract_on_8_ranks(ranks_per_node, world_size):
+    check_dispatcher(HierarchicalDispatcher, top_ks=(3,), dtypes=(BF16,), ranks_per_node=ranks_per_node)
+
+
+# --- the layer ------------------------------------------------------------------------------------------------------
+
+
+def maps(ranks: int) -> dict[str, ExpertMap]:
+    last = [0] * (ranks - 1)
+    return {
+        "linear": ExpertMap.linear(10, ranks),
+        "round_robin": ExpertMap.round_robin(10, ranks),
+        "all on the last rank": ExpertMap.uneven([*last, 10]),
+        "all on the first two ranks": ExpertMap.uneven([5, 5, *last[1:]]),
+        "redundant": ExpertMap.redundant(10, ranks, 2 * ranks - 2),
+    }
+
+
+def check_layer(context: EPContext, expert_map: ExpertMap | None, tokens: int, seed: int, what: object) -> None:
+    """One call, and its backward, against one process; all numbers are small integers."""
+    layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all="hierarchical"))
+    x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, CONFIG, seed)
+    given, weights = (t.clone().to(context.device).requires_grad_() for t in (x, routing.weights))
+    y = layer.forward_routed(given, Routing(routing.ids.to(context.device), weights))
+    assert_same(y, oracle(CONFIG, x, routing), what)
+    y.sum().backward()
+    alone, alone_weights = (t.clone().requires_grad_() for t in (x, routing.weights))
+    one = fill(MoELayer(CONFIG, EPContext.local(torch.device("cpu"))))
+    one.forward_routed(alone, Routing(routing.ids, alone_weights)).sum().backward()
+    for name, found, wanted in (("x", given, alone), ("weights", weights, alone_weights)):
+        assert_same(found.grad, wanted.grad, f"{what}, gradient of {name}")
 
 
 @distributed(4, 8, deadline_s=120)
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
-def test_contract(ranks_per_node, world_size):
-    check_dispatcher(HierarchicalDispatcher, top_ks=(1, 3), dtypes=(BF16,), ranks_per_node=ranks_per_node)
+def test_every_map_equals_one_process(ranks_per_node, world_size):
+    rank = dist.get_rank()
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=ranks_per_node) as context:
+        for name, expert_map in maps(world_size).items():
+            for counts in COUNTS:
+                check_layer(context, expert_map, counts[rank], rank, f"{name} T={counts}")
+
+
+@distributed(16, deadline_s=240)
+def test_4_nodes_of_4(world_size):
+    rank = dist.get_rank()
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=4) as context:
+        assert (context.rank_groups["ep"].levels.rail.size, context.rank_groups["ep"].levels.node.size) == (4, 4)
+        for seed, counts in enumerate(COUNTS):
+            check_layer(context, ExpertMap.redundant(10, 16, 22), counts[rank % 8], rank + 100 * seed, counts)
+
+
+@distributed(4, deadline_s=120)
+@pytest.mark.parametrize("tokens", list(Tokens), ids=lambda tokens: tokens.value)
+def test_tp_and_etp(tokens, world_size):
+    for sizes in ({"dp": 2, "tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {"dp": 4, "ep": 2, "etp": 2}):
+        parallel = ParallelConfig(**sizes, tokens=tokens)
+        with EPContext.from_groups(parallel, device=rank_device(), ranks_per_node=2) as context:
+            assert context.rank_groups["ep"].levels is not None
+            layer = fill(MoELayer(CONFIG, context, all2all="hierarchical"))
+            batch = batch_of(context.layout, dist.get_rank())
+            assert batch < batches(context.layout)
+            for total in (7, 1, 0):
+                x, routing = integer_rows(total, 16, batch), integer_routing(total, CONFIG, batch)
+                with torch.no_grad():
+                    y = layer.forward_routed(x.to(context.device), moved_routing(routing, context.device))
+                assert_same(y, oracle(CONFIG, x, routing), f"{sizes} T={total}")
+
+
+def chosen(context: EPContext) -> str:
+    return next(row.all2all for row in MoELayer(CONFIG, context).explain() if row.status == "chosen")
+
+
+@distributed(4, deadline_s=120)
+def test_ranks_that_are_dealt_out_over_hosts(world_size):
+    """Rank 0 and 2 on one host, 1 and 3 on the other."""
+    rank = dist.get_rank()
+    os.environ["NCCL_HOSTID"] = ("even", "odd")[rank % 2]
+    with EPContext.from_groups(device=rank_device()) as context:
+        assert context.rank_groups["ep"].levels.seats == (0, 2, 1, 3)
+        for name, expert_map in maps(4).items():
+            check_layer(context, expert_map, COUNTS[0][rank], rank, name)
+    with EPContext.from_groups(device=rank_device()) as context:
+        assert chosen(context) == "hierarchical"
+
+
+@distributed(4)
+def test_uneven_nodes_are_refused_on_all_ranks(world_size):
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=3) as context:
+        said = same_error(BackendUnavailable, lambda: MoELayer(CONFIG, context, all2all="hierarchical"))
+        assert "different numbers of ranks on its nodes: node 0 (ranks 0, 1, 2), node 1 (rank 3)" in said
+        assert chosen(context) == "torch_a2a"
+
+
+# --- what goes between nodes ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def over_the_nic(context: EPContext) -> Iterator[list[int]]:
+    """Bytes that this rank sends to ranks of other nodes by all-to-alls, one number for each."""
+    sent, send_all, nodes = [], collectives._all_to_all, context.layout.nodes
+
+    def _all_to_all(x, *, send, receive, rank_group):
+        row = x[:1].nbytes if len(x) else 0
+        away = [count for peer, count in zip(rank_group.ranks, send, strict=True) if nodes.node(peer) != here]
+        sent.append(row * sum(away))
+        return send_all(x, send=send, receive=receive, rank_group=rank_group)
+
+    here = nodes.node(dist.get_rank())
+    with mock.patch.object(collectives, "_all_to_all", _all_to_all):
+        yield sent
+
+
+def sparse_routes(rank: int, tokens: int, ranks: int) -> PhysicalRouting:
+    """The first token has no expert."""
+    routing = routes(rank, tokens, ranks, TOP_K)
+    routing.ids[:1] = -1
+    return routing
+
+
+def pairs(ranks: int, per_node: int, counts: tuple[int, ...]) -> int:
+    """(token, remote node) of all ranks together."""
+    total = 0
+    for rank in range(ranks):
+        ids = sparse_routes(rank, counts[rank], ranks).ids
+        nodes = torch.where(ids >= 0, ids // CAP // per_node, -1)
+        total += sum(len(set(row) - {-1, rank // per_node}) for row in nodes.tolist())
+    return total
+
+
+def check_bytes(kind: type[Dispatcher], per_node: int, wire: Wire) -> None:
+    """One row for each pair each way, and beside it ids and weights, forward and backward."""
+    ranks, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
+    with EPContext.from_groups(device=device, ranks_per_node=per_node) as context:
+        shape = dispatch_shape(ranks, TOP_K, BF16, wire)
+        dispatcher = kind(shape, context.rank_groups["ep"])
+        plain = wire == Wire()
+        for counts in COUNTS:
+            x = rows(rank, counts[rank], BF16, wire).to(device).requires_grad_(plain)
+            routing = moved(sparse_routes(rank, counts[rank], ranks), device)
+            weights = routing.weights.requires_grad_(plain)
+            with over_the_nic(context) as sent:
+                data, scale = round_rows(x, wire)
+                received = dispatcher.dispatch(data, PhysicalRouting(routing.ids, weights), scale)
+                y = dispatcher.combine(identity(received, BF16), received.handle)
+                forward = sum(everywhere(sum(sent)))
+                sent.clear()
+                if plain:
+                    y.backward(torch.ones_like(y))
+            backward = sum(everywhere(sum(sent)))
+            form = ROW_FORMATS[wire.dispatch]
+            there = shape.row_bytes + form.scales(HIDDEN) * form.scale.itemsize + 2 * TOP_K * 4
+            number = pairs(ranks, per_node, counts)
+            assert forward == number * (there + HIDDEN * 2), (counts, forward, number)
+            assert backward == (forward if plain else 0)
+
+
+@distributed(4, deadline_s=120)
+@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block"), Wire(dispatch="mxfp8")], ids=lambda w: w.dispatch)
+def test_a_row_crosses_once_per_remote_node(wire, world_size):
+    check_bytes(HierarchicalDispatcher, 2, wire)
+
+
+@distributed(8, deadline_s=120)
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_a_row_crosses_once_per_remote_node_of_8_ranks(per_node, world_size):
+    check_bytes(HierarchicalDispatcher, per_node, Wire())
+
+
+@distributed(4)
+def test_a_row_per_rank_is_seen(world_size):
+    with pytest.raises(AssertionError):
+        check_bytes(TorchAll2AllDispatcher, 2, Wire())
+
+
+class PaddingTravels(HierarchicalDispatcher):
+    """Sends tokens without an expert to the first node."""
+
+    def _seated(self, ids):
+        found = super()._seated(ids)
+        return found.where((found >= 0).any(1, keepdim=True), 0)
+
+
+@distributed(4)
+def test_rows_of_no_expert_are_seen(world_size):
+    with pytest.raises(AssertionError):
+        check_bytes(PaddingTravels, 2, Wire())
+
+
+@distributed(4)
+def test_the_host_waits_once(world_size):
+    """One exchange of R + 1 numbers for both levels."""
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=2) as context:
+        dispatcher = HierarchicalDispatcher(dispatch_shape(4, TOP_K, BF16), context.rank_groups["ep"])
+        rank = dist.get_rank()
+        x, routing = rows(rank, 5, BF16).to(context.device), moved(routes(rank, 5, 4, TOP_K), context.device)
+        exchanged = []
+
+        def counted(group, values):
+            exchanged.append(len(values))
+            return exchange(group, values)
+
+        kind = type(context.rank_groups["ep"])
+        exchange = kind.exchange
+        with mock.patch.object(kind, "exchange", counted):
+            received = dispatcher.dispatch(x, routing)
+            dispatcher.combine(identity(received, BF16), received.handle)
+        assert len(exchanged) == 1
+
+
+# --- the order of sums ----------------------------------------------------------------------------------------------
+
+
+def check_order(kind: type[Dispatcher], dtype: torch.dtype) -> None:
+    """In float32: ranks of a node in order, rounded for the rail; nodes in order, rounded."""
+    ranks, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
+    with EPContext.from_groups(device=device, ranks_per_node=2) as context:
+        dispatcher = kind(dispatch_shape(ranks, 8, dtype), context.rank_groups["ep"])
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(20, HIDDEN, generator=generator).to(dtype)
+        ids = routes(rank, 20, ranks, 8).ids
+        weights = torch.randn(ids.shape, generator=generator)
+        received = dispatcher.dispatch(x.to(device), moved(PhysicalRouting(ids, weights), device))
+        y = dispatcher.combine(identity(received, dtype), received.handle)
+        owner = torch.where(ids >= 0, ids // CAP, -1)
+        nodes = []
+        for node in range(ranks // 2):
+            parts = []
+            for owned in (2 * node, 2 * node + 1):
+                mine = owner == owned
+                part = x * weights.masked_fill(~mine, 0).sum(1, keepdim=True).to(dtype)
+                parts.append(part.where(mine.any(1, keepdim=True), 0).float())
+            nodes.append((parts[0] + parts[1]).to(dtype).float())
+        wanted = nodes[0]
+        for part in nodes[1:]:
+            wanted = wanted + part
+        assert_same(y, wanted.to(dtype), dtype)
+
+
+@distributed(8, deadline_s=120)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_sums_have_one_order(dtype, world_size):
+    check_order(HierarchicalDispatcher, dtype)
+
+
+class LastNodeFirst(HierarchicalDispatcher):
+    def _combine(self, y, handle, out):
+        rail = dataclasses.replace(handle.rail, slots=handle.rail.slots.flip(1))
+        return super()._combine(y, dataclasses.replace(handle, rail=rail), out)
+
+
+@distributed(8, deadline_s=120)
+def test_another_order_is_seen(world_size):
+    with pytest.raises(AssertionError):
+        check_order(LastNodeFirst, F32)

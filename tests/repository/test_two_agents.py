@@ -1,0 +1,69 @@
+"""Two torchrun agents that meet by c10d rendezvous, as on two nodes; NCCL_HOSTID makes a host of each."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_moe.parallel.groups import TorchrunEnv
+
+ROOT = Path(__file__).parents[2]
+RANKS = 2  # of an agent
+
+pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts torchrun itself")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def on_two_hosts(*program: str) -> str:
+    """What both agents print."""
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two agents"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(RANKS)]
+    given = os.environ | {
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    agents = [
+        subprocess.Popen(
+            [*command, *meeting, "--local-addr", "127.0.0.1", *program], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=given | {"NCCL_HOSTID": host},
+        )
+        for host in ("left", "right")
+    ]  # fmt: skip
+    try:
+        printed = [agent.communicate(timeout=150)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)[-3000:]
+    return "\n".join(printed)
+
+
+@pytest.mark.timeout(240)
+def test_a_layer():
+    printed = on_two_hosts("tests/fixtures/two_agents.py")
+    hosts = [line.split(":")[0].split(" on ")[1] for line in printed.splitlines() if line.startswith("rank ")]
+    first = hosts[0].removeprefix("left of ").removeprefix("right of ")
+    assert sorted(hosts) == [f"left of {first}"] * RANKS + [f"right of {first}"] * RANKS
+    assert sorted(first.split(", ")) == ["left", "right"]
+    assert printed.count("hierarchical, ranks of the EP group are on 2 nodes") == 2 * RANKS
+
+
+@pytest.mark.timeout(240)
+def test_the_example_trains():
+    printed = on_two_hosts("examples/train.py", "--steps", "2", "--check")
+    assert "4 ranks and one process agree" in printed
+
+
+@pytest.mark.timeout(240)
+def test_ep_moe_run():
+    printed = on_two_hosts("-m", "ep_moe", "run", "--text-tokens", "2048", "--batch", "2")
+    assert "all2all hierarchical" in printed
+    assert "equal to 5 digits" in printed
