@@ -120,7 +120,9 @@ class LayerParts(nn.Module):
             self.shared_experts: nn.Module | None = asked.shared
             if asked.shared is None and config.shared_intermediate_size:
                 self.shared_experts = SharedExperts(config, dtype=dtype)
-            self.placement = Placement(expert_map, ep_rank=context.layout.ep_rank)
+            self.placement = Placement(
+                expert_map, ep_rank=context.layout.ep_rank, ranks_per_node=context.layout.ep_ranks_per_node
+            )
             self.expert_weights: ExpertWeights = self._weights_class(
                 config,
                 expert_map,

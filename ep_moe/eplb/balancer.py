@@ -37,6 +37,7 @@ from ep_moe.eplb.migration.consensus import (
     Trouble,
     Verdict,
     connect,
+    on_found_nodes,
     reach_verdict,
 )
 from ep_moe.eplb.migration.schedule import TransferSchedule
@@ -87,7 +88,7 @@ class ExpertBalancer:
         *,
         planner: Planner | None = None,
     ) -> None:
-        self.config = EPLBConfig() if config is None else config
+        self.config = on_found_nodes(EPLBConfig() if config is None else config, context)
         self._context = context
         self._connection: Connections = connect(layers, context, self.config)
         self.layers = self._connection.layers
@@ -314,7 +315,7 @@ class ExpertBalancer:
 
     @property
     def _per_node(self) -> int:
-        return self._mover.rank_group.size // self.config.nodes
+        return self._mover.rank_group.size // (self.config.nodes or 1)
 
     # --- all ranks together ------------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ class EPLBConfig:
             at such a step; nothing is exchanged while none is under way.
         deadline_s: Seconds after which a rank that does not answer is lost, and a transfer after half of it. At most
             the context's deadline. Default: half of that.
-        nodes: For the planner, see `ep_moe.eplb.plan`.
+        nodes: For the planner, see `ep_moe.eplb.plan`, for prices, and for which replica is nearest. Default: those
+            that the context found, where each has as many consecutive EP ranks, else 1.
         groups: For the planner, see `ep_moe.eplb.plan`.
         tolerance: For the planner, see `ep_moe.eplb.plan`.
         enough: For the planner, see `ep_moe.eplb.plan`.
@@ -44,7 +45,7 @@ class EPLBConfig:
     bytes_per_commit: int = 64 << 20
     sync_every: int = 2
     deadline_s: float | None = None
-    nodes: int = 1
+    nodes: int | None = None
     groups: int = 1
     tolerance: float = 0.01
     enough: float = 1.0
@@ -52,7 +53,9 @@ class EPLBConfig:
     replicas: Replicas = Replicas.SPREAD
 
     def __post_init__(self) -> None:
-        set_counts(self, interval=0, window=1, bytes_per_step=1, bytes_per_commit=1, sync_every=1, nodes=1, groups=1)
+        set_counts(self, interval=0, window=1, bytes_per_step=1, bytes_per_commit=1, sync_every=1, groups=1)
+        if self.nodes is not None:
+            set_counts(self, nodes=1)
         if self.interval and self.window > self.interval:
             raise ConfigError(
                 f"EPLBConfig.window must not exceed interval, got window={self.window}, interval={self.interval}"

@@ -207,6 +207,17 @@ class RankLayout:
         return 1 if len(self._nodes.hosts) == 1 else max(len(self._nodes.split(group)) for group in self._ep_groups)
 
     @property
+    def ep_ranks_per_node(self) -> int:
+        """So many consecutive ranks of every EP group are on one node; `ep` where no such number tells where they are.
+        The same on all ranks."""
+        size = self.ep // self.ep_node_count
+        for group in self._ep_groups if self.ep_node_count > 1 else ():
+            parts = [group[at : at + size] for at in range(0, self.ep, size)]
+            if self._nodes.split(group) != parts:
+                return self.ep
+        return size
+
+    @property
     def across_nodes(self) -> str | None:
         """None where every EP group is on one node, else the nodes of the first one that is not."""
         if self.ep_node_count == 1:

@@ -42,6 +42,7 @@ class Placement(nn.Module):
     Args:
         expert_map: Where experts are.
         ep_rank: This rank in its EP group.
+        ranks_per_node: So many consecutive ranks share a node. Default: all.
 
     Attributes:
         expert_map: The map in force.
@@ -58,11 +59,12 @@ class Placement(nn.Module):
     slot_load: Tensor
     counting: Tensor  # int64 [], 1, or 0 within `no_stats`; on the device, so that captured graphs heed it
 
-    def __init__(self, expert_map: ExpertMap, *, ep_rank: int = 0) -> None:
+    def __init__(self, expert_map: ExpertMap, *, ep_rank: int = 0, ranks_per_node: int | None = None) -> None:
         super().__init__()
         self.expert_map = expert_map
         self._ep_rank = ep_rank
-        self._replicas, self._ranks_per_node = Replicas.SPREAD, expert_map.num_ranks
+        self._found_per_node = expert_map.num_ranks if ranks_per_node is None else ranks_per_node
+        self._replicas, self._ranks_per_node = Replicas.SPREAD, self._found_per_node
         self.resets = 0
         self._ahead: tuple[ExpertMap, list[Tensor]] | None = None  # see `prepare`
         self.slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
@@ -145,13 +147,13 @@ class Placement(nn.Module):
 
         Args:
             replicas: Which of an expert's replicas tokens of this rank go to.
-            ranks_per_node: For NEAREST; consecutive ranks share a node. Default: one node.
+            ranks_per_node: For NEAREST; consecutive ranks share a node. Default: as at construction.
 
         Raises:
             ConfigError: an argument is of a wrong kind, or `ranks_per_node` does not divide R.
         """
         ranks = self.expert_map.num_ranks
-        per_node = ranks if ranks_per_node is None else ranks_per_node
+        per_node = self._found_per_node if ranks_per_node is None else ranks_per_node
         check_kind("replicas", replicas, Replicas)
         per_node = check_divides("ranks_per_node", per_node, ranks, "ranks of the EP group")
         self._replicas, self._ranks_per_node = replicas, per_node

@@ -345,13 +345,15 @@ def test_a_model_and_a_second_balancer(world_size):
 
 
 @distributed(4)
-def test_nearest_replicas_first(world_size):
+@pytest.mark.parametrize("found", [False, True], ids=["stated", "found"])
+def test_nearest_replicas_first(found, world_size):
     """Two nodes of two ranks: a rank's own replica, else one of its node, else any; outputs stay the same."""
-    with context_of() as context:
+    with EPContext.from_groups(device=rank_device(), deadline_s=20, ranks_per_node=2 if found else None) as context:
         (layer,) = make_layers(context)
         maps = [ExpertMap.from_ranks([[0, 1, 2, 9], [0, 3, 4, 8], [0, 5, 6, 1], [7, 2, 9, 8]], 10)]
-        config = on_request(nodes=2, replicas=Replicas.NEAREST)
+        config = on_request(nodes=None if found else 2, replicas=Replicas.NEAREST)
         with ExpertBalancer([layer], context, config) as balancer:
+            assert balancer.config.nodes == 2
             balancer.move_to(maps)
             drive(balancer, [layer], context)
             layer.placement.reset_load()

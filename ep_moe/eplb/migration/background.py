@@ -64,7 +64,9 @@ def default_planner(config: EPLBConfig, slots: Sequence[Sequence[int]]) -> Plann
 
     def by_load(load: Ints, current: Sequence[ExpertMap]) -> Sequence[ExpertMap]:
         c = config
-        return plan(load, current, groups=c.groups, nodes=c.nodes, slots=slots, tolerance=c.tolerance, enough=c.enough)
+        return plan(
+            load, current, groups=c.groups, nodes=c.nodes or 1, slots=slots, tolerance=c.tolerance, enough=c.enough
+        )
 
     return by_load
 
@@ -81,7 +83,7 @@ def decide(
     if config.machine is None:
         return Decision(planned)
     ranks = current[0].num_ranks
-    per_node = ranks // config.nodes
+    per_node = ranks // (config.nodes or 1)
     time.sleep(_YIELD_S)
     moved = traffic(current, planned, expert_bytes=expert_bytes, ranks_per_node=per_node)
     time.sleep(_YIELD_S)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeGuard
 
@@ -207,6 +207,13 @@ class Connections:
             dist.destroy_process_group(group)
 
 
+def on_found_nodes(config: EPLBConfig, context: Context) -> EPLBConfig:
+    """The same with the context's nodes, unless it states some."""
+    if not isinstance(config, EPLBConfig) or config.nodes is not None:
+        return config
+    return replace(config, nodes=context.layout.ep // context.layout.ep_ranks_per_node)
+
+
 def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
     """Agree, then make the groups. Raises ConfigError on all ranks of the world alike."""
     layers = layers_of(given)
@@ -305,7 +312,7 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
             f"{config.deadline_s:g}"
         )
     first = layers[0].placement.expert_map
-    if first.num_ranks % config.nodes:
+    if first.num_ranks % (config.nodes or 1):
         return ConfigError(f"EPLBConfig.nodes must divide the {first.num_ranks} EP ranks, got {config.nodes}")
     if first.num_experts % config.groups:
         return ConfigError(f"EPLBConfig.groups must divide the {first.num_experts} experts, got {config.groups}")

@@ -101,3 +101,20 @@ def test_nccl_hostid_stands_for_the_host(monkeypatch):
     assert name in identity
     monkeypatch.setenv("NCCL_HOSTID", "left")
     assert groups.host_identity() == ("left", "left")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "size"),
+    [
+        ("aaaa", {}, 4),
+        ("aabb", {}, 2),
+        ("abcd", {}, 1),
+        ("abab", {}, 4),  # not consecutive
+        ("aaab", {}, 4),
+        ("aaaabbbb", {"ep": 4, "etp": 2}, 2),
+        ("aabb", {"ep": 2}, 2),
+        ("aabbbb", {"ep": 3}, 3),
+    ],
+)
+def test_consecutive_ranks_of_a_node(hosts, sizes, size):
+    assert {layout(hosts, rank, **sizes).ep_ranks_per_node for rank in range(len(hosts))} == {size}
