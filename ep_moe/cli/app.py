@@ -159,12 +159,15 @@ def explain(
     wire: Annotated[
         str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4.")
     ] = "plain",
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all of them.")] = None,
 ) -> None:
     """Print every pair of transport and kernel for a model on this machine: chosen, possible, or why not."""
     try:
         parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
         rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on it
-        rows = explain_model(config, parallel, all2all, experts, quantization, dtype, max_tokens, rows_as)
+        rows = explain_model(
+            config, parallel, all2all, experts, quantization, dtype, max_tokens, rows_as, ranks_per_node
+        )
     except EPMoEError as error:
         _fail(error)
     order = ("chosen", "possible", "refused")

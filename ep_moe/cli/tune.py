@@ -179,8 +179,9 @@ def tune(
         with context.token_limit(count):
             lines += _measure(context, layers, pairs, say)
     layouts = {kernel: registry.load("experts", kernel).weight_layout for kernel in layers}
+    layout = context.layout
     return Tuned(
-        machine=machine_facts(context.device, context.layout.ep, context.layout.etp),
+        machine=machine_facts(context.device, layout.ep, layout.etp, layout.ep_node_count),
         layer=facts,
         versions=versions(),
         buckets=choose(lines, layouts),

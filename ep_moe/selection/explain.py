@@ -19,6 +19,7 @@ from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE, FusedExperts
 from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme, scheme_of
 from ep_moe.runtime.devices import as_device
@@ -236,6 +237,7 @@ def explain_model(
     dtype: str = "bfloat16",
     max_tokens: int | None = None,
     wire: Wire | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[BackendChoice]:
     """Run `explain` for a model config on this machine, from names as a command line has them.
 
@@ -248,6 +250,7 @@ def explain_model(
         dtype: "bfloat16", "float16" or "float32".
         max_tokens: The most tokens of a rank, None for any number.
         wire: As for `explain`.
+        ranks_per_node: So many consecutive ranks share a node. Default: all.
 
     Returns:
         A row per pair, the best first.
@@ -263,7 +266,10 @@ def explain_model(
         raise ConfigError(f"dp * tp must be at most {_MOST_RANKS} ranks, got {world}")
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, at_least=1)
-    layout = RankLayout.from_config(parallel, world=world, rank=0)
+    if ranks_per_node is not None:
+        check_count("ranks_per_node", ranks_per_node, at_least=1)
+    nodes = None if ranks_per_node is None else NodeLayout.counted(range(world), ranks_per_node)
+    layout = RankLayout.from_config(parallel, world=world, rank=0, nodes=nodes)
     most = None if max_tokens is None else layout.max_dispatch_tokens(max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return explain(

@@ -184,7 +184,8 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Lay
         raise ConfigError(
             "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tokens=...)"
         )
-    here = machine_facts(context.device, context.layout.ep, context.layout.etp)
+    layout = context.layout
+    here = machine_facts(context.device, layout.ep, layout.etp, layout.ep_node_count)
     wrong = tuned.mismatch(here, layer_facts(config, asked.quantization, asked.wire, asked.dtype))
     if wrong is not None:
         raise ConfigError(f"tuned is for another machine or layer: {wrong}; run ep-moe tune for this one")

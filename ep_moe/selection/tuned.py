@@ -225,19 +225,20 @@ def layer_facts(config: MoEConfig, scheme: str, wire: Wire, dtype: torch.dtype) 
     return {**shape, "quantization": scheme, **rows, "dtype": dtype_name(dtype)}
 
 
-def machine_facts(device: torch.device, ep: int, etp: int) -> dict[str, Any]:
+def machine_facts(device: torch.device, ep: int, etp: int, nodes: int = 1) -> dict[str, Any]:
     """Describe what of a machine times depend on.
 
     Args:
         device: Of a rank.
         ep: Ranks of the EP group.
         etp: Ranks that share an expert.
+        nodes: Of the EP group.
 
     Returns:
         Values by name.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"device": gpu, "ep": ep, "etp": etp}
+    return {"device": gpu, "ep": ep, "etp": etp} | ({"nodes": nodes} if nodes > 1 else {})
 
 
 def versions() -> dict[str, Any]:

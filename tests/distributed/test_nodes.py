@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import ConfigError, EPContext, ParallelConfig, PeerTimeout
+from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer, ParallelConfig, PeerTimeout
+from ep_moe.placement.placement import Replicas
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import same_error
 
@@ -40,6 +41,11 @@ def test_ranks_per_node(world_size):
     with EPContext.from_groups(cyclic, device=rank_device(), ranks_per_node=2) as context:
         levels = context.rank_groups["ep"].levels
         assert (levels.node.ranks, levels.rail.ranks) == ((rank,), (rank % 2, rank % 2 + 2))
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=2) as context:
+        layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1), context)
+        for given, per_node in ((None, 2), (4, 4)):  # those that were found, unless it is said
+            layer.placement.choose(Replicas.NEAREST, ranks_per_node=given)
+            assert layer.placement._ranks_per_node == per_node
     with EPContext.from_groups(device=rank_device(), ranks_per_node=3) as context:  # other transports go on
         assert "different numbers of ranks" in context.layout.without_rails
         assert context.rank_groups["ep"].levels is None

@@ -68,11 +68,11 @@ def test_what_a_command_names_reaches_the_table(monkeypatch):
     seen = {}
     monkeypatch.setattr(explaining, "explain", lambda *given, **rest: seen.update(rest, given=given))
     wire, sizes = Wire(dispatch="fp8_block"), ParallelConfig(dp=2, tp=2, ep=2, etp=2, tokens=Tokens.SHARDED)
-    explaining.explain_model("demo", sizes, "allgather", "reference", "fp8_block", "float16", 64, wire)
+    explaining.explain_model("demo", sizes, "allgather", "reference", "fp8_block", "float16", 64, wire, 2)
     moe, layout, _, dtype = seen.pop("given")
     assert (moe, dtype) == (load_model_config("demo").moe, torch.float16)
     asked = {"all2all": "allgather", "experts": "reference", "scheme": SCHEMES["fp8_block"], "wire": wire}
-    assert (layout.dp, layout.ep, layout.etp) == (2, 2, 2)
+    assert (layout.dp, layout.ep, layout.etp, layout.ep_node_count) == (2, 2, 2, 2)
     assert seen == asked | {"max_tokens": 128}, "of etp peers too"
 
 

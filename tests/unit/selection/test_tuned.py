@@ -291,6 +291,8 @@ def test_facts_that_only_one_side_has_are_named():
     assert tuned(machine={}).mismatch(here, FACTS).startswith("machine device is 'cpu' here and None in the file; ")
     assert tuned(machine=here | {"x": 1}).mismatch(here, FACTS) == "machine x is None here and 1 in the file"
     assert tuned().mismatch(here, FACTS) is None
+    spread = machine_facts(CPU, 1, 1, nodes=2)
+    assert tuned(machine=here).mismatch(spread, FACTS) == "machine nodes is 2 here and None in the file"
 
 
 def test_the_layer_of_the_file_is_the_layer_that_was_asked_for():
