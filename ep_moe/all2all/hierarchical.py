@@ -128,7 +128,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)
-        levels = rank_group.levels or _one_node(rank_group)
+        levels = levels_of(rank_group)
         self._levels, self._nodes, self._locals = levels, levels.rail.size, levels.node.size
         self._over_rail: Hop = partial(all_to_all_rows, rank_group=levels.rail)
         # a transport of one host can stand here: nothing else knows how rows move within a node
@@ -147,9 +147,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
-        if layout.without_rails is None:
-            return None
-        return f"{cls.name} needs as many ranks of an EP group on each of its nodes, and {layout.without_rails}"
+        return without_rails(cls.name, layout)
 
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
@@ -239,6 +237,16 @@ def _wanted(ids: Tensor, slots_per_rank: int, ranks: int) -> Tensor:
     return wanted.scatter_(1, owner, True)[:, :ranks]
 
 
-def _one_node(rank_group: RankGroup) -> Levels:
+def without_rails(name: str, layout: RankLayout) -> str | None:
+    """None, or why EP groups cannot be cut into nodes and rails."""
+    if layout.without_rails is None:
+        return None
+    return f"{name} needs as many ranks of an EP group on each of its nodes, and {layout.without_rails}"
+
+
+def levels_of(rank_group: RankGroup) -> Levels:
+    """Those of a group on several nodes; a group on one node has rails of one rank."""
+    if rank_group.levels is not None:
+        return rank_group.levels
     alone = RankGroup(None, (rank_group.ranks[rank_group.rank],), 0, rank_group.flight_recorder)
     return Levels(rank_group, alone, tuple(range(rank_group.size)))

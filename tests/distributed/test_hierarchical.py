@@ -15,13 +15,13 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.hierarchical import HierarchicalDispatcher
+from ep_moe.all2all.hierarchical_static import HierarchicalStaticDispatcher
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel import rank_group as collectives
-from ep_moe.quant.kernels import round_rows
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.testing import check_dispatcher, distributed, rank_device
-from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, identity, moved, routes, rows
+from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, expected, identity, moved, rounded, routes, rows
 from ep_moe.types import PhysicalRouting, Routing
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
@@ -35,15 +35,22 @@ COUNTS = ((7, 5, 1, 3, 0, 2, 9, 4), (0, 4, 0, 0, 0, 0, 0, 0), (0,) * 8, (9, 0, 2
 TOP_K = 4
 
 
+BOTH = pytest.mark.parametrize(
+    "kind", [HierarchicalDispatcher, HierarchicalStaticDispatcher], ids=lambda kind: kind.name
+)
+
+
 @distributed(4, deadline_s=120)
-def test_contract_on_2_nodes_of_2(world_size):
-    check_dispatcher(HierarchicalDispatcher, top_ks=(1, 3), dtypes=(BF16,), ranks_per_node=2)
+@BOTH
+def test_contract_on_2_nodes_of_2(kind, world_size):
+    check_dispatcher(kind, top_ks=(1, 3), dtypes=(BF16,), ranks_per_node=2)
 
 
 @distributed(8, deadline_s=240)
+@BOTH
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
-def test_contract_on_8_ranks(ranks_per_node, world_size):
-    check_dispatcher(HierarchicalDispatcher, top_ks=(3,), dtypes=(BF16,), ranks_per_node=ranks_per_node)
+def test_contract_on_8_ranks(ranks_per_node, kind, world_size):
+    check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), ranks_per_node=ranks_per_node)
 
 
 # --- the layer ------------------------------------------------------------------------------------------------------
@@ -136,6 +143,36 @@ def test_uneven_nodes_are_refused_on_all_ranks(world_size):
         assert chosen(context) == "torch_a2a"
 
 
+@distributed(4, deadline_s=120)
+def test_the_layer_with_fixed_room(world_size):
+    rank, device = dist.get_rank(), rank_device()
+    with EPContext.from_groups(device=device, ranks_per_node=2, max_tokens=9) as context:
+        for name, expert_map in maps(4).items():
+            layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all="hierarchical_static"))
+            for counts in COUNTS:
+                x, routing = integer_rows(counts[rank], 16, rank), integer_routing(counts[rank], CONFIG, rank)
+                with torch.no_grad():
+                    y = layer.forward_routed(x.to(device), moved_routing(routing, device))
+                assert_same(y, oracle(CONFIG, x, routing), f"{name} T={counts}")
+
+
+@distributed(4, deadline_s=120)
+def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(world_size):
+    """Its bytes are those of the bound, and a token with such an id is NaN, as nothing could be raised in time."""
+    ranks, rank, device, bound = 4, dist.get_rank(), rank_device(), 11
+    with EPContext.from_groups(device=device, ranks_per_node=2) as context:
+        dispatcher = HierarchicalStaticDispatcher(dispatch_shape(ranks, TOP_K, BF16), context.rank_groups["ep"])
+        x, routing = rows(rank, 5 + rank, BF16), routes(rank, 5 + rank, ranks, TOP_K)
+        wanted = expected(x, routing)
+        routing.ids[1, 2], routing.ids[4, 0] = ranks * CAP, -2
+        wanted[[1, 4]] = torch.nan
+        with mock.patch.object(type(context.rank_groups["ep"]), "exchange", side_effect=AssertionError("it waits")):
+            received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=bound)
+            y = dispatcher.combine(identity(received, BF16), received.handle)
+        assert len(received.x) == bound * ranks
+        torch.testing.assert_close(y.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
 # --- what goes between nodes ----------------------------------------------------------------------------------------
 
 
@@ -184,7 +221,7 @@ def check_bytes(kind: type[Dispatcher], per_node: int, wire: Wire) -> None:
             routing = moved(sparse_routes(rank, counts[rank], ranks), device)
             weights = routing.weights.requires_grad_(plain)
             with over_the_nic(context) as sent:
-                data, scale = round_rows(x, wire)
+                data, scale = rounded(x, shape)
                 received = dispatcher.dispatch(data, PhysicalRouting(routing.ids, weights), scale)
                 y = dispatcher.combine(identity(received, BF16), received.handle)
                 forward = sum(everywhere(sum(sent)))
@@ -282,9 +319,10 @@ def check_order(kind: type[Dispatcher], dtype: torch.dtype) -> None:
 
 
 @distributed(8, deadline_s=120)
+@BOTH
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_sums_have_one_order(dtype, world_size):
-    check_order(HierarchicalDispatcher, dtype)
+def test_sums_have_one_order(dtype, kind, world_size):
+    check_order(kind, dtype)
 
 
 class LastNodeFirst(HierarchicalDispatcher):

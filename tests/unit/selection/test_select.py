@@ -115,6 +115,7 @@ def test_the_transport_that_is_chosen(top_k, ep, etp, chosen):
         ("local", "reference"): "chosen" if ep == 1 else "refused",
         **dict.fromkeys(OF_GPUS, "refused"),
         ("hierarchical", "reference"): "possible",
+        ("hierarchical_static", "reference"): "refused",  # without max_tokens
         ("allgather", "reference"): "chosen" if chosen == "allgather" else "possible",
         ("torch_a2a", "reference"): "chosen" if chosen == "torch_a2a" else "possible",
     }
