@@ -1,6 +1,7 @@
 """Nodes as contexts find them: by the hosts that ranks say they are on, or by `ranks_per_node`."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -55,6 +56,29 @@ def test_ranks_per_node(world_size):
         ConfigError, lambda: EPContext.from_groups(device=rank_device(), ranks_per_node=1 + (rank == 3))
     )
     assert "ranks_per_node: 1 on ranks 0, 1, 2, 2 on rank 3" in sentence
+
+
+@distributed(4, deadline_s=40, expect_dead=[2, 3])
+@pytest.mark.parametrize("stage", ["dispatch", "experts"])
+def test_a_host_that_is_lost_within_a_call_is_named(stage, world_size):
+    """One PeerTimeout on each rank that is left, whichever level waits."""
+    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=3)
+    context = EPContext.from_groups(device=rank_device(), deadline_s=2.0, ranks_per_node=2)
+    layer = MoELayer(config, context, name="block")
+    assert layer._dispatcher().name == "hierarchical"
+    x = torch.ones(4, 16, device=context.device)
+    with torch.no_grad():
+        layer(x)
+        if dist.get_rank() > 1 and stage == "dispatch":
+            os._exit(7)
+        if dist.get_rank() > 1:
+            layer.experts.compute = lambda *_: os._exit(7)
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"of block \(step \d+\).*Host node 1 is lost.*silent \(ranks 2, 3\)\."):
+            layer(x)
+        assert time.monotonic() - start < 6
+        with pytest.raises(PeerTimeout, match="Host node 1 is lost"):
+            layer(x)
 
 
 @distributed(4, deadline_s=30, expect_dead=[2, 3])
