@@ -41,6 +41,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
         cuda_graph=True,
         host_sync=False,
         deterministic=True,
+        adjoint=True,
         dispatch_formats=frozenset(ROW_FORMATS),
         static=True,
     )
@@ -71,7 +72,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
         ids = routing.ids.int()
         invalid = ((ids < -1) | (ids >= self.dispatch_shape.num_physical)).any(1, keepdim=True)
         parts = [x, ids, routing.weights] if x_scale is None else [x, ids, routing.weights, x_scale]
-        in_bytes = [part.contiguous().view(torch.uint8) for part in parts]
+        in_bytes = [_bytes(part) for part in parts]
         # rows behind the last token: all bits are set, so that ids are -1, and rows are of no expert
         message = torch.full((bound, sum(part.shape[1] for part in in_bytes)), 255, dtype=torch.uint8, device=x.device)
         torch.cat(in_bytes, dim=1, out=message[: len(x)])
@@ -118,6 +119,13 @@ class HierarchicalStaticDispatcher(Dispatcher):
         here = (received.local_ids >= 0).any(1, keepdim=True)
         y = torch.zeros(len(here), g.hidden_size, dtype=g.dtype, device=device).masked_fill(here, torch.nan)
         self._combine(y, received.handle, None).wait()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """[rows, bytes of a row]. An expanded tensor without elements is contiguous whatever its strides, which a view by
+    dtype refuses."""
+    x = x.contiguous()
+    return (x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _gather(x: Tensor, rank_group: RankGroup) -> Callable[[], Tensor]:

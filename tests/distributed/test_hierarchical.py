@@ -67,9 +67,11 @@ def maps(ranks: int) -> dict[str, ExpertMap]:
     }
 
 
-def check_layer(context: EPContext, expert_map: ExpertMap | None, tokens: int, seed: int, what: object) -> None:
+def check_layer(
+    context: EPContext, expert_map: ExpertMap | None, tokens: int, seed: int, what: object, name: str = "hierarchical"
+) -> None:
     """One call, and its backward, against one process; all numbers are small integers."""
-    layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all="hierarchical"))
+    layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all=name))
     x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, CONFIG, seed)
     given, weights = (t.clone().to(context.device).requires_grad_() for t in (x, routing.weights))
     y = layer.forward_routed(given, Routing(routing.ids.to(context.device), weights))
@@ -135,6 +137,19 @@ def test_ranks_that_are_dealt_out_over_hosts(world_size):
         assert chosen(context) == "hierarchical"
 
 
+@distributed(4, deadline_s=120)
+def test_calls_in_parts(world_size):
+    """Parts of one call are under way at both levels at once."""
+    rank = dist.get_rank()
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=2, max_tokens=9) as context:
+        layer = fill(MoELayer(CONFIG, context, all2all="hierarchical_static", pipeline=4))
+        for tokens in (9, 2 * rank, 0):
+            x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
+            with torch.no_grad():
+                y = layer.forward_routed(x.to(context.device), moved_routing(routing, context.device))
+            assert_same(y, oracle(CONFIG, x, routing), f"T={tokens}")
+
+
 @distributed(4)
 def test_uneven_nodes_are_refused_on_all_ranks(world_size):
     with EPContext.from_groups(device=rank_device(), ranks_per_node=3) as context:
@@ -145,15 +160,11 @@ def test_uneven_nodes_are_refused_on_all_ranks(world_size):
 
 @distributed(4, deadline_s=120)
 def test_the_layer_with_fixed_room(world_size):
-    rank, device = dist.get_rank(), rank_device()
-    with EPContext.from_groups(device=device, ranks_per_node=2, max_tokens=9) as context:
+    rank = dist.get_rank()
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=2, max_tokens=9) as context:
         for name, expert_map in maps(4).items():
-            layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all="hierarchical_static"))
             for counts in COUNTS:
-                x, routing = integer_rows(counts[rank], 16, rank), integer_routing(counts[rank], CONFIG, rank)
-                with torch.no_grad():
-                    y = layer.forward_routed(x.to(device), moved_routing(routing, device))
-                assert_same(y, oracle(CONFIG, x, routing), f"{name} T={counts}")
+                check_layer(context, expert_map, counts[rank], rank, f"{name} T={counts}", "hierarchical_static")
 
 
 @distributed(4, deadline_s=120)
