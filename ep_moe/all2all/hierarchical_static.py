@@ -74,15 +74,14 @@ class HierarchicalStaticDispatcher(Dispatcher):
         parts = [x, ids, routing.weights] if x_scale is None else [x, ids, routing.weights, x_scale]
         in_bytes = [_bytes(part) for part in parts]
         # rows behind the last token: all bits are set, so that ids are -1, and rows are of no expert
-        message = torch.full((bound, sum(part.shape[1] for part in in_bytes)), 255, dtype=torch.uint8, device=x.device)
+        widths = [part.shape[1] for part in in_bytes]
+        message = torch.full((bound, sum(widths)), 255, dtype=torch.uint8, device=x.device)
         torch.cat(in_bytes, dim=1, out=message[: len(x)])
         over_rail = _gather(message, self._levels.rail)
 
         def finish() -> Received:
-            found = _gather(over_rail(), self._levels.node)().split([part.shape[1] for part in in_bytes], dim=1)
-            rows, ids, weights, *scale = (
-                piece.contiguous().view(part.dtype) for piece, part in zip(found, parts, strict=True)
-            )
+            found = _columns(_gather(over_rail(), self._levels.node)(), widths)
+            rows, ids, weights, *scale = (column.view(part.dtype) for column, part in zip(found, parts, strict=True))
             local = ids - self._first
             return Received(
                 x=rows,
@@ -126,6 +125,14 @@ def _bytes(x: Tensor) -> Tensor:
     dtype refuses."""
     x = x.contiguous()
     return (x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
+def _columns(message: Tensor, widths: list[int]) -> list[Tensor]:
+    """Copies of its columns of so many bytes, in the widest words that all of them are made of: a copy of strided bytes
+    moves them one by one."""
+    word = next(kind for kind in (torch.int64, torch.int32, torch.uint8) if not any(w % kind.itemsize for w in widths))
+    columns = message.view(word).split([width // word.itemsize for width in widths], dim=1)
+    return [column.clone(memory_format=torch.contiguous_format) for column in columns]
 
 
 def _gather(x: Tensor, rank_group: RankGroup) -> Callable[[], Tensor]:
