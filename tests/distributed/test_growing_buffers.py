@@ -167,6 +167,7 @@ def test_ids_that_name_no_expert_are_told_in_a_later_call(world_size):
     with growing(few_bytes=1 << 16) as context:
         layer = built(context) if gpu else fill(MoELayer(WIDE, context, experts="reference", dtype=torch.bfloat16))
         word, experts = HostWord(), layer.config.num_experts
+        layer.forward_routed(wide_rows(layer, 1, 0), wide_routes(layer, 1, 0))  # the first call is checked before
         for step, tokens in enumerate((2, 2, 100, 100)):
             x, routing = wide_rows(layer, tokens, rank), wide_routes(layer, tokens, rank)
             for _ in range(4 * (step % 2)):  # as many as are recorded
