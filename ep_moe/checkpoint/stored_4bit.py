@@ -28,7 +28,7 @@ from ep_moe.quant.microscale import (
 )
 
 _WORD = 8  # INT4 numbers of an int32
-_GROUPS = {"int4_fp8": INT4_GROUP, "mxint4": MX_BLOCK}
+_GROUPS = {"int4_fp8": INT4_GROUP, "int4": INT4_GROUP, "mxint4": MX_BLOCK}
 
 
 class _Packed(StoredMatrix):
@@ -119,7 +119,7 @@ class Nvfp4Matrix(_Packed):
         return wrong_dtype(self.tensors, self.global_scale, exponents=False)
 
     def keeps(self, scheme: str) -> bool:
-        return scheme == "nvfp4"
+        return scheme in ("nvfp4", "nvfp4a16")
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
         found = self._found(rows, columns, expert)

@@ -374,9 +374,11 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("mxfp4_fp8", Mxfp4(), Rounding.FP8_ROWS),
         Scheme("mxfp4_mxfp8", Mxfp4(), Rounding.MXFP8),
         Scheme("int4_fp8", Int4Groups(INT4_GROUP), Rounding.FP8_DYNAMIC),
+        Scheme("int4", Int4Groups(INT4_GROUP)),
         Scheme("mxint4", MxInt4()),
         Scheme("mxfp8", Mxfp8(), Rounding.MXFP8),
         Scheme("nvfp4", Nvfp4(), Rounding.NVFP4),
+        Scheme("nvfp4a16", Nvfp4()),
     )
 }
 
