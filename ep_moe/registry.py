@@ -43,6 +43,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "flashinfer_cutlass": "ep_moe.experts.flashinfer.cutlass:FlashInferCutlassExperts",
         "flashinfer_cutedsl": "ep_moe.experts.flashinfer.cutedsl:FlashInferCuteDslExperts",
         "flashinfer_trtllm": "ep_moe.experts.flashinfer.trtllm:FlashInferTrtllmExperts",
+        "w4a16_triton": "ep_moe.experts.hopper.experts:W4A16TritonExperts",
         "reference": "ep_moe.experts.reference:ReferenceExperts",
     },
     "fused": {

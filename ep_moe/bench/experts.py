@@ -60,6 +60,10 @@ VARIANTS = (
     ("flashinfer_cutlass", "mxfp4"),
     ("flashinfer_cutlass", "mxfp4_fp8"),
     ("flashinfer_cutlass", "int4_fp8"),
+    ("w4a16_triton", "mxfp4"),
+    ("w4a16_triton", "mxint4"),
+    ("w4a16_triton", "int4"),
+    ("w4a16_triton", "nvfp4a16"),
 )
 
 

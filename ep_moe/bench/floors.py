@@ -37,6 +37,9 @@ WEIGHTS = {
     "mxfp4": (0.53, False),
     "mxfp4_fp8": (0.53, True),
     "int4_fp8": (0.52, True),
+    "int4": (0.52, False),
+    "mxint4": (0.5625, False),
+    "nvfp4a16": (0.5625, False),
 }
 
 

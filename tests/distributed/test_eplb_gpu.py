@@ -85,6 +85,7 @@ def settled(balancer, check, most=3000):
         ("fp8_dynamic", "flashinfer_cutlass"),
         ("fp8_channel", "fp8_channel_triton"),
         ("mxfp4", "flashinfer_cutlass"),
+        ("mxfp4", "w4a16_triton"),
     ],
 )
 def test_replays_while_experts_move(scheme, experts, budget, world_size):

@@ -256,6 +256,8 @@ on_gpus = pytest.mark.skipif(
             {"pipeline": 8, "all2all": "flashinfer_nvlink", "wire": Wire(dispatch="fp8_block")},
         ),
         ("mxfp4", "flashinfer_cutlass", {"wire": Wire(dispatch="fp8_block")}),
+        ("mxfp4", "w4a16_triton", {}),
+        ("mxint4", "w4a16_triton", {"pipeline": 8}),
         ("fp8_dynamic", "fp8_dynamic_triton", {"wire": Wire(dispatch="fp8_row")}),
         ("fp8_channel", "fp8_channel_triton", {"wire": Wire(dispatch="fp8_row")}),
     ],

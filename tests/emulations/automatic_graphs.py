@@ -26,6 +26,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8ChannelTritonExperts,
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
+    W4A16TritonExperts,
 )
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import Links
@@ -132,6 +133,7 @@ def driver(monkeypatch):
         Fp8ChannelTritonExperts,
         Fp8DynamicTritonExperts,
         Fp8TensorTritonExperts,
+        W4A16TritonExperts,
     ):
         able = dataclasses.replace(kernel.capabilities, **anywhere)
         monkeypatch.setattr(kernel, "capabilities", able)

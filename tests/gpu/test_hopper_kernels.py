@@ -1,10 +1,11 @@
-"""This project's expert kernels on a Hopper GPU, one row of KERNELS each: within the bound however a call is cut,
-allocation-free, captured, deterministic, compiled."""
+"""This project's expert kernels on a Hopper GPU, one row of KERNELS each (with weights of 4 bits one a
+scheme): within the bound however a call is cut, allocation-free, captured, deterministic, compiled."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import Received
-from tests.fixtures import bf16_triton, fp8_dynamic_triton, fp8_tensor_triton
+from tests.fixtures import bf16_triton, fp8_dynamic_triton, fp8_tensor_triton, w4a16_triton
 from tests.fixtures.bf16_triton import BF16, SMALL, rows
 from tests.fixtures.hopper_gpu import DEEPSEEK, ODD, QWEN3
 
@@ -91,6 +92,10 @@ KERNELS = {
     "fp8_dynamic_triton": Kernel(dynamic, fp8_dynamic_triton.BY_ROW, by_row, fp8_dynamic_triton.apart, "row"),
     "fp8_channel_triton": Kernel(channel, SCHEMES["fp8_channel"], by_row, fp8_dynamic_triton.apart),
 }
+KERNELS |= {
+    f"w4a16_triton {scheme}": Kernel(partial(w4a16_triton.build, name=scheme), SCHEMES[scheme])
+    for scheme in w4a16_triton.FOUR_BITS
+}
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 # for each way through a kernel: each program sorts for itself, `gemm_streaming`, `gemm_grouped`
 each_way = pytest.mark.parametrize("count", [20, 30, 100, 130, 2000], ids=str)
@@ -98,7 +103,7 @@ each_way = pytest.mark.parametrize("count", [20, 30, 100, 130, 2000], ids=str)
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    if why := registry.unsupported_reason("experts", request.param):
+    if why := registry.unsupported_reason("experts", request.param.split()[0]):
         pytest.skip(why)
     found = KERNELS[request.param]
     scalings, run = set(), step._pass

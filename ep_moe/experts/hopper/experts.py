@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsCapabilities, StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
@@ -23,7 +24,9 @@ from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import PerBlock
+from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit
 
 # what the kernels' programs compute; they would take any other for the last of their cases
 ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})
@@ -37,7 +40,7 @@ class HopperExperts(Experts):
     leave them in the same place: the second call there is recorded, later ones launch the same again.
     """
 
-    scaling: ClassVar[str]  # of `SCALINGS`
+    scaling: str  # of `SCALINGS`
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -298,6 +301,25 @@ class Fp8ChannelTritonExperts(HopperExperts):
     @classmethod
     def available(cls) -> str | None:
         return super().available() or nvrtc.missing()
+
+
+class W4A16TritonExperts(HopperExperts):
+    """Experts with weights of 4 bits and rows in bf16: each scheme is a scaling of its own."""
+
+    name = "w4a16_triton"
+    run_on = "NOT RUN on a GPU; on CPU in Triton's interpreter"
+    weight_layout = Hopper4Bit
+    capabilities = dataclasses.replace(
+        _HOPPER,
+        schemes=frozenset({"mxfp4", "mxint4", "int4", "nvfp4a16"}),
+        biases=True,
+        spare_sms=False,
+        alignment_bytes=128,  # sizes are multiples of 64, as GPT-OSS's
+    )
+
+    def __init__(self, config: MoEConfig, weights: ExpertWeights, *args: Any, **options: Any) -> None:
+        self.scaling = weights.scheme.name
+        super().__init__(config, weights, *args, **options)
 
 
 class Fp8BlockTritonExperts(HopperExperts):

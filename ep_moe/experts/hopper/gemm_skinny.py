@@ -168,7 +168,7 @@ def _looked_through(pairs: int, lists: Lists | None) -> int:
 
 
 @triton.jit
-def _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.constexpr, BY_ROUTE: tl.constexpr):
+def expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.constexpr, BY_ROUTE: tl.constexpr):
     """The expert that a program is asked for, and which pairs are its: `asked` itself, or that of this route, and then
     no pairs unless the route is the first of them."""
     local = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
@@ -183,7 +183,7 @@ def _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.con
 
 
 @triton.jit
-def _listed(mine, pair, first, ROWS: tl.constexpr):
+def listed(mine, pair, first, ROWS: tl.constexpr):
     """Pairs `first` to `first` + ROWS of those that are mine, -1 where there are fewer."""
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     wanted = first + tl.arange(0, ROWS)
@@ -192,7 +192,7 @@ def _listed(mine, pair, first, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _activate(gate, up, alpha, bound, ACTIVATION: tl.constexpr):
+def activate(gate, up, alpha, bound, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu2":
         positive = tl.where(gate < 0.0, 0.0, gate)
         value = positive * positive
@@ -251,7 +251,7 @@ def _first_product(
         count = tl.load(ends + expert) - start
     else:
         start = 0
-        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
+        expert, mine = expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     GATED: tl.constexpr = ACTIVATION != "relu2"
@@ -268,9 +268,8 @@ def _first_product(
             row = tl.load(source + start + at, mask=at < count, other=-1)
             to = start + at
         else:
-            listed = _listed(mine, pair, first, BLOCK_M)
-            row = tl.where(listed >= 0, listed // TOP_K, -1)
-            to = listed
+            to = listed(mine, pair, first, BLOCK_M)
+            row = tl.where(to >= 0, to // TOP_K, -1)
         valid = row >= 0
         safe = tl.maximum(row, 0).to(tl.int64)
         x_at = x + safe[:, None] * hidden + k[None, :]
@@ -318,7 +317,7 @@ def _first_product(
             gate += tl.load(bias + expert * rows + column).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(bias + expert * rows + inner + column).to(tl.float32)[None, :]
-        value = _activate(gate, up, alpha, bound, ACTIVATION)
+        value = activate(gate, up, alpha, bound, ACTIVATION)
         if SCALES == "matrix":
             value = saturated(value * tl.div_rn(1.0, tl.load(out_scale + expert)))
         out_at = out + to.to(tl.int64)[:, None] * inner + column[None, :]
@@ -343,7 +342,7 @@ def _second_product(
         start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         count = tl.load(ends + expert) - start
     else:
-        expert, mine = _expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
+        expert, mine = expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
         count = tl.sum(mine.to(tl.int32))
     k = tl.arange(0, BLOCK_K)
     BLOCKS: tl.constexpr = SCALES == "block"
@@ -358,7 +357,7 @@ def _second_product(
             at = first + tl.arange(0, BLOCK_M)
             row = tl.where(at < count, start + at, -1)
         else:
-            row = _listed(mine, pair, first, BLOCK_M)
+            row = listed(mine, pair, first, BLOCK_M)
         valid = row >= 0
         a_at = act + tl.maximum(row, 0).to(tl.int64)[:, None] * inner + k[None, :]
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

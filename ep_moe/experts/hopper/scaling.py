@@ -8,6 +8,9 @@ multiply into their sums.
 | `row` | E4M3, one scale an expert | E4M3, one scale a row | E4M3, one scale a row |
 | `channel` | E4M3, one scale a row | E4M3, one scale a row | E4M3, one scale a row |
 | `block` | E4M3, one scale for 128 x 128 | E4M3, one scale for 128 columns | the same |
+| `mxfp4` | E2M1, an E8M0 scale for 32 columns of a row | bf16 | bf16 |
+| `nvfp4a16` | E2M1, an E4M3 scale for 16 columns of a row, one an expert | bf16 | bf16 |
+| `int4`, `mxint4` | INT4, a bf16 scale for 128 or 32 columns of a row | bf16 | bf16 |
 
 Scratch memory is the caller's. Nothing allocates or waits for the device.
 """
@@ -23,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming
+from ep_moe.experts.hopper import gemm_4bit, gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring, ring_for
 from ep_moe.experts.hopper.route_sort import Lists, copy_rows
@@ -56,7 +59,8 @@ class Rows:
 class Products:
     """What both products of a call are made with.
 
-    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; scales: as `Scaling.names` has them
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; scales: as `Scaling.names` has them.
+        Weights of 4 bits: as `weights.layouts.hopper_4bit` stores them
     biases: of the rows of w13 and of w2, bf16 [L, 2 * I] and [L, H], as far as there are any
     dtype: of the layer, and of plain rows
     spare_sms: multiprocessors that the large products leave free
@@ -86,6 +90,12 @@ class Scaling(ABC):
 
     def __init__(self, products: Products) -> None:
         self.products = products
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """L, H and I."""
+        slots, hidden, inner = self.products.w2.shape
+        return slots, hidden, inner
 
     @classmethod
     @abstractmethod
@@ -386,10 +396,75 @@ class BlockScaled(Scaling):
         gemm_fp8_block.grouped_gemm(*act, p.w2, w2_scale, ends, out, starts=starts, config=config, launch=launch)
 
 
+class FourBits(Unscaled):
+    """Weights of 4 bits, with a scale for each `group` columns of a row; rows in bf16."""
+
+    names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
+    streams = False
+    format: ClassVar[str]  # of `gemm_4bit.Weights`
+    group: ClassVar[int]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        p = self.products
+        return len(p.w2), p.w2.shape[2], p.w13.shape[2] // (1 + p.activation.gated)
+
+    def skinny(self, routes: int, each: float) -> TileConfig:
+        return gemm_4bit.tiles_for(routes, each)
+
+    def few(
+        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
+        own: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        p, act = self.products, own["act"]
+        gemm_4bit.product(
+            rows.x, *found, self._weights(0), act, cut.first, gather=True, activation=p.activation, alpha=p.alpha,
+            limit=p.limit, lists=lists, launch=p.launch,
+        )  # fmt: skip
+        gemm_4bit.product(act, *found, self._weights(1), own["y"], cut.second, lists=lists, launch=p.launch)
+
+    def _weights(self, which: int) -> gemm_4bit.Weights:
+        p = self.products
+        scale, *factor = p.scales[which::2]
+        bias = p.biases[which] if which < len(p.biases) else None
+        return gemm_4bit.Weights(
+            (p.w13, p.w2)[which], scale, self.format, self.group, factor[0] if factor else None, bias
+        )
+
+
+class Mxfp4(FourBits):
+    """`mxfp4`: E2M1 with an E8M0 scale."""
+
+    format, group = "mxfp4", 32
+
+
+class Nvfp4(FourBits):
+    """`nvfp4a16`: E2M1 with an E4M3 scale, and a float32 one a matrix."""
+
+    names = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
+    format, group = "nvfp4", 16
+
+
+class Int4(FourBits):
+    """`int4`: two's complement with a bf16 scale."""
+
+    format, group = "int4", 128
+
+
+class Mxint4(Int4):
+    """`mxint4`: the same with more scales."""
+
+    group = 32
+
+
 SCALINGS: dict[str, type[Scaling]] = {
     "none": Unscaled,
     "matrix": MatrixScaled,
     "row": RowScaled,
     "channel": ChannelScaled,
     "block": BlockScaled,
+    "mxfp4": Mxfp4,
+    "nvfp4a16": Nvfp4,
+    "int4": Int4,
+    "mxint4": Mxint4,
 }

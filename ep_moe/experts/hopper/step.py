@@ -84,9 +84,9 @@ def hopper_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """scaling: of `SCALINGS`; scales: of its `names`; biases: as `Products`, for the `channel` scaling alone
+    """scaling: of `SCALINGS`; scales: of its `names`; biases: as `Products`, for `channel` and weights of 4 bits
     x: [N, H], plain or in E4M3 with the scaling's x_scale or input_scale; out: [N, H]; dtype: of the layer
-    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; of 4 bits as `scaling.Products` says
 
     Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
     route of weight 0 is none), or, with the `block` scaling, starts and ends (int32 [L], each expert's rows) and
@@ -124,7 +124,7 @@ def _pass(
 ) -> None:  # fmt: skip
     """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
     p, (count, top_k) = step.products, found[0].shape
-    launch, (slots, hidden, inner) = p.launch, p.w2.shape
+    launch, (slots, hidden, inner) = p.launch, step.sizes
     total = count * expected
     each = total / slots
     cut = step.skinny(count * top_k, each)
@@ -156,7 +156,7 @@ def _grouped(
     """Rows that are grouped by expert already. bounds: `starts` and `ends` of the call; first: the number of rows'
     first one there"""
     p, count = step.products, len(rows.x)
-    slots, hidden, inner = p.w2.shape
+    slots, hidden, inner = step.sizes
     own = carve(
         workspace, shapes("block", count, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype, sort=False)
     )

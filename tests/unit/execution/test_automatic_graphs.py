@@ -51,6 +51,7 @@ KINDS = {
     "fp8 per channel": {
         "experts": "fp8_channel_triton", "quantization": "fp8_channel", "wire": Wire(dispatch="fp8_row"),
     },
+    "4 bits": {"experts": "w4a16_triton", "quantization": "mxfp4"},
     "fp8 per tensor": {
         "experts": "fp8_tensor_triton", "quantization": "fp8_static",
         "wire": Wire(dispatch="fp8_tensor", input_scale=0.1),

@@ -26,6 +26,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8BlockTritonExperts,
     Fp8ChannelTritonExperts,
     Fp8TensorTritonExperts,
+    W4A16TritonExperts,
 )
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
@@ -50,7 +51,7 @@ def hopper(monkeypatch):
     here = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
     own = (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8TensorTritonExperts)
-    for kernel in (*own, FlashInferCutlassExperts):
+    for kernel in (*own, W4A16TritonExperts, FlashInferCutlassExperts):
         monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))
     return here
 
@@ -116,6 +117,10 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
     assert chosen("fp8_channel", torch.float16) == "reference"
     assert chosen("none", torch.float32) == "reference"
     assert chosen("mxfp4", torch.float16) == "reference"
+    assert chosen("mxfp4") == "flashinfer_cutlass"
+    assert chosen("mxfp4", inner=192, expert_bias=True) == "w4a16_triton"
+    for scheme in ("mxint4", "int4", "nvfp4a16"):
+        assert chosen(scheme, expert_bias=True) == "w4a16_triton"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -172,6 +177,12 @@ def test_missing_libraries(monkeypatch):
         ("fp8_channel_triton", "fp8_channel", torch.float16, {}, "dtype float16 is not among bfloat16"),
         ("fp8_channel_triton", "fp8_channel", BF16, {"inner": 256, "etp": 4},
          "intermediate_size / etp must be a multiple of 128 in bfloat16, got 64"),
+        ("w4a16_triton", "mxfp4", torch.float16, {}, "dtype float16 is not among bfloat16"),
+        ("w4a16_triton", "mxfp4", BF16, {"inner": 224},
+         "intermediate_size / etp must be a multiple of 64 in bfloat16, got 224"),
+        ("w4a16_triton", "int4", BF16, {"inner": 192},
+         "quantization int4 needs intermediate_size / etp to be a multiple of 128, got 192"),
+        ("w4a16_triton", "nvfp4", BF16, {}, "quantization nvfp4 is not among int4, mxfp4, mxint4, nvfp4a16"),
         ("fp8_block_triton", "none", BF16, {}, "quantization none is not among fp8_block"),
         ("fp8_dynamic_triton", "fp8_block", BF16, {}, "quantization fp8_block is not among fp8_dynamic"),
         ("fp8_dynamic_triton", "fp8_dynamic", torch.float16, {"inner": 192},

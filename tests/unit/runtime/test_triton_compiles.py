@@ -33,6 +33,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8ChannelTritonExperts,
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
+    W4A16TritonExperts,
 )
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, round_to_travel
 from ep_moe.quant.schemes import SCHEMES
@@ -146,7 +147,9 @@ def built(kind: type[Experts], scheme: str, config: MoEConfig) -> Experts:
     (Bf16TritonExperts, "none", "plain"), (Fp8TensorTritonExperts, "fp8_static", "plain"),
     (Fp8BlockTritonExperts, "fp8_block", "plain"), (Fp8DynamicTritonExperts, "fp8_dynamic", "plain"),
     (Fp8DynamicTritonExperts, "fp8_dynamic", "fp8_row"), (Fp8ChannelTritonExperts, "fp8_channel", "plain"),
-    (Fp8ChannelTritonExperts, "fp8_channel", "fp8_row"),
+    (Fp8ChannelTritonExperts, "fp8_channel", "fp8_row"), (W4A16TritonExperts, "mxfp4", "plain"),
+    (W4A16TritonExperts, "nvfp4a16", "plain"), (W4A16TritonExperts, "int4", "plain"),
+    (W4A16TritonExperts, "mxint4", "plain"),
 ])  # fmt: skip
 def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     """In their forms for Hopper, but for what NVRTC compiles; with biases where the kernel takes them."""
@@ -181,5 +184,6 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     ):
         built(kind, scheme, config)(received, out)
     assert names[-1] == "_reduce"
-    rounds = kind is not Bf16TritonExperts and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
+    plain = kind in (Bf16TritonExperts, W4A16TritonExperts)
+    rounds = not plain and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
     assert len(names) + products.call_count >= 3 + rounds, "rounding, two products, sums"

@@ -1,0 +1,323 @@
+"""Products of rows in bf16 with weights of 4 bits, which are read once and become bf16 in registers. In Triton.
+
+The weights' layout is `weights.layouts.hopper_4bit`. They are the left operand of the tensor cores, which takes them
+from registers. A thread loads 16 bytes for 32 numbers of a row; shifts and masks, two numbers at a time, leave bf16:
+
+    E2M1    2**-126 times the number; its product with the block's scale, times 2**94, has at most 6 bits: exact
+    INT4    136 + code, less 136: exact. Sums of each group are multiplied by its scale in float32
+
+Sums are in float32, in units of 2**-32 for E2M1. Nothing here allocates or waits for the device.
+
+Letters: N received rows, K routes of a row, L experts, H and I the hidden and intermediate sizes.
+"""
+
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# ruff: noqa: N806  (constants of the compiler are upper case)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ep_moe.experts.hopper.gemm_skinny import DENSE, FEWEST, UNSORTED, Tile, TileConfig, activate, expert_of, listed
+from ep_moe.experts.hopper.route_sort import Lists
+from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
+from ep_moe.runtime.triton_compat import JITFunction, tl, triton
+from ep_moe.types import Activation
+
+DEPTH = 128  # columns of a block of weights
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One matrix of each expert, as `weights.layouts.hopper_4bit` stores it.
+
+    data: int32 [L, blocks, rows, 16]; scale: int32 [L, blocks, words, rows]; format: "mxfp4", "nvfp4" or "int4"
+    group: columns of a scale; factor: float32 [L], of a whole matrix, or None; bias: contiguous bf16 [L, rows] or None
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: str
+    group: int
+    factor: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def tiles_for(routes: int, rows: float) -> TileConfig:
+    """How products are cut. NOT MEASURED yet.
+
+    routes: N * K; rows: of an expert, as many as are expected on average
+    """
+    sort = routes > UNSORTED or (routes > FEWEST and rows >= DENSE)
+    if rows <= 12:
+        cut = Tile(16, 64, stages=4)
+    elif rows <= 24:
+        cut = Tile(32, 64, stages=4)
+    elif rows <= 64:
+        cut = Tile(64, 64, stages=3)
+    else:
+        cut = Tile(128, 128, stages=3, warps=8)
+    return TileConfig(sort, cut, cut)
+
+
+def product(
+    x: Tensor, ids: Tensor, routing: Tensor | None, base: int, w: Weights, out: Tensor, cut: Tile, *,
+    activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0, gather: bool = False,
+    lists: Lists | None = None, launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """out[p] = w[e] @ x[p] for each pair p of expert e = ids[p] - base, unless its weight is 0; in float32.
+
+    x: bf16 [M, k], a row for each pair; with `gather` [N, k], of which p // K is read for pair p
+    ids: int [N, K]; routing: float32 [N, K] or None; w: rows [L, n, k]
+    out: bf16 [at least N * K, n], or with a gated activation [.., n / 2], of which the first half of w's rows are the
+        gates; rows of pairs that are not ours are left as they are
+    lists: x's rows, but for gathered ones, and out's are then in its order, and ids are not read
+    """
+    experts, blocks, rows, _ = w.data.shape
+    gated = activation is not None and activation.gated
+    width, k, pairs = rows // 2 if gated else rows, x.shape[1], ids.numel()
+    columns, by_route = cdiv(width, cut.block_n), lists is None and pairs <= experts
+    tiles = min(experts, pairs) + pairs // cut.block_m if lists is not None else pairs if by_route else experts
+    launch(
+        _product, (tiles * columns,),
+        x, ids, routing, lists.source if lists is not None and gather else None, None if lists is None else lists.ends,
+        w.data, w.scale, w.factor, w.bias, out, base, pairs, experts, k, rows, width, blocks, w.scale.stride(0), alpha,
+        limit, FORMAT=w.format, GROUP=w.group, PACKED=isinstance(_product, JITFunction), EVEN=k % DEPTH == 0,
+        BY_ROUTE=by_route, TOP_K=ids.shape[1] if gather else 1, PAIRS=_looked_through(pairs, lists),
+        SORTED=lists is not None, WEIGHTED=routing is not None, LANES=next_power_of_2(experts),
+        ACTIVATION="" if activation is None else activation.value,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, STAGES=cut.stages, num_warps=cut.warps,
+    )  # fmt: skip
+
+
+def _looked_through(pairs: int, lists: Lists | None) -> int:
+    """Few different numbers, so that few kernels are compiled."""
+    if lists is not None:
+        return 1
+    return FEWEST if pairs <= FEWEST else max(UNSORTED, next_power_of_2(pairs))
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pairs_of(q, E2M1: tl.constexpr):
+    """Words of eight codes as four times two numbers of bf16: [...] to [..., 2, 2], i's low bit first."""
+    if E2M1:
+        BITS: tl.constexpr = -2118090304  # 0x81C081C0: of each half, the sign and what E2M1 has besides
+        p0 = q & BITS
+        p1 = (q << 3) & BITS
+        p2 = (q << 6) & BITS
+        p3 = ((q << 1) & -2147450880) | ((q >> 3) & 0x01800180) | ((q >> 7) & 0x00400040)
+    else:
+        p0 = (q & 0x000F000F) | 0x43004300
+        p1 = ((q >> 4) & 0x000F000F) | 0x43004300
+        p2 = ((q >> 8) & 0x000F000F) | 0x43004300
+        p3 = ((q >> 12) & 0x000F000F) | 0x43004300
+    return tl.join(tl.join(p0, p1), tl.join(p2, p3))
+
+
+@triton.jit
+def _halves(word):
+    """Words as two numbers of bf16 each: [...] to [..., 2]."""
+    low = word.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _low(word):
+    """A word's first number of bf16, in float32."""
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(word):
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factors(words, FORMAT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales of a block, times 2**94, as two equal numbers of bf16: int32 [N, words] to [N, GROUPS]."""
+    byte = (words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
+    byte = tl.reshape(byte, [N, GROUPS])
+    if FORMAT == "mxfp4":
+        return (byte + 94) * 0x00800080
+    # E4M3's bits in a float32 are 2**-120 times the number
+    wide = ((byte & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36 * 1.9807040628566084e28
+    bits = (wide.to(tl.int32, bitcast=True) >> 16) | ((byte & 0x80) << 8)
+    return bits | (bits << 16)
+
+
+@triton.jit
+def _numbers(q, words, FORMAT: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr):
+    """A block of weights in bf16 [N, 128]; row 16 w + 8 h + l is row h * N / 2 + 8 w + l of the tile, so that no thread
+    needs what another loaded. E2M1 by its scales; INT4 without.
+
+    PACKED: by instructions for two numbers at once, which Triton's interpreter does not know."""
+    E2M1: tl.constexpr = FORMAT != "int4"
+    v = tl.reshape(_pairs_of(q, E2M1), [2, N // 16, 8, 4, 4, 2, 2])  # h, w, l, t, g, i
+    v = tl.permute(v, [1, 0, 2, 4, 6, 5, 3])
+    if E2M1:
+        GROUPS: tl.constexpr = 128 // GROUP
+        scale = _factors(words, FORMAT, N, GROUPS)[:, :, None]
+        v = tl.reshape(v, [N, GROUPS, GROUP // 2])
+        if PACKED:
+            v = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [v, scale], tl.int32, True, 1)
+            v = _halves(v)
+        else:
+            v = (tl.join(_low(v), _high(v)) * _low(scale)[:, :, :, None]).to(tl.bfloat16)
+    else:
+        v = tl.reshape(v, [N, 64])
+        if PACKED:
+            v = tl.inline_asm_elementwise("sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [v, 0x43084308], tl.int32, True, 1)
+            v = _halves(v)
+        else:
+            v = (tl.join(_low(v), _high(v)) - 136.0).to(tl.bfloat16)
+    return tl.reshape(v, [N, 128])
+
+
+@triton.jit
+def _quarters(w, N: tl.constexpr):
+    """[N, 128] as four of [N, 32]."""
+    even, odd = tl.split(tl.permute(tl.reshape(w, [N, 2, 2, 32]), [0, 3, 1, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _add_groups(acc, w, x0, x1, x2, x3, words, N: tl.constexpr):
+    """Products of a block with a scale for each 32 columns. words: int32 [N, 2]"""
+    w0, w1, w2, w3 = _quarters(w, N)
+    first, second = tl.split(words)
+    acc += tl.dot(w0, x0) * _low(first)[:, None]
+    acc += tl.dot(w1, x1) * _high(first)[:, None]
+    acc += tl.dot(w2, x2) * _low(second)[:, None]
+    acc += tl.dot(w3, x3) * _high(second)[:, None]
+    return acc
+
+
+@triton.jit
+def _tile_of(ends, experts, columns, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Expert, column, first row among the expert's, and the expert's own first row and number of rows, of a program;
+    no rows for programs beyond the last tile. Tiles of the same weights are neighbours."""
+    lane = tl.arange(0, LANES)
+    start = tl.load(ends + lane - 1, mask=(lane > 0) & (lane < experts), other=0)
+    count = tl.where(lane < experts, tl.load(ends + lane, mask=lane < experts, other=0) - start, 0)
+    tiles = (count + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(tiles * columns, 0)
+    program = tl.program_id(0)
+    expert = tl.sum((last <= program).to(tl.int32))
+    here = lane == expert
+    at = program - tl.sum(tl.where(here, last - tiles * columns, 0))
+    own = tl.maximum(tl.sum(tl.where(here, tiles, 0)), 1)
+    first = at % own * BLOCK_M
+    return expert, at // own, first, tl.sum(tl.where(here, start, 0)), tl.sum(tl.where(here, count, 0))
+
+
+@triton.jit
+def _product(
+    x, ids, weights, source, ends, w, w_scale, factor, bias, out, base, pairs, experts, depth, rows, width, blocks,
+    scale_step, alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    BY_ROUTE: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    LANES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """See `product`. rows: of an expert's weights; width: columns of out; depth: of x; scale_step: words of an expert's
+    scales. SORTED, BY_ROUTE, PAIRS: as `gemm_skinny`; a program of SORTED ones has at most BLOCK_M rows."""
+    columns = tl.cdiv(width, BLOCK_N)
+    pair = tl.arange(0, PAIRS)
+    if SORTED:
+        expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
+        count = tl.minimum(count, begin + BLOCK_M)
+    else:
+        begin = 0
+        start = 0
+        tile = tl.program_id(0) % columns
+        asked = tl.program_id(0) // columns
+        expert, mine = expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
+        count = tl.sum(mine.to(tl.int32))
+    GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
+    SCALE_WORDS: tl.constexpr = 2 if FORMAT == "nvfp4" or (FORMAT == "int4" and GROUP == 32) else 1
+    lane = tl.arange(0, BLOCK_N)
+    column = tile * BLOCK_N + lane
+    # in the order of `_numbers`
+    turned = tile * BLOCK_N + lane // 8 % 2 * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
+    inside = tl.minimum(turned, width - 1)
+    k = tl.arange(0, 128)
+    q_at = w + expert.to(tl.int64) * blocks * rows * 16
+    q_at += tl.minimum(column, width - 1)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    s_at = w_scale + expert.to(tl.int64) * scale_step + inside[:, None] + tl.arange(0, SCALE_WORDS)[None, :] * rows
+    for first in range(begin, count, BLOCK_M):
+        if SORTED:
+            at = first + tl.arange(0, BLOCK_M)
+            valid = at < count
+            to = start + at
+            row = to if source is None else tl.load(source + to, mask=valid, other=0)
+        else:
+            to = listed(mine, pair, first, BLOCK_M)
+            valid = to >= 0
+            row = tl.maximum(to, 0) // TOP_K
+        x_at = x + row.to(tl.int64)[None, :] * depth
+        gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if FORMAT == "int4":
+            gate_words = tl.load(s_at)
+            up_words = tl.load(s_at + width) if GATED else gate_words
+        for b in tl.range(0, blocks, num_stages=STAGES):
+            gate_q = tl.load(q_at + b * rows * 16)
+            if GATED:
+                up_q = tl.load(q_at + b * rows * 16 + width * 16)
+            if FORMAT != "int4":
+                seen = valid[None, :] if EVEN else valid[None, :] & (k < depth - b * 128)[:, None]
+                right = tl.load(x_at + k[:, None] + b * 128, mask=seen, other=0.0)
+                words = tl.load(s_at + b * SCALE_WORDS * rows)
+                gate = tl.dot(_numbers(gate_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, gate)
+                if GATED:
+                    words = tl.load(s_at + b * SCALE_WORDS * rows + width)
+                    up = tl.dot(_numbers(up_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, up)
+            else:
+                # the next block's scales travel while this block is multiplied
+                following = tl.minimum(b + 1, blocks - 1)
+                step = following * 2 * rows if GROUP == 32 else following // 2 * rows
+                next_gate = tl.load(s_at + step)
+                next_up = tl.load(s_at + step + width) if GATED else next_gate
+                gate_w = _numbers(gate_q, gate_words, FORMAT, GROUP, BLOCK_N, PACKED)
+                if GROUP == 32:
+                    part = tl.arange(0, 32)[:, None]
+                    left = depth - b * 128
+                    x0 = tl.load(x_at + part + b * 128, mask=valid[None, :] & (part < left), other=0.0)
+                    x1 = tl.load(x_at + part + (b * 128 + 32), mask=valid[None, :] & (part < left - 32), other=0.0)
+                    x2 = tl.load(x_at + part + (b * 128 + 64), mask=valid[None, :] & (part < left - 64), other=0.0)
+                    x3 = tl.load(x_at + part + (b * 128 + 96), mask=valid[None, :] & (part < left - 96), other=0.0)
+                    gate = _add_groups(gate, gate_w, x0, x1, x2, x3, gate_words, BLOCK_N)
+                    if GATED:
+                        up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
+                        up = _add_groups(up, up_w, x0, x1, x2, x3, up_words, BLOCK_N)
+                else:
+                    tl.static_assert(GROUP == 128)
+                    right = tl.load(x_at + k[:, None] + b * 128, mask=valid[None, :], other=0.0)
+                    gate += tl.dot(gate_w, right) * _low(gate_words >> (b % 2 * 16))
+                    if GATED:
+                        up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
+                        up += tl.dot(up_w, right) * _low(up_words >> (b % 2 * 16))
+                gate_words = next_gate
+                up_words = next_up
+        if FORMAT != "int4":
+            unit = 4294967296.0
+            if factor is not None:
+                unit *= tl.load(factor + expert)
+            gate *= unit
+            up *= unit
+        if bias is not None:
+            gate += tl.load(bias + expert * rows + inside).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias + expert * rows + width + inside).to(tl.float32)[:, None]
+        value = gate if ACTIVATION == "" else activate(gate, up, alpha, bound, ACTIVATION)
+        value = tl.reshape(value.to(out.dtype.element_ty), [BLOCK_N // 16, 2, 8, BLOCK_M])
+        value = tl.reshape(tl.permute(value, [1, 0, 2, 3]), [BLOCK_N, BLOCK_M])
+        out_at = out + to.to(tl.int64)[None, :] * width + column[:, None]
+        tl.store(out_at, value, mask=valid[None, :] & (column < width)[:, None])

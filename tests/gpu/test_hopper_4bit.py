@@ -1,0 +1,101 @@
+"""`w4a16_triton` on a Hopper GPU, besides tests/gpu/test_hopper_kernels.py: biases, sizes that are no multiples of 128,
+every tile, rows to peers, and what the layout refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ep_moe import Activation, MoEConfig
+from ep_moe.errors import InputError
+
+if not torch.cuda.is_available():
+    pytest.skip("torch sees no GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
+
+from ep_moe.experts.hopper import gemm_4bit
+from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.types import PhysicalIds, WireIds
+from tests.fixtures.bf16_triton import BF16, SMALL, check_peers, rows
+from tests.fixtures.w4a16_triton import FOUR_BITS, UNEVEN, build
+
+pytestmark = pytest.mark.timeout(600)
+GPT_OSS = (
+    MoEConfig(
+        hidden_size=2880, intermediate_size=2880, num_experts=16, top_k=4, expert_bias=True,
+        activation=Activation.SWIGLU_CLAMPED,
+    ),
+    6,
+)  # fmt: skip
+each_scheme = pytest.mark.parametrize("scheme", FOUR_BITS)
+by_32 = pytest.mark.parametrize("scheme", [name for name in FOUR_BITS if SCHEMES[name].weights.unit[1] <= 32])
+
+
+def check(experts, tensors, received, *, output_bias: bool = True) -> None:
+    y = experts(received, torch.full_like(received.x, torch.nan))
+    given = received.x, received.local_ids, received.weights, BF16
+    found = worst(
+        y, *expected_and_limit(experts.config, experts.weights.scheme, tensors, *given, output_bias=output_bias)
+    )
+    print(f"{len(y)} rows, {found:.3f} of the bound")
+    assert found <= 1
+    assert (y[(received.local_ids < 0).all(1)] == 0).all()
+
+
+@each_scheme
+@pytest.mark.parametrize("output_bias", [True, False], ids=["etp rank 0", "another"])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=str), ids=lambda a: a.value)
+def test_biases(activation, output_bias, scheme):
+    config, slots = dataclasses.replace(SMALL[0], activation=activation, expert_bias=True), SMALL[1]
+    experts, tensors = build(config, slots, scheme)
+    experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=0 if output_bias else 1)
+    for count in (2, 20, 60, 130, 400, 2000):
+        check(experts, tensors, rows(config, slots, count), output_bias=output_bias)
+
+
+@by_32
+@pytest.mark.parametrize("model", [UNEVEN, GPT_OSS], ids=["uneven", "gpt-oss"])
+def test_half_a_block_of_columns(model, scheme):
+    experts, tensors = build(*model, scheme)
+    for count in (1, 4, 20, 64, 200, 700):
+        check(experts, tensors, rows(*model, count))
+
+
+@each_scheme
+@pytest.mark.parametrize("sort", [False, True], ids=["found", "listed"])
+@pytest.mark.parametrize(
+    "tile",
+    [Tile(16, 64), Tile(16, 128, warps=8), Tile(32, 64), Tile(64, 64, stages=3), Tile(128, 64, stages=3),
+     Tile(64, 128, stages=3, warps=8), Tile(128, 128, stages=3, warps=8)],
+    ids=str,
+)  # fmt: skip
+def test_each_tile(tile, sort, scheme, monkeypatch):
+    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda routes, rows: TileConfig(sort, tile, tile))
+    experts, tensors = build(*SMALL, scheme)
+    for count in (3, 60, 500) if sort else (3, 60):
+        check(experts, tensors, rows(*SMALL, count))
+
+
+@each_scheme
+@pytest.mark.parametrize("count", [4, 40, 500])
+def test_written_to_peers(count, scheme):
+    experts, _ = build(*SMALL, scheme)
+    received = rows(*SMALL, count)
+    received.weights[::3] = 0.0
+    check_peers(experts, received, 4, 2)
+    wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
+    travelled = dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40))
+    check_peers(experts, travelled, 4, 2)
+
+
+def test_exponents_beyond_bf16_are_refused():
+    experts, tensors = build(*SMALL, "mxfp4")
+    tensors[0]["w2_scale"][3, 1] = 161
+    with pytest.raises(InputError, match="w2_scale must have exponents of at most 160"):
+        experts.weights.update_expert(0, tensors[0])

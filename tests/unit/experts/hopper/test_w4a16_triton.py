@@ -1,0 +1,86 @@
+"""`w4a16_triton` against the float64 oracle of the dequantised weights, in Triton's interpreter. More rows:
+tests/gpu/test_hopper_4bit.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.fixtures.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
+
+from ep_moe.experts.hopper import gemm_4bit
+from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.types import PhysicalIds, WireIds
+from tests.fixtures.bf16_triton import BF16, CUT_OFF, SMALL, check_peers, rows
+from tests.fixtures.w4a16_triton import FOUR_BITS, UNEVEN, build
+
+each_scheme = pytest.mark.parametrize("scheme", FOUR_BITS)
+# a program looks through routes, for a route or for an expert; lists, of more rows than a tile has
+WAYS = {"by route": (1, False, 16), "by expert": (12, False, 16), "listed": (50, True, 16)}
+
+
+def within(experts, tensors, received, *, output_bias: bool = True) -> None:
+    y = experts(received, torch.full_like(received.x, torch.nan))
+    given = received.x, received.local_ids, received.weights, BF16
+    scheme = experts.weights.scheme
+    expected, limit = expected_and_limit(experts.config, scheme, tensors, *given, output_bias=output_bias)
+    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
+
+
+def cut(monkeypatch, sort: bool, block_m: int, block_n: int = 64) -> None:
+    tile = Tile(block_m, block_n, stages=2, warps=block_n // 16)
+    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda routes, rows: TileConfig(sort, tile, tile))
+
+
+@each_scheme
+@pytest.mark.parametrize(("count", "sort", "block_m"), WAYS.values(), ids=WAYS)
+def test_each_way_of_finding_rows(count, sort, block_m, scheme, monkeypatch):
+    cut(monkeypatch, sort, block_m)
+    within(*build(*SMALL, scheme), rows(*SMALL, count))
+
+
+@each_scheme
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_sizes_that_leave_half_a_block_or_tile(block_n, scheme, monkeypatch):
+    model = UNEVEN
+    if SCHEMES[scheme].weights.unit[1] == 128:
+        model = (dataclasses.replace(UNEVEN[0], hidden_size=384, intermediate_size=128), 5)
+    cut(monkeypatch, True, 16, block_n)
+    within(*build(*model, scheme), rows(*model, 10))
+
+
+@each_scheme
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=lambda a: a.value), ids=lambda a: a.value)
+@pytest.mark.parametrize("etp_rank", [0, 1])
+def test_every_activation_with_biases(etp_rank, activation, scheme):
+    """That of the result is added by one etp rank."""
+    config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=True)
+    experts, tensors = build(config, SMALL[1], scheme)
+    experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=etp_rank)
+    within(experts, tensors, rows(config, SMALL[1], 5), output_bias=etp_rank == 0)
+
+
+@each_scheme
+def test_ids_as_they_travelled_and_peers(scheme):
+    experts, _ = build(*SMALL, scheme)
+    received = rows(*SMALL, 12)
+    wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
+    there = dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40))
+    assert torch.equal(experts(there), experts(received))
+    check_peers(experts, there, 3, 1)
+
+
+@each_scheme
+def test_chunks_change_no_bit(scheme, monkeypatch):
+    cut(monkeypatch, True, 16)
+    received = rows(*SMALL, 30)
+    assert torch.equal(build(*SMALL, scheme, chunk_rows=8)[0](received), build(*SMALL, scheme)[0](received))

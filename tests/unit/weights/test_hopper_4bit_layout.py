@@ -1,0 +1,125 @@
+"""The layout of 4-bit weights for Hopper: bytes come back, and numbers lie where the kernel's shifts look for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ep_moe import Activation, ExpertMap, MoEConfig
+from ep_moe.errors import InputError
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit, pack, unpack
+from tests.fixtures.expert_weights import etp_link
+
+CONFIG = MoEConfig(
+    hidden_size=384, intermediate_size=256, num_experts=3, top_k=2, expert_bias=True, activation=Activation.SWIGLU
+)
+UNEVEN = dataclasses.replace(CONFIG, hidden_size=320, intermediate_size=192)
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+SHAPES = [("mxfp4", CONFIG), ("mxfp4", UNEVEN), ("nvfp4a16", UNEVEN), ("mxint4", UNEVEN), ("int4", CONFIG)]
+each_shape = pytest.mark.parametrize(("scheme", "config"), SHAPES, ids=lambda value: str(value)[:12])
+
+
+def made(scheme: str, config: MoEConfig, **rank_group) -> ExpertWeights:
+    return ExpertWeights(
+        config,
+        ExpertMap.linear(3, 1),
+        dtype=BF16,
+        scheme=SCHEMES[scheme],
+        weight_layout=Hopper4Bit,
+        trainable=False,
+        **rank_group,
+    )
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    as_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*as_bytes)
+
+
+@each_shape
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda a: a.value)
+def test_bytes_come_back(activation, scheme, config):
+    config = dataclasses.replace(config, activation=activation)
+    weights = made(scheme, config)
+    for expert in range(3):
+        given = random_expert(config, SCHEMES[scheme], expert, BF16, CPU)
+        weights.update_expert(expert, given)
+        back = weights.slot(expert)
+        assert back.keys() == given.keys()
+        for name in given:
+            assert same_bytes(back[name], given[name]), name
+
+
+@each_shape
+def test_state_dict_is_the_published_form(scheme, config):
+    given = random_expert(config, SCHEMES[scheme], 1, BF16, CPU)
+    weights = made(scheme, config)
+    weights.update_expert(1, given)
+    state = weights.state_dict()
+    assert all(same_bytes(state[f"1.{name}"], tensor) for name, tensor in given.items())
+    other = made(scheme, config)
+    other.load_state_dict(state)
+    for name, tensor in weights.stored_tensors().items():
+        assert same_bytes(tensor, other.stored_tensors()[name]), name
+
+
+@pytest.mark.parametrize("int4", [False, True])
+@pytest.mark.parametrize("columns", [128, 320])
+def test_every_code_comes_back(columns, int4):
+    data = torch.randint(256, (16, columns // 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    words = pack(data, int4=int4)
+    assert words.shape == (-(-columns // 128), 16, 16)
+    assert torch.equal(unpack(words, columns, int4=int4), data)
+
+
+@pytest.mark.parametrize("column", [0, 1, 9, 34, 127, 128, 255])
+def test_where_a_column_lies(column):
+    """In one place alone, as the module says; INT4's codes are moved by 8, those of the filling too."""
+    data = torch.zeros(2, 128, dtype=torch.uint8)
+    data[1, column // 2] = 5 << column % 2 * 4
+    within = column % 128
+    g, i, t, h = within // 32, within // 8 % 4, within // 2 % 4, within % 2
+    expected = torch.full((2, 2, 16), 0x8888, dtype=torch.int64)
+    expected |= expected << 16
+    expected[column // 128, 1, 4 * t + g] ^= 5 << 4 * i + 16 * h
+    assert torch.equal(pack(data, int4=True).long() & 0xFFFFFFFF, expected)
+
+
+def test_codes_of_e2m1_are_bf16_after_a_shift():
+    """Of the first three of four; the last one's bits lie where they left room."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for code in range(16):
+        for i in range(4):
+            data = torch.zeros(1, 64, dtype=torch.uint8)
+            data[0, 4 * i] = code
+            half = int(pack(data, int4=False)[0, 0, 0])
+            last = half << 1 & 0x8000 | half >> 3 & 0x0180 | half >> 7 & 0x0040
+            bits = half << 3 * i & 0x81C0 if i < 3 else last
+            number = torch.tensor([bits << 16], dtype=torch.int64).to(torch.int32).view(torch.float32)
+            assert float(number) * 2.0**126 == float(values[code % 8]) * (-1 if code > 7 else 1), (code, i)
+
+
+def test_each_rank_has_the_blocks_of_its_piece():
+    weights = made("mxfp4", CONFIG, etp=etp_link(4, 1))
+    assert weights.w13.shape == (3, 3, 128, 16)
+    assert weights.w2.shape == (3, 1, 384, 16)
+    assert weights.w2_scale.shape == (3, 1, 1, 384)
+
+
+@pytest.mark.parametrize(("scheme", "value", "match"), [
+    ("mxfp4", 161, "w13_scale must have exponents of at most 160 .* got others at 2 of"),
+    ("mxfp4", 255, "exponents of at most 160"), ("nvfp4a16", 127, "scales that are numbers .* got others at 2 of"),
+])  # fmt: skip
+def test_scales_that_the_kernel_would_take_for_others_are_refused(scheme, value, match):
+    given = random_expert(CONFIG, SCHEMES[scheme], 0, BF16, CPU)
+    given["w13_scale"].view(torch.uint8)[3, 1:3] = value
+    with pytest.raises(InputError, match=match):
+        made(scheme, CONFIG).update_expert(0, given)
+    if value == 161:
+        given["w13_scale"][3, 1:3] = 160
+        made(scheme, CONFIG).update_expert(0, given)
