@@ -307,7 +307,7 @@ class W4A16TritonExperts(HopperExperts):
     """Experts with weights of 4 bits and rows in bf16: each scheme is a scaling of its own."""
 
     name = "w4a16_triton"
-    run_on = "NOT RUN on a GPU; on CPU in Triton's interpreter"
+    run_on = "1 H100"
     weight_layout = Hopper4Bit
     capabilities = dataclasses.replace(
         _HOPPER,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ep_moe.experts.hopper.gemm_skinny import DENSE, FEWEST, UNSORTED, Tile, TileConfig, activate, expert_of, listed
+from ep_moe.experts.hopper.gemm_skinny import FEWEST, UNSORTED, Tile, TileConfig, activate, expert_of, listed
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import JITFunction, tl, triton
@@ -47,20 +47,19 @@ class Weights:
 
 
 def tiles_for(routes: int, rows: float) -> TileConfig:
-    """How products are cut. NOT MEASURED yet.
+    """The fastest for MXFP4 and GPT-OSS's sizes on an H100, of 32 and 128 experts.
 
     routes: N * K; rows: of an expert, as many as are expected on average
     """
-    sort = routes > UNSORTED or (routes > FEWEST and rows >= DENSE)
-    if rows <= 12:
-        cut = Tile(16, 64, stages=4)
-    elif rows <= 24:
-        cut = Tile(32, 64, stages=4)
-    elif rows <= 64:
-        cut = Tile(64, 64, stages=3)
-    else:
-        cut = Tile(128, 128, stages=3, warps=8)
-    return TileConfig(sort, cut, cut)
+    if routes <= FEWEST:
+        return TileConfig(False, Tile(16, 64, stages=6), Tile(16, 64))
+    if rows <= 8:
+        return TileConfig(True, Tile(16, 64, stages=3), Tile(16, 64, stages=3))
+    if rows <= 16:
+        return TileConfig(True, Tile(32, 64, stages=3), Tile(32, 64, stages=3))
+    if rows <= 96:
+        return TileConfig(True, Tile(64, 64, stages=3), Tile(64, 64, stages=3))
+    return TileConfig(True, Tile(128, 64, stages=3), Tile(128, 128, stages=3, warps=8))
 
 
 def product(
@@ -220,26 +219,12 @@ def _tile_of(ends, experts, columns, LANES: tl.constexpr, BLOCK_M: tl.constexpr)
 
 
 @triton.jit
-def _product(
-    x, ids, weights, source, ends, w, w_scale, factor, bias, out, base, pairs, experts, depth, rows, width, blocks,
-    scale_step, alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    BY_ROUTE: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    LANES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+def _tile(
+    x, w, w_scale, factor, bias, out, to, row, valid, expert, tile, depth, rows, width, blocks, scale_step, alpha,
+    bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See `product`. rows: of an expert's weights; width: columns of out; depth: of x; scale_step: words of an expert's
-    scales. SORTED, BY_ROUTE, PAIRS: as `gemm_skinny`; a program of SORTED ones has at most BLOCK_M rows."""
-    columns = tl.cdiv(width, BLOCK_N)
-    pair = tl.arange(0, PAIRS)
-    if SORTED:
-        expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
-        count = tl.minimum(count, begin + BLOCK_M)
-    else:
-        begin = 0
-        start = 0
-        tile = tl.program_id(0) % columns
-        asked = tl.program_id(0) // columns
-        expert, mine = expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
-        count = tl.sum(mine.to(tl.int32))
+    """Rows `to` of out, where `valid`, from rows `row` of x: BLOCK_M of them, and columns of one tile."""
     GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     SCALE_WORDS: tl.constexpr = 2 if FORMAT == "nvfp4" or (FORMAT == "int4" and GROUP == 32) else 1
     lane = tl.arange(0, BLOCK_N)
@@ -251,73 +236,126 @@ def _product(
     q_at = w + expert.to(tl.int64) * blocks * rows * 16
     q_at += tl.minimum(column, width - 1)[:, None] * 16 + tl.arange(0, 16)[None, :]
     s_at = w_scale + expert.to(tl.int64) * scale_step + inside[:, None] + tl.arange(0, SCALE_WORDS)[None, :] * rows
-    for first in range(begin, count, BLOCK_M):
-        if SORTED:
-            at = first + tl.arange(0, BLOCK_M)
-            valid = at < count
-            to = start + at
-            row = to if source is None else tl.load(source + to, mask=valid, other=0)
-        else:
-            to = listed(mine, pair, first, BLOCK_M)
-            valid = to >= 0
-            row = tl.maximum(to, 0) // TOP_K
-        x_at = x + row.to(tl.int64)[None, :] * depth
-        gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if FORMAT == "int4":
-            gate_words = tl.load(s_at)
-            up_words = tl.load(s_at + width) if GATED else gate_words
-        for b in tl.range(0, blocks, num_stages=STAGES):
-            gate_q = tl.load(q_at + b * rows * 16)
-            if GATED:
-                up_q = tl.load(q_at + b * rows * 16 + width * 16)
-            if FORMAT != "int4":
-                seen = valid[None, :] if EVEN else valid[None, :] & (k < depth - b * 128)[:, None]
-                right = tl.load(x_at + k[:, None] + b * 128, mask=seen, other=0.0)
-                words = tl.load(s_at + b * SCALE_WORDS * rows)
-                gate = tl.dot(_numbers(gate_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, gate)
-                if GATED:
-                    words = tl.load(s_at + b * SCALE_WORDS * rows + width)
-                    up = tl.dot(_numbers(up_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, up)
-            else:
-                # the next block's scales travel while this block is multiplied
-                following = tl.minimum(b + 1, blocks - 1)
-                step = following * 2 * rows if GROUP == 32 else following // 2 * rows
-                next_gate = tl.load(s_at + step)
-                next_up = tl.load(s_at + step + width) if GATED else next_gate
-                gate_w = _numbers(gate_q, gate_words, FORMAT, GROUP, BLOCK_N, PACKED)
-                if GROUP == 32:
-                    part = tl.arange(0, 32)[:, None]
-                    left = depth - b * 128
-                    x0 = tl.load(x_at + part + b * 128, mask=valid[None, :] & (part < left), other=0.0)
-                    x1 = tl.load(x_at + part + (b * 128 + 32), mask=valid[None, :] & (part < left - 32), other=0.0)
-                    x2 = tl.load(x_at + part + (b * 128 + 64), mask=valid[None, :] & (part < left - 64), other=0.0)
-                    x3 = tl.load(x_at + part + (b * 128 + 96), mask=valid[None, :] & (part < left - 96), other=0.0)
-                    gate = _add_groups(gate, gate_w, x0, x1, x2, x3, gate_words, BLOCK_N)
-                    if GATED:
-                        up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
-                        up = _add_groups(up, up_w, x0, x1, x2, x3, up_words, BLOCK_N)
-                else:
-                    tl.static_assert(GROUP == 128)
-                    right = tl.load(x_at + k[:, None] + b * 128, mask=valid[None, :], other=0.0)
-                    gate += tl.dot(gate_w, right) * _low(gate_words >> (b % 2 * 16))
-                    if GATED:
-                        up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
-                        up += tl.dot(up_w, right) * _low(up_words >> (b % 2 * 16))
-                gate_words = next_gate
-                up_words = next_up
+    x_at = x + row.to(tl.int64)[None, :] * depth
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if FORMAT == "int4":
+        gate_words = tl.load(s_at)
+        up_words = tl.load(s_at + width) if GATED else gate_words
+    for b in tl.range(0, blocks, num_stages=STAGES):
+        gate_q = tl.load(q_at + b * rows * 16)
+        if GATED:
+            up_q = tl.load(q_at + b * rows * 16 + width * 16)
         if FORMAT != "int4":
-            unit = 4294967296.0
-            if factor is not None:
-                unit *= tl.load(factor + expert)
-            gate *= unit
-            up *= unit
-        if bias is not None:
-            gate += tl.load(bias + expert * rows + inside).to(tl.float32)[:, None]
+            seen = valid[None, :] if EVEN else valid[None, :] & (k < depth - b * 128)[:, None]
+            right = tl.load(x_at + k[:, None] + b * 128, mask=seen, other=0.0)
+            words = tl.load(s_at + b * SCALE_WORDS * rows)
+            gate = tl.dot(_numbers(gate_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, gate)
             if GATED:
-                up += tl.load(bias + expert * rows + width + inside).to(tl.float32)[:, None]
-        value = gate if ACTIVATION == "" else activate(gate, up, alpha, bound, ACTIVATION)
-        value = tl.reshape(value.to(out.dtype.element_ty), [BLOCK_N // 16, 2, 8, BLOCK_M])
-        value = tl.reshape(tl.permute(value, [1, 0, 2, 3]), [BLOCK_N, BLOCK_M])
-        out_at = out + to.to(tl.int64)[None, :] * width + column[:, None]
-        tl.store(out_at, value, mask=valid[None, :] & (column < width)[:, None])
+                words = tl.load(s_at + b * SCALE_WORDS * rows + width)
+                up = tl.dot(_numbers(up_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, up)
+        else:
+            # the next block's scales travel while this block is multiplied
+            following = tl.minimum(b + 1, blocks - 1)
+            step = following * 2 * rows if GROUP == 32 else following // 2 * rows
+            next_gate = tl.load(s_at + step)
+            next_up = tl.load(s_at + step + width) if GATED else next_gate
+            gate_w = _numbers(gate_q, gate_words, FORMAT, GROUP, BLOCK_N, PACKED)
+            if GROUP == 32:
+                part = tl.arange(0, 32)[:, None]
+                left = depth - b * 128
+                x0 = tl.load(x_at + part + b * 128, mask=valid[None, :] & (part < left), other=0.0)
+                x1 = tl.load(x_at + part + (b * 128 + 32), mask=valid[None, :] & (part < left - 32), other=0.0)
+                x2 = tl.load(x_at + part + (b * 128 + 64), mask=valid[None, :] & (part < left - 64), other=0.0)
+                x3 = tl.load(x_at + part + (b * 128 + 96), mask=valid[None, :] & (part < left - 96), other=0.0)
+                gate = _add_groups(gate, gate_w, x0, x1, x2, x3, gate_words, BLOCK_N)
+                if GATED:
+                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
+                    up = _add_groups(up, up_w, x0, x1, x2, x3, up_words, BLOCK_N)
+            else:
+                tl.static_assert(GROUP == 128)
+                right = tl.load(x_at + k[:, None] + b * 128, mask=valid[None, :], other=0.0)
+                gate += tl.dot(gate_w, right) * _low(gate_words >> (b % 2 * 16))
+                if GATED:
+                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
+                    up += tl.dot(up_w, right) * _low(up_words >> (b % 2 * 16))
+            gate_words = next_gate
+            up_words = next_up
+    if FORMAT != "int4":
+        unit = 4294967296.0
+        if factor is not None:
+            unit *= tl.load(factor + expert)
+        gate *= unit
+        up *= unit
+    if bias is not None:
+        gate += tl.load(bias + expert * rows + inside).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + expert * rows + width + inside).to(tl.float32)[:, None]
+    value = gate if ACTIVATION == "" else activate(gate, up, alpha, bound, ACTIVATION)
+    value = tl.reshape(value.to(out.dtype.element_ty), [BLOCK_N // 16, 2, 8, BLOCK_M])
+    value = tl.reshape(tl.permute(value, [1, 0, 2, 3]), [BLOCK_N, BLOCK_M])
+    out_at = out + to.to(tl.int64)[None, :] * width + column[:, None]
+    tl.store(out_at, value, mask=valid[None, :] & (column < width)[:, None])
+
+
+@triton.jit
+def _listed_tile(
+    x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width, blocks, scale_step,
+    alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of the expert's rows from `begin` on, below `count`. start: its first sorted row"""
+    at = begin + tl.arange(0, BLOCK_M)
+    valid = at < count
+    to = start + at
+    row = to if source is None else tl.load(source + to, mask=valid, other=0)
+    _tile(
+        x, w, w_scale, factor, bias, out, to, row, valid, expert, tile, depth, rows, width, blocks, scale_step, alpha,
+        bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, BLOCK_N, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x, ids, weights, source, ends, w, w_scale, factor, bias, out, base, pairs, experts, depth, rows, width, blocks,
+    scale_step, alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    BY_ROUTE: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
+    LANES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """See `product`. rows: of an expert's weights; width: columns of out; depth: of x; scale_step: words of an expert's
+    scales. SORTED, BY_ROUTE, PAIRS: as `gemm_skinny`; a program of SORTED ones has at most BLOCK_M rows, and multiplies
+    half or a quarter as many where it has no more."""
+    columns = tl.cdiv(width, BLOCK_N)
+    if SORTED:
+        expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
+        left = count - begin
+        SHORT: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 128 else BLOCK_M // 2
+        if left > 0:
+            if BLOCK_M >= 64 and left <= SHORT:
+                _listed_tile(
+                    x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
+                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, SHORT, BLOCK_N, STAGES,
+                )  # fmt: skip
+            elif BLOCK_M >= 128 and left <= BLOCK_M // 2:
+                _listed_tile(
+                    x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
+                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M // 2, BLOCK_N,
+                    STAGES,
+                )  # fmt: skip
+            else:
+                _listed_tile(
+                    x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
+                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, BLOCK_N, STAGES,
+                )  # fmt: skip
+    else:
+        tile = tl.program_id(0) % columns
+        asked = tl.program_id(0) // columns
+        pair = tl.arange(0, PAIRS)
+        expert, mine = expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
+        for first in range(0, tl.sum(mine.to(tl.int32)), BLOCK_M):
+            to = listed(mine, pair, first, BLOCK_M)
+            _tile(
+                x, w, w_scale, factor, bias, out, to, tl.maximum(to, 0) // TOP_K, to >= 0, expert, tile, depth, rows,
+                width, blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, BLOCK_N,
+                STAGES,
+            )  # fmt: skip
