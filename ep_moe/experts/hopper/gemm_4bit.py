@@ -84,11 +84,13 @@ def product(
         _product, (tiles * columns,),
         x, ids, routing, lists.source if lists is not None and gather else None, None if lists is None else lists.ends,
         w.data, w.scale, w.factor, w.bias, out, base, pairs, experts, k, rows, width, blocks, w.scale.stride(0), alpha,
-        limit, FORMAT=w.format, GROUP=w.group, PACKED=isinstance(_product, JITFunction), EVEN=k % DEPTH == 0,
-        BY_ROUTE=by_route, TOP_K=ids.shape[1] if gather else 1, PAIRS=_looked_through(pairs, lists),
+        limit, FORMAT=w.format, GROUP=w.group, PACKED=isinstance(_product, JITFunction),
+        EVEN=k % (DEPTH * cut.split) == 0, BY_ROUTE=by_route, TOP_K=ids.shape[1] if gather else 1,
+        PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=routing is not None, LANES=next_power_of_2(experts),
         ACTIVATION="" if activation is None else activation.value,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=cut.block_m, WIDTH=cut.block_n, STAGES=cut.stages, SPLIT=cut.split, WHOLE=blocks % cut.split == 0,
+        num_warps=cut.warps,
     )  # fmt: skip
 
 
@@ -219,68 +221,111 @@ def _tile_of(ends, experts, columns, LANES: tl.constexpr, BLOCK_M: tl.constexpr)
 
 
 @triton.jit
+def _own_pieces(acc, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Sum of the blocks on the diagonal of [SPLIT * WIDTH, SPLIT * BLOCK_M]."""
+    each = tl.arange(0, SPLIT)
+    own = each[:, None, None, None] == each[None, None, :, None]
+    return tl.sum(tl.sum(tl.where(own, tl.reshape(acc, [SPLIT, WIDTH, SPLIT, BLOCK_M]), 0.0), 2), 0)
+
+
+@triton.jit
 def _tile(
     x, w, w_scale, factor, bias, out, to, row, valid, expert, tile, depth, rows, width, blocks, scale_step, alpha,
     bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `to` of out, where `valid`, from rows `row` of x: BLOCK_M of them, and columns of one tile."""
+    """Rows `to` of out, where `valid`, from rows `row` of x: BLOCK_M of them, and WIDTH columns of one tile.
+
+    SPLIT: pieces of a row of weights that are multiplied beside each other, by warps of their own. They are rows of the
+    left operand, and each piece of x columns of the right one; of the products of all with all, those of a piece with
+    its own are kept."""
     GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     SCALE_WORDS: tl.constexpr = 2 if FORMAT == "nvfp4" or (FORMAT == "int4" and GROUP == 32) else 1
+    BLOCK_N: tl.constexpr = WIDTH * SPLIT
     lane = tl.arange(0, BLOCK_N)
-    column = tile * BLOCK_N + lane
-    # in the order of `_numbers`
-    turned = tile * BLOCK_N + lane // 8 % 2 * (BLOCK_N // 2) + lane // 16 * 8 + lane % 8
-    inside = tl.minimum(turned, width - 1)
-    k = tl.arange(0, 128)
-    q_at = w + expert.to(tl.int64) * blocks * rows * 16
-    q_at += tl.minimum(column, width - 1)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    s_at = w_scale + expert.to(tl.int64) * scale_step + inside[:, None] + tl.arange(0, SCALE_WORDS)[None, :] * rows
-    x_at = x + row.to(tl.int64)[None, :] * depth
-    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    first = tile * WIDTH
+    column = first + tl.arange(0, WIDTH)
+    inside = tl.minimum(column, width - 1)
+    # which row of the left operand `_numbers` makes of a loaded one
+    turned = lane % (BLOCK_N // 2) // 8 * 16 + lane // (BLOCK_N // 2) * 8 + lane % 8
+    q_at = w + expert.to(tl.int64) * blocks * rows * 16 + (turned // WIDTH * (rows * 16))[:, None]
+    q_at += tl.minimum(first + turned % WIDTH, width - 1)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    s_at = w_scale + expert.to(tl.int64) * scale_step + tl.arange(0, SCALE_WORDS)[None, :] * rows
+    s_at += tl.minimum(first + lane % WIDTH, width - 1)[:, None]
+    k = tl.arange(0, 128)[:, None]
+    if SPLIT == 1:
+        piece = 0
+        turned_piece = 0
+        right_piece = 0
+        seen = valid[None, :]
+        x_at = x + row.to(tl.int64)[None, :] * depth
+    else:
+        piece = (lane // WIDTH)[:, None]
+        turned_piece = (turned // WIDTH)[:, None]
+        each = tl.arange(0, SPLIT)[:, None]
+        right_piece = tl.reshape(each + tl.zeros_like(row)[None, :], [SPLIT * BLOCK_M])[None, :]
+        seen = tl.reshape((each >= 0) & valid[None, :], [SPLIT * BLOCK_M])[None, :]
+        right_at = tl.reshape(row.to(tl.int64)[None, :] * depth + each * 128, [SPLIT * BLOCK_M])[None, :]
+        x_at = x + tl.multiple_of(right_at, [64, 64])  # which `reshape` forgets; sizes are multiples of 64
+    gate = tl.zeros([BLOCK_N, SPLIT * BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, SPLIT * BLOCK_M], tl.float32)
     if FORMAT == "int4":
-        gate_words = tl.load(s_at)
-        up_words = tl.load(s_at + width) if GATED else gate_words
-    for b in tl.range(0, blocks, num_stages=STAGES):
-        gate_q = tl.load(q_at + b * rows * 16)
-        if GATED:
-            up_q = tl.load(q_at + b * rows * 16 + width * 16)
+        at = tl.minimum(piece, blocks - 1)
+        step = at * 2 * rows if GROUP == 32 else at // 2 * rows
+        gate_words = tl.load(s_at + step)
+        up_words = tl.load(s_at + step + width) if GATED else gate_words
+    else:
+        s_at += piece * (SCALE_WORDS * rows)
+    for b in tl.range(0, blocks, SPLIT, num_stages=STAGES):
+        if WHOLE:
+            gate_q = tl.load(q_at + b * rows * 16)
+            if GATED:
+                up_q = tl.load(q_at + b * rows * 16 + width * 16)
+        else:
+            there = turned_piece + b < blocks
+            gate_q = tl.load(q_at + b * rows * 16, mask=there, other=0)
+            if GATED:
+                up_q = tl.load(q_at + b * rows * 16 + width * 16, mask=there, other=0)
+        left = depth - (b + right_piece) * 128
         if FORMAT != "int4":
-            seen = valid[None, :] if EVEN else valid[None, :] & (k < depth - b * 128)[:, None]
-            right = tl.load(x_at + k[:, None] + b * 128, mask=seen, other=0.0)
-            words = tl.load(s_at + b * SCALE_WORDS * rows)
+            right = tl.load(x_at + k + b * 128, mask=seen if EVEN else seen & (k < left), other=0.0)
+            given = s_at + b * SCALE_WORDS * rows
+            words = tl.load(given) if WHOLE else tl.load(given, mask=piece + b < blocks, other=0)
             gate = tl.dot(_numbers(gate_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, gate)
             if GATED:
-                words = tl.load(s_at + b * SCALE_WORDS * rows + width)
+                words = tl.load(given + width) if WHOLE else tl.load(given + width, mask=piece + b < blocks, other=0)
                 up = tl.dot(_numbers(up_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, up)
         else:
             # the next block's scales travel while this block is multiplied
-            following = tl.minimum(b + 1, blocks - 1)
-            step = following * 2 * rows if GROUP == 32 else following // 2 * rows
+            at = tl.minimum(b + SPLIT + piece, blocks - 1)
+            step = at * 2 * rows if GROUP == 32 else at // 2 * rows
             next_gate = tl.load(s_at + step)
             next_up = tl.load(s_at + step + width) if GATED else next_gate
             gate_w = _numbers(gate_q, gate_words, FORMAT, GROUP, BLOCK_N, PACKED)
             if GROUP == 32:
                 part = tl.arange(0, 32)[:, None]
-                left = depth - b * 128
-                x0 = tl.load(x_at + part + b * 128, mask=valid[None, :] & (part < left), other=0.0)
-                x1 = tl.load(x_at + part + (b * 128 + 32), mask=valid[None, :] & (part < left - 32), other=0.0)
-                x2 = tl.load(x_at + part + (b * 128 + 64), mask=valid[None, :] & (part < left - 64), other=0.0)
-                x3 = tl.load(x_at + part + (b * 128 + 96), mask=valid[None, :] & (part < left - 96), other=0.0)
+                x0 = tl.load(x_at + part + b * 128, mask=seen & (part < left), other=0.0)
+                x1 = tl.load(x_at + part + (b * 128 + 32), mask=seen & (part < left - 32), other=0.0)
+                x2 = tl.load(x_at + part + (b * 128 + 64), mask=seen & (part < left - 64), other=0.0)
+                x3 = tl.load(x_at + part + (b * 128 + 96), mask=seen & (part < left - 96), other=0.0)
                 gate = _add_groups(gate, gate_w, x0, x1, x2, x3, gate_words, BLOCK_N)
                 if GATED:
                     up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
                     up = _add_groups(up, up_w, x0, x1, x2, x3, up_words, BLOCK_N)
             else:
                 tl.static_assert(GROUP == 128)
-                right = tl.load(x_at + k[:, None] + b * 128, mask=valid[None, :], other=0.0)
-                gate += tl.dot(gate_w, right) * _low(gate_words >> (b % 2 * 16))
+                right = tl.load(x_at + k + b * 128, mask=seen if EVEN else seen & (k < left), other=0.0)
+                shift = (b + piece) % 2 * 16
+                gate += tl.dot(gate_w, right) * _low(gate_words >> shift)
                 if GATED:
                     up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
-                    up += tl.dot(up_w, right) * _low(up_words >> (b % 2 * 16))
+                    up += tl.dot(up_w, right) * _low(up_words >> shift)
             gate_words = next_gate
             up_words = next_up
+    if SPLIT > 1:
+        gate = _own_pieces(gate, SPLIT, WIDTH, BLOCK_M)
+        up = _own_pieces(up, SPLIT, WIDTH, BLOCK_M) if GATED else gate
     if FORMAT != "int4":
         unit = 4294967296.0
         if factor is not None:
@@ -292,17 +337,16 @@ def _tile(
         if GATED:
             up += tl.load(bias + expert * rows + width + inside).to(tl.float32)[:, None]
     value = gate if ACTIVATION == "" else activate(gate, up, alpha, bound, ACTIVATION)
-    value = tl.reshape(value.to(out.dtype.element_ty), [BLOCK_N // 16, 2, 8, BLOCK_M])
-    value = tl.reshape(tl.permute(value, [1, 0, 2, 3]), [BLOCK_N, BLOCK_M])
     out_at = out + to.to(tl.int64)[None, :] * width + column[:, None]
-    tl.store(out_at, value, mask=valid[None, :] & (column < width)[:, None])
+    tl.store(out_at, value.to(out.dtype.element_ty), mask=valid[None, :] & (column < width)[:, None])
 
 
 @triton.jit
 def _listed_tile(
     x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width, blocks, scale_step,
     alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Of the expert's rows from `begin` on, below `count`. start: its first sorted row"""
     at = begin + tl.arange(0, BLOCK_M)
@@ -311,7 +355,7 @@ def _listed_tile(
     row = to if source is None else tl.load(source + to, mask=valid, other=0)
     _tile(
         x, w, w_scale, factor, bias, out, to, row, valid, expert, tile, depth, rows, width, blocks, scale_step, alpha,
-        bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, BLOCK_N, STAGES,
+        bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH, STAGES, SPLIT, WHOLE,
     )  # fmt: skip
 
 
@@ -320,12 +364,13 @@ def _product(
     x, ids, weights, source, ends, w, w_scale, factor, bias, out, base, pairs, experts, depth, rows, width, blocks,
     scale_step, alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     BY_ROUTE: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    LANES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    LANES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """See `product`. rows: of an expert's weights; width: columns of out; depth: of x; scale_step: words of an expert's
     scales. SORTED, BY_ROUTE, PAIRS: as `gemm_skinny`; a program of SORTED ones has at most BLOCK_M rows, and multiplies
     half or a quarter as many where it has no more."""
-    columns = tl.cdiv(width, BLOCK_N)
+    columns = tl.cdiv(width, WIDTH)
     if SORTED:
         expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
         left = count - begin
@@ -334,18 +379,20 @@ def _product(
             if BLOCK_M >= 64 and left <= SHORT:
                 _listed_tile(
                     x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
-                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, SHORT, BLOCK_N, STAGES,
+                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, SHORT, WIDTH, STAGES,
+                    SPLIT, WHOLE,
                 )  # fmt: skip
             elif BLOCK_M >= 128 and left <= BLOCK_M // 2:
                 _listed_tile(
                     x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
-                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M // 2, BLOCK_N,
-                    STAGES,
+                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M // 2, WIDTH,
+                    STAGES, SPLIT, WHOLE,
                 )  # fmt: skip
             else:
                 _listed_tile(
                     x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
-                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, BLOCK_N, STAGES,
+                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH, STAGES,
+                    SPLIT, WHOLE,
                 )  # fmt: skip
     else:
         tile = tl.program_id(0) % columns
@@ -356,6 +403,6 @@ def _product(
             to = listed(mine, pair, first, BLOCK_M)
             _tile(
                 x, w, w_scale, factor, bias, out, to, tl.maximum(to, 0) // TOP_K, to >= 0, expert, tile, depth, rows,
-                width, blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, BLOCK_N,
-                STAGES,
+                width, blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH,
+                STAGES, SPLIT, WHOLE,
             )  # fmt: skip

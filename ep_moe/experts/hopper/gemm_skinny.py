@@ -36,12 +36,14 @@ DENSE_BLOCKS = 1.5  # the same where blocks have scales
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product of few rows is cut: rows and columns of a tile, tiles of DEPTH under way at once, warps."""
+    """How a product of few rows is cut: rows and columns of a tile, tiles of DEPTH under way at once, warps; pieces of
+    DEPTH that are multiplied beside each other (weights of 4 bits alone)."""
 
     block_m: int
     block_n: int
     stages: int = 4
     warps: int = 4
+    split: int = 1
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from tests.fixtures.w4a16_triton import FOUR_BITS, UNEVEN, build
 
 each_scheme = pytest.mark.parametrize("scheme", FOUR_BITS)
 # a program looks through routes, for a route or for an expert; lists, of more rows than a tile has; the last rows of an
-# expert in half a tile and in a quarter
+# expert in half a tile, in a quarter and in all of it
 WAYS = {
     "by route": (1, False, 16), "by expert": (12, False, 16), "listed": (50, True, 16), "half": (50, True, 128),
-    "quarter": (6, True, 128),
+    "quarter": (6, True, 128), "whole": (100, True, 128),
 }  # fmt: skip
 
 
@@ -60,6 +60,18 @@ def test_sizes_that_leave_half_a_block_or_tile(block_n, scheme, monkeypatch):
         model = (dataclasses.replace(UNEVEN[0], hidden_size=384, intermediate_size=128), 5)
     cut(monkeypatch, True, 16, block_n)
     within(*build(*model, scheme), rows(*model, 10))
+
+
+@each_scheme
+@pytest.mark.parametrize("split", [2, 4])
+@pytest.mark.parametrize("sort", [False, True], ids=["found", "listed"])
+def test_pieces_beside_each_other(sort, split, scheme, monkeypatch):
+    """Four blocks of columns, of which the last has half its columns where the scheme allows it, and two."""
+    wide = SCHEMES[scheme].weights.unit[1] == 128
+    model = (dataclasses.replace(UNEVEN[0], hidden_size=512 if wide else 448, intermediate_size=256), 5)
+    tile = Tile(8, 64, stages=2, warps=4 * split, split=split)
+    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda routes, rows: TileConfig(sort, tile, tile))
+    within(*build(*model, scheme), rows(*model, 3))
 
 
 @each_scheme
