@@ -46,20 +46,24 @@ class Weights:
     bias: Tensor | None = None
 
 
-def tiles_for(routes: int, rows: float) -> TileConfig:
-    """The fastest for MXFP4 and GPT-OSS's sizes on an H100, of 32 and 128 experts.
+def tiles_for(routes: int, rows: float, slots: int, *, scaled_sums: bool) -> TileConfig:
+    """The fastest for GPT-OSS's sizes on an H100, of 32 and 128 experts.
 
-    routes: N * K; rows: of an expert, as many as are expected on average
+    routes: N * K; rows: of an expert, as many as are expected on average; slots: L
+    scaled_sums: scales multiply sums (INT4), not weights
     """
     if routes <= FEWEST:
-        return TileConfig(False, Tile(16, 64, stages=6), Tile(16, 64))
+        first = Tile(8, 64, stages=3, warps=8, split=2) if rows * slots <= 2 else Tile(16, 64, stages=6)
+        return TileConfig(False, first, Tile(16, 64))
     if rows <= 8:
         return TileConfig(True, Tile(16, 64, stages=3), Tile(16, 64, stages=3))
     if rows <= 16:
         return TileConfig(True, Tile(32, 64, stages=3), Tile(32, 64, stages=3))
     if rows <= 96:
         return TileConfig(True, Tile(64, 64, stages=3), Tile(64, 64, stages=3))
-    return TileConfig(True, Tile(128, 64, stages=3), Tile(128, 128, stages=3, warps=8))
+    if scaled_sums:
+        return TileConfig(True, Tile(64, 64, stages=3), Tile(128, 64, stages=3))
+    return TileConfig(True, Tile(128, 128, stages=3, warps=8), Tile(128, 128, stages=3, warps=8))
 
 
 def product(

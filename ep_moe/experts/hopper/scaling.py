@@ -410,7 +410,7 @@ class FourBits(Unscaled):
         return len(p.w2), p.w2.shape[2], p.w13.shape[2] // (1 + p.activation.gated)
 
     def skinny(self, routes: int, each: float) -> TileConfig:
-        return gemm_4bit.tiles_for(routes, each)
+        return gemm_4bit.tiles_for(routes, each, self.sizes[0], scaled_sums=self.format == "int4")
 
     def few(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,

@@ -42,7 +42,7 @@ def within(experts, tensors, received, *, output_bias: bool = True) -> None:
 
 def cut(monkeypatch, sort: bool, block_m: int, block_n: int = 64) -> None:
     tile = Tile(block_m, block_n, stages=2, warps=block_n // 16)
-    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda routes, rows: TileConfig(sort, tile, tile))
+    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda *_, **__: TileConfig(sort, tile, tile))
 
 
 @each_scheme
@@ -70,7 +70,7 @@ def test_pieces_beside_each_other(sort, split, scheme, monkeypatch):
     wide = SCHEMES[scheme].weights.unit[1] == 128
     model = (dataclasses.replace(UNEVEN[0], hidden_size=512 if wide else 448, intermediate_size=256), 5)
     tile = Tile(8, 64, stages=2, warps=4 * split, split=split)
-    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda routes, rows: TileConfig(sort, tile, tile))
+    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda *_, **__: TileConfig(sort, tile, tile))
     within(*build(*model, scheme), rows(*model, 3))
 
 
