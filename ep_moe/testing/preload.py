@@ -1,5 +1,6 @@
 """What the fork server imports once, so that a rank starts in milliseconds and not in seconds."""
 
+import gc
 import importlib
 
 import torch
@@ -26,3 +27,6 @@ KINDS: tuple[registry.Kind, ...] = ("dispatchers", "experts", "fused")
 for kind in KINDS:
     for backend in registry.targets(kind):
         registry.unsupported_reason(kind, backend)
+
+# a rank's collections of garbage would walk through all of this, and copy its pages
+gc.freeze()
