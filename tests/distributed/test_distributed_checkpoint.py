@@ -25,7 +25,8 @@ from tests.fixtures.training_model import CONFIG, CPU, EPS, EXPERTS, furthest, m
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs of CPU ranks, over gloo")
 
-STEPS, BOUND = 4, 1e-5
+# the third loss is the first that the optimizer's state has a part in
+STEPS, BOUND = 3, 1e-5
 LAYOUTS = {
     "dp 2": (2, {"dp": 2}, "linear"),
     "dp 2, ep 1": (2, {"dp": 2, "ep": 1}, "linear"),
@@ -33,10 +34,17 @@ LAYOUTS = {
     "dp 2, tp 2, etp 2": (4, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "round robin"),
     "dp 4, ep 2, FSDP2": (4, {"dp": 4, "ep": 2}, "linear"),
 }
+# A checkpoint has no layout: each is written from, and read into. With experts cut over other ranks on both sides,
+# copied and whole.
+GOES_ON = {
+    "dp 2": ("dp 4", "dp 2, ep 1"),
+    "dp 2, tp 2, etp 2": ("dp 2", "dp 4, ep 2, FSDP2"),
+    "dp 4, ep 2, FSDP2": ("dp 4", "dp 2, tp 2, etp 2"),
+}
 
 
 def part(name: str, folder: str, first: int, flat: bool) -> list[float]:
-    """A run of STEPS on these ranks, from the checkpoint in `folder` unless it is the first part, and into it."""
+    """A run of STEPS on these ranks, from the checkpoint in `folder`, and the first part into it."""
     _, sizes, kind = LAYOUTS[name]
     with EPContext.from_groups(ParallelConfig(**sizes), device=CPU, deadline_s=30) as context:
         ep = context.layout.ep
@@ -64,12 +72,13 @@ def part(name: str, folder: str, first: int, flat: bool) -> list[float]:
             set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
         after = (lambda: None) if wrapped else (lambda: training.sync_gradients(model, context))
         losses = run(model, context, optimizer, after, range(first, first + STEPS))
-        dcp.save(state(), checkpoint_id=f"{folder}-{name}")
+        if not first:
+            dcp.save(state(), checkpoint_id=f"{folder}-{name}")
         return losses
 
 
 @pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own, in two numbers")
-@pytest.mark.parametrize("source", ["dp 2", "dp 2, tp 2, etp 2", "dp 4, ep 2, FSDP2"])
+@pytest.mark.parametrize("source", GOES_ON)
 def test_a_run_goes_on_under_another_layout(source, tmp_path):
     folder, wanted = str(tmp_path / "checkpoint"), one_process("adamw", 2 * STEPS)
     here = f"{__name__}:part"
@@ -79,7 +88,7 @@ def test_a_run_goes_on_under_another_layout(source, tmp_path):
         saved = run_local_ranks(here, LAYOUTS[source][0], arguments | {"name": source, "first": 0}, deadline_s=120)
         assert furthest(saved[0], wanted[:STEPS]) <= BOUND
         arguments["folder"] = f"{folder}-{source}"
-        for target in LAYOUTS.keys() - {source}:
+        for target in GOES_ON[source]:
             again = run_local_ranks(
                 here, LAYOUTS[target][0], arguments | {"name": target, "first": STEPS}, deadline_s=120
             )

@@ -52,12 +52,15 @@ def test_generate_equals_transformers(kind, world_size):
 
 @distributed(1, 2, deadline_s=120)
 def test_a_compiled_model_gives_the_same_logits(world_size):
+    """On one rank the layer is within the graph, and its operations are traced; on more it runs between graphs."""
     quiet()
-    plain = interface_model("olmoe").to(rank_device())
+    plain = interface_model("olmoe", num_hidden_layers=1).to(rank_device())
+    backend = "aot_eager" if world_size == 1 else "eager"
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device()) as context, torch.no_grad():
-        model = torch.compile(expert_parallel(copy.deepcopy(plain), context), backend="aot_eager")
+        model = torch.compile(expert_parallel(copy.deepcopy(plain), context), backend=backend)
         given = batch(context.layout.dp_rank)
-        for length in (7, 5):  # the second one is of another shape
+        # the second one is of another shape; a layer between graphs has that in test_compile
+        for length in (7, 5) if world_size == 1 else (7,):
             cut = {name: tensor[:, :length] for name, tensor in given.items()}
             expected = plain(**cut, use_cache=False).logits
             apart = (model(**cut, use_cache=False).logits - expected).abs().max() / expected.abs().max()

@@ -156,15 +156,18 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
 def test_gradients_equal_one_process(world_size):
     device = rank_device()
     linear = [(parallel, 0) for parallel in LAYOUTS[world_size]]
-    for parallel, spare in [*linear, *[(parallel, 3) for parallel in REPLICATED_EXPERTS[world_size]]]:
+    replicated = [(parallel, 3) for parallel in REPLICATED_EXPERTS[world_size]]
+    for number, (parallel, spare) in enumerate([*linear, *replicated]):
         with EPContext.from_groups(parallel, device=device, deadline_s=30) as context:
             expert_map = ExpertMap.redundant(6, context.layout.ep, spare)
-            for all2all in ("allgather", "torch_a2a"):
+            for at, all2all in enumerate(("allgather", "torch_a2a")):
                 what = f"{context.layout}, {all2all}"
                 layer = make(INTEGER, context, all2all, expert_map)
                 for counts in (UNEVEN, ONE_ONLY):
                     check(INTEGER, layer, counts, f"{what}, T={counts}")
-                check(FLOAT, make(FLOAT, context, all2all, expert_map), UNEVEN, what)
+                # gradients through the router, and whose they are, depend on the layout and not on the transport
+                if world_size == 2 or number % 2 == at:
+                    check(FLOAT, make(FLOAT, context, all2all, expert_map), UNEVEN, what)
 
 
 @distributed(2)

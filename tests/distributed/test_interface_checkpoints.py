@@ -73,9 +73,11 @@ def test_logits_equal_from_pretrained(checkpoints, world_size, monkeypatch):
     monkeypatch.setattr(load, "CheckpointSource", Counting)
     found = integration.model_files
     monkeypatch.setattr(integration, "model_files", lambda *given: files.append(found(*given)) or files[-1])
-    for kind in KINDS:
+    for number, kind in enumerate(KINDS):
         plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / kind / "fused").to(rank_device()).eval()
-        for sizes, expert_map in LAYOUTS[world_size]:
+        for at, (sizes, expert_map) in enumerate(LAYOUTS[world_size]):
+            if sizes.get("dp") == world_size and (number + at) % 2:
+                continue  # how a kind's experts are cut depends on the kind, where whole ones are does not
             with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
                 ids = batch(context.layout)
                 expected = logits(plain, ids)

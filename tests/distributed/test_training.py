@@ -39,15 +39,16 @@ LAYOUTS = {
     2: [P(dp=2), P(tp=2), P(tp=2, tokens=Tokens.SHARDED), P(dp=2, ep=1), P(dp=2, ep=1, etp=2)],
     4: [P(dp=4), P(dp=2, tp=2), P(dp=4, ep=2), P(dp=4, ep=2, etp=2), P(dp=2, tp=2, ep=2, etp=2), P(dp=4, ep=1, etp=2)],
 }
-STEPS, BOUND, MAX_NORM = 5, 1e-5, 0.5  # relative; the losses are float32 means of some hundred numbers
+# the third loss is the first that the optimizer's state has a part in
+STEPS, BOUND, MAX_NORM = 3, 1e-5, 0.5  # relative; the losses are float32 means of some hundred numbers
 
 
 def same_error(call):
     return same_error_of(InputError, call)
 
 
-def contexts(world_size):
-    for parallel in LAYOUTS[world_size]:
+def contexts(layouts):
+    for parallel in layouts:
         with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
             yield context
 
@@ -74,9 +75,11 @@ WAYS = {"by hand": by_hand, "DDP": by_ddp, "FSDP2": by_fsdp}
 @distributed(2, 4, deadline_s=280)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_one_process(way, world_size):
-    for optimizer, max_norm, maps in (("sgd", None, [redundant]), ("adamw", MAX_NORM, [lambda context: None])):
+    """The wrappers leave experts to the same code as `sync_gradients`: each layout has one of the optimizers there."""
+    runs = (("sgd", None, [redundant]), ("adamw", MAX_NORM, [lambda context: None]))
+    for at, (optimizer, max_norm, maps) in enumerate(runs):
         wanted = one_process(optimizer, STEPS, max_norm, rank_device())
-        for context in contexts(world_size):
+        for context in contexts(LAYOUTS[world_size] if way == "by hand" else LAYOUTS[world_size][at::2]):
             for expert_map in [found(context) for found in maps]:
                 if way == "FSDP2" and context.device.type == "cuda":
                     torch.cuda.set_device(context.device)  # torch's FSDP2 asks for it
