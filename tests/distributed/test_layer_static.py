@@ -42,12 +42,21 @@ WAYS = {
     "nvlink_p2p, by packets": (NVLinkP2PDispatcher, False, 256),  # those of at most 4 tokens
     "pplx": (PplxDispatcher,),
 }
+# A transport knows its EP group, of two or four ranks, and most tokens: one way has every layout, and every way groups
+# of both sizes, alone and two beside each other.
+OTHERS = {
+    "nvlink_p2p": ("dp 4", "dp 2 tp 2 etp 2", "sharded"),
+    "nvlink_p2p, to peers": ("tp 4", "dp 4 etp 2"),
+    "nvlink_p2p, by packets": ("dp 2 tp 2", "dp 2 tp 2 etp 2"),
+    "pplx": ("dp 4", "dp 4 etp 2"),
+}
+PAIRS = [("flashinfer_nvlink", name) for name in LAYOUTS]
+PAIRS += [(way, name) for way, names in OTHERS.items() for name in names]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 over the emulation, on the CPU")
 @distributed(4)
-@pytest.mark.parametrize("sizes", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "sizes"), PAIRS)
 def test_every_layout_equals_one_process(way, sizes, world_size):
     """pplx delivers BATCHED rows: the layer joins them to a kernel that takes RANK_MAJOR ones."""
     kind = WAYS[way][0]
