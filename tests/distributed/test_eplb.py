@@ -48,7 +48,7 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
         slots_per_rank = layers[0].placement.expert_map.slots_per_rank
         with ExpertBalancer(layers, context, on_request(bytes_per_step=budget, bytes_per_commit=commit)) as balancer:
             counted, held = 0, balancer.stats().staging_bytes
-            for turn in range(4):
+            for turn in range(3):
                 maps = [random_map(world_size, slots_per_rank, 10 * turn + index) for index in range(2)]
                 addresses = [layer.expert_weights.place for layer in layers]
                 for layer, new in zip(layers, maps, strict=True):
@@ -61,7 +61,7 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
                     assert_slots(layer)
                     check_call(layer, context, what=f"after plan {turn}")
             stats = balancer.stats()
-            assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (counted, 4, 0, "")
+            assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (counted, 3, 0, "")
             assert stats.staging_bytes == held
             assert sum(everywhere(stats.received_bytes)) > 0
 
@@ -250,9 +250,19 @@ def test_by_itself_with_the_planner_and_a_price(world_size):
         assert layer.placement.expert_map.replica_count[0] > 1
 
 
-@distributed(2, 4)
+@distributed(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme(scheme, world_size):
+    move_in_scheme(scheme, world_size)
+
+
+@distributed(4)
+@pytest.mark.parametrize("scheme", ["none", "nvfp4"])  # of one kind of tensor, and of all
+def test_schemes_on_more_ranks(scheme, world_size):
+    move_in_scheme(scheme, world_size)
+
+
+def move_in_scheme(scheme, world_size):
     """Slots are the checkpoint's byte for byte, and so is each output that of one process: a row at a time, one expert
     a row, so that nothing is added in another order."""
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=10, top_k=1)
