@@ -84,16 +84,15 @@ LAYOUTS = {
 def test_logits_equal_the_untouched_model(checkpoints, family, world_size):
     folder = checkpoints[f"{family} shards"].folder
     plain = untouched(family)
-    for sizes, expert_map, all2all in LAYOUTS[world_size]:
+    for at, (sizes, expert_map, all2all) in enumerate(LAYOUTS[world_size]):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
             ids = batch(context.layout)
             expected = logits(plain, ids)
             assert expected.std() > 0.5  # numbers that a wrong expert would change
             options = {"expert_map": expert_map, "all2all": all2all}
-            models = {
-                "from disk": load_pretrained(folder, context, dtype=torch.float32, **options),
-                "in memory": expert_parallel(untouched(family), context, **options),
-            }
+            models = {"from disk": load_pretrained(folder, context, dtype=torch.float32, **options)}
+            if at % 2 == 0:  # the layers are made and called as those from disk, filled from one process's experts
+                models["in memory"] = expert_parallel(untouched(family), context, **options)
             for name, model in models.items():
                 where = f"{family} {sizes} {expert_map} {name}"
                 torch.testing.assert_close(

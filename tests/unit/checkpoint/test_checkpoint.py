@@ -52,9 +52,10 @@ KINDS += ["llama4_text wrapped", "deepseek_v3 fp8", "gpt_oss mxfp4"]
 
 @distributed(1, 2, 4)
 def test_layers_hold_the_models_weights(checkpoints, world_size):
-    for sizes, expert_map in LAYOUTS[world_size]:
+    for at, (sizes, expert_map) in enumerate(LAYOUTS[world_size]):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
-            for kind in KINDS:
+            # on four ranks each has two of the layouts: one with experts that are cut, and one with whole ones
+            for kind in KINDS[at % 2 :: 2] if world_size == 4 else KINDS:
                 checkpoint, expected = checkpoints[kind], checkpoints[kind].expected
                 layers = make_layers(checkpoint, context, expected, expert_map)
                 load_layers(layers, checkpoint.folder, checkpoint.family, progress=False)
