@@ -93,10 +93,13 @@ def test_a_compiled_decode(world_size):
     context, model, plain = made({"dp": 2})
     with context:
         model._valid_auto_compile_criteria = lambda *_: True
-        model.get_compiled_call = lambda _: torch.compile(model.__call__, backend="eager")
+        graphs = []
+        backend = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
+        model.get_compiled_call = lambda _: torch.compile(model.__call__, backend=backend)
         ids = prompt(context.layout)
         how = {"max_new_tokens": 3 + 2 * context.layout.dp_rank, "cache_implementation": "static"} | GREEDY
         assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+        assert len(graphs) >= 3, "a graph in front of each block, and one behind the last"
 
 
 @distributed(2)
