@@ -40,7 +40,7 @@ from ep_moe.execution.recorded_calls import (
 )
 from ep_moe.experts.base import Experts
 from ep_moe.parallel.flight_recorder import Step
-from ep_moe.placement.deferred import Placing
+from ep_moe.placement.deferred import NO_ID, Placing
 from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream, on_device_of
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
@@ -145,7 +145,7 @@ class CallGraphs:
             if gone or not call.places.kept(layer):
                 self.drop(mode)
                 continue
-            if busy or layer.placement.invalid_ids.seen:
+            if busy or layer.placement.invalid_ids.word.value != NO_ID:
                 continue
             if agreeing is not None:
                 bound = agreeing.bound(layer.name, x, tokens)

@@ -30,7 +30,7 @@ EXPERT_FACTOR = 2246822519
 RANK_FACTOR = 3266489917
 
 
-_NONE = -1  # an id that is never invalid
+NO_ID = -1  # in `InvalidIds.word` while there is none
 
 
 class InvalidIds:
@@ -39,26 +39,26 @@ class InvalidIds:
 
     Args:
         device: Of the kernels. Only a GPU's tell: on a CPU ids are looked at before a call.
+
+    Attributes:
+        word: The id, `NO_ID` while there is none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.address = 0  # of an int64, 0 for none
+        self.address = 0  # of `word` where kernels write it, else 0
+        self.word = ctypes.c_int64(NO_ID)
         if device.type == "cuda":
             with on_device(device):  # the driver pins memory for the current one
-                self._memory = torch.full((1,), _NONE, dtype=torch.int64, device="cpu", pin_memory=True)
+                self._memory = torch.full((1,), NO_ID, dtype=torch.int64, device="cpu", pin_memory=True)
             self.address = self._memory.data_ptr()
+            self.word = _word(self.address)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InvalidIds:
         return InvalidIds(self.device)  # a copy of the tensor would not be pinned
 
     def __reduce__(self) -> Any:
         return InvalidIds, (self.device,)
-
-    @property
-    def seen(self) -> bool:
-        """Whether a kernel that has run by now met one."""
-        return self.address != 0 and _word(self.address).value != _NONE
 
     def problem(self, layer: str, experts: int) -> str | None:
         """None, or what an earlier call did wrong. It is told once.
@@ -70,15 +70,14 @@ class InvalidIds:
         Returns:
             A sentence for an InputError.
         """
-        return _told(self.address, layer, experts) if self.seen else None
+        return None if self.word.value == NO_ID else _told(self.word, layer, experts)
 
 
 _word = ctypes.c_int64.from_address
 
 
-def _told(address: int, layer: str, experts: int) -> str:
-    word = _word(address)
-    found, word.value = word.value, _NONE
+def _told(word: ctypes.c_int64, layer: str, experts: int) -> str:
+    found, word.value = word.value, NO_ID
     return (
         f"routing.ids must be -1 or in [0, {experts}), got {found} in an earlier call of {layer}, whose result is "
         f"without it: kernels tell of an id after they ran; build the layer with all2all='allgather', which refuses it "
@@ -205,8 +204,8 @@ def place(
     experts = len(counts)
     if not ids.is_cuda and bool(((ids < EMPTY) | (ids >= experts)).any()):
         raise InputError(f"routing.ids must be -1 or in [0, {experts}), got {int(ids.min())} to {int(ids.max())}")
-    if invalid and _word(invalid).value != _NONE:
-        raise InputError(_told(invalid, "a compiled layer", experts))
+    if invalid and (word := _word(invalid)).value != NO_ID:
+        raise InputError(_told(word, "a compiled layer", experts))
     return (tables.counting_nothing() if recomputing() else tables).place(ids).contiguous()
 
 

@@ -18,6 +18,7 @@ from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.bench.harness import host
 from ep_moe.errors import BackendUnavailable, InputError, PeerTimeout
 from ep_moe.parallel.rank_group import barrier
+from ep_moe.placement.deferred import NO_ID
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.transport_case import (
     dispatch_shape,
@@ -37,7 +38,6 @@ from tests.fixtures.captured_layer import rows as wide_rows
 from tests.fixtures.distributed_cases import check_call, everywhere, ran, same_error
 from tests.fixtures.eplb_cases import drive, make_layers, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
-from tests.fixtures.host_word import HostWord
 from tests.fixtures.layer_static import CONFIG
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
@@ -166,7 +166,7 @@ def test_ids_that_name_no_expert_are_told_in_a_later_call(world_size):
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     with growing(few_bytes=1 << 16) as context:
         layer = built(context) if gpu else fill(MoELayer(WIDE, context, experts="reference", dtype=torch.bfloat16))
-        word, experts = HostWord(), layer.config.num_experts
+        experts = layer.config.num_experts
         layer.forward_routed(wide_rows(layer, 1, 0), wide_routes(layer, 1, 0))  # the first call is checked before
         for step, tokens in enumerate((2, 2, 100, 100)):
             x, routing = wide_rows(layer, tokens, rank), wide_routes(layer, tokens, rank)
@@ -180,8 +180,7 @@ def test_ids_that_name_no_expert_are_told_in_a_later_call(world_size):
                 assert torch.equal(y, ran(layer, x, Routing(ids, routing.weights)))
                 torch.cuda.synchronize(layer.device)
             else:
-                layer.placement.invalid_ids.address = word.address
-                word.write(experts + 300 if rank else -1)
+                layer.placement.invalid_ids.word.value = experts + 300 if rank else NO_ID  # as a GPU's kernels write
             barrier(layer.device)
             text = same_error(InputError, lambda: layer.forward_routed(x, routing))  # noqa: B023
             wanted = f"rank 1: routing.ids must be -1 or in [0, {experts}), got {experts + 300} in an earlier call of "
@@ -191,13 +190,11 @@ def test_ids_that_name_no_expert_are_told_in_a_later_call(world_size):
 
 @distributed(2)
 def test_ids_of_the_last_call_are_told_as_a_context_ends(world_size):
-    word = HostWord()
     told = pytest.warns(UserWarning, match="got 9 in an earlier call") if dist.get_rank() else contextlib.nullcontext()
     with told, growing() as context:
         layer = made(context)
         check_call(layer, context, tokens=2)
-        layer.placement.invalid_ids.address = word.address
-        word.write(9 if dist.get_rank() else -1)
+        layer.placement.invalid_ids.word.value = 9 if dist.get_rank() else NO_ID
 
 
 @distributed(2)

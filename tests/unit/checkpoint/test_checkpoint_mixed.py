@@ -179,12 +179,17 @@ def test_codes_without_factors_are_refused(expert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("blocks", "each block of 128 x 128"), ("rows", "each row"), ("int4", None)]
+    ("kind", "words", "keep"),
+    [
+        ("blocks", "each block of 128 x 128", "fp8_block"),
+        ("rows", "each row", "fp8_channel"),
+        ("int4", None, "int4_fp8 or int4"),
+    ],
 )
-def test_another_scheme_than_the_file_s_is_said_with_those_that_keep_its_bytes(kind, words, tmp_path):
+def test_another_scheme_than_the_file_s_is_said_with_those_that_keep_its_bytes(kind, words, keep, tmp_path):
     write(tmp_path, kind, WHOLE_0)
     what = "INT4.*" if words is None else f"E4M3 with a factor for {words}"
-    sentence = rf"{what}, and quantization mxfp8 quantises .* a second time; quantization {SCHEME[kind]} or none does"
+    sentence = rf"{what}, and quantization mxfp8 quantises .* a second time; quantization {keep} or none does"
     with pytest.warns(UserWarning, match=sentence):
         load(tmp_path, "mxfp8")
 

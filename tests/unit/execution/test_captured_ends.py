@@ -224,7 +224,7 @@ def python_calls(call) -> int:
 
 
 def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
-    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 29 are
+    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 30 are
     within the 60 us that an eager call may cost."""
     routing = integer_routing(4, CONFIG, 0)
     x = rows(4)
@@ -235,5 +235,5 @@ def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
         layer.capture_routed([4])
         layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
         replayed = python_calls(lambda: layer.forward_routed(x, routing))
-    assert replayed <= 29, replayed
+    assert replayed <= 30, replayed
     assert uncaptured > 4 * replayed, uncaptured
