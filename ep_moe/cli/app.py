@@ -17,7 +17,10 @@ from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from ep_moe.checks import check_picture, check_target
+from ep_moe.cli import cluster_tables
 from ep_moe.cli import doctor as doctor_report
+from ep_moe.cli.cluster import ClusterReport
+from ep_moe.cli.cluster import run as run_cluster
 from ep_moe.cli.run import DIGITS, RunOptions, RunReport
 from ep_moe.cli.run import run as run_model
 from ep_moe.cli.run_eplb import Rebalanced
@@ -132,14 +135,41 @@ def run(
 
 
 @app.command()
-def doctor() -> None:
-    """Print versions and how they were run, the NCCL that is loaded, GPUs, and each backend as available or why not."""
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Compare all ranks of torchrun or srun, and time their links.")
+    ] = False,
+    deadline: Annotated[float, typer.Option(help="With --cluster: seconds to wait for ranks, and transfers.")] = 120.0,
+) -> None:
+    """Print versions and how they were run, the NCCL that is loaded, GPUs, and each backend as available or why not.
+
+    With --cluster, all ranks run it. It exits with 0 if the cluster is sound, with 1 if it names something odd.
+    """
+    if cluster:
+        _doctor_cluster(deadline)
+        return
     runs = doctor_report.runs()
     rows = [[name, version, runs.get(name, "")] for name, version in doctor_report.versions().items()]
     _table("", ["what", "version", "run by the tests"], rows)
     for line in doctor_report.gpus() or ["no GPU"]:
         _console.print(f"GPU {line}", highlight=False)
     _table("", ["kind", "backend", "here"], [list(row) for row in doctor_report.backends()])
+
+
+def _doctor_cluster(deadline_s: float) -> None:
+    def show(report: ClusterReport) -> None:
+        for title, columns, rows in cluster_tables.tables(report):
+            _table(title, columns, rows)
+        _console.print()
+        for line in cluster_tables.lines(report):
+            _console.print(line, highlight=False, markup=False)
+
+    try:
+        report = run_cluster(deadline_s, show)
+    except EPMoEError as error:
+        _fail(error)
+    if report.odd:
+        raise typer.Exit(1)
 
 
 @app.command()

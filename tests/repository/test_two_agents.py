@@ -22,8 +22,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def on_two_hosts(*program: str) -> str:
-    """What both agents print."""
+def on_two_hosts(*program: str, ends: int = 0) -> str:
+    """What both agents print, which end with so much."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two agents"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(RANKS)]
     given = os.environ | {
@@ -42,7 +42,7 @@ def on_two_hosts(*program: str) -> str:
         for agent in agents:
             agent.kill()
             agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(printed)[-3000:]
+    assert [agent.returncode for agent in agents] == [ends, ends], "\n".join(printed)[-3000:]
     return "\n".join(printed)
 
 
@@ -67,3 +67,26 @@ def test_ep_moe_run():
     printed = on_two_hosts("-m", "ep_moe", "run", "--text-tokens", "2048", "--batch", "2")
     assert "all2all hierarchical" in printed
     assert "equal to 5 digits" in printed
+
+
+@pytest.mark.timeout(240)
+def test_doctor_finds_the_cluster_sound():
+    printed = on_two_hosts("-m", "ep_moe", "doctor", "--cluster")
+    assert printed.count("sound: 4 ranks on 2 hosts") == 1
+    assert "GB/s each way over gloo" in printed
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("plant", "word"),
+    [
+        ("version", "odd: rank 2 (host {second}): torch is 1.0, but"),
+        ("link", "odd: link of ranks 1, 2 (hosts {first}, {second}): 1 GB/s, less than half of the median"),
+        ("gpu", "odd: rank 2 (host {second}): no GPU: it needs the one with index 0, and 0 are visible"),
+    ],
+)
+def test_doctor_names_what_is_odd(plant, word):
+    printed = on_two_hosts("tests/fixtures/cluster_doctor.py", plant, "60", ends=1)
+    hosts = [{"first": "left", "second": "right"}, {"first": "right", "second": "left"}]
+    assert any(word.format(**names) in printed for names in hosts), printed[-3000:]
+    assert "sound" not in printed

@@ -1,0 +1,338 @@
+"""`ep-moe doctor --cluster`: all ranks compare versions, GPUs and rates before a job, and name the odd one.
+
+Facts go through a store of torch.distributed over TCP, so that they arrive also where NCCL does not work. Rates are
+measured over NCCL where every rank has a GPU of its own and one NCCL, else over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ep_moe.checks import deadline_problem
+from ep_moe.cli.cluster_facts import rank_facts
+from ep_moe.cli.cluster_verdict import RankFacts, Rates, judge, slow_links, transfer_rounds
+from ep_moe.errors import ConfigError
+from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.nodes import NodeLayout, named
+from ep_moe.runtime.devices import on_device
+
+PASSES = 3  # a slow link must be slow in all of them: one may have met other work of the machine
+_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}  # of one transfer, one way
+_REPEATS = 5
+_POLL_S = 0.1
+_FAREWELL_S = 10.0
+
+TimePair = Callable[[torch.device, int, int], float]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where this process sits in the job, and where the ranks meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    host: str
+    port: int
+    hosted: bool  # torchrun's agent hosts the store; else rank 0 does
+    attempt: str
+    bound: bool  # the launcher may show each process its own GPU alone
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Seat:
+        """From the variables of torchrun, else of srun.
+
+        Raises:
+            ConfigError: a variable is missing, or is no number.
+        """
+        slurm = "RANK" not in environment and "SLURM_PROCID" in environment
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        numbers = []
+        for name in (*names, "MASTER_PORT"):
+            text = environment.get(name, "")
+            if not text.isdigit():
+                raise ConfigError(
+                    f"environment variable {name} must be a number, got {text!r}; launch ep-moe doctor --cluster with "
+                    f"torchrun, or with srun and MASTER_ADDR, MASTER_PORT of the first host"
+                )
+            numbers.append(int(text))
+        rank, world, local_rank, port = numbers
+        if not (host := environment.get("MASTER_ADDR")):
+            raise ConfigError("environment variable MASTER_ADDR must name the first host, got nothing; set it")
+        hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(
+            rank, world, local_rank, host, port, hosted, environment.get("TORCHELASTIC_RESTART_COUNT", "0"), slurm
+        )
+
+    def store(self, deadline_s: float, *, serve: bool = True) -> Store:
+        """Connect; rank 0 serves unless torchrun's agent does."""
+        store = TCPStore(
+            self.host, self.port, None, serve and self.rank == 0 and not self.hosted,
+            timedelta(seconds=deadline_s), wait_for_workers=False,
+        )  # fmt: skip
+        return PrefixStore(f"ep_moe doctor {self.attempt}", store)
+
+    def gpu(self) -> int | None:
+        """The index of this rank's GPU, whether it exists or not; None where no GPU is visible."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            return None
+        return self.local_rank % count if self.bound else self.local_rank
+
+
+@dataclass(frozen=True)
+class ClusterReport:
+    """What the ranks found, the same on all of them.
+
+    Args:
+        odd: Sentences; none for a sound cluster.
+        facts: Of all ranks, empty if some never came.
+        nodes: Which ranks share a host.
+        backend: That the rates were measured over, with the reason if it is not NCCL.
+        rates: GB/s each way per pair of ranks.
+    """
+
+    odd: list[str]
+    facts: list[RankFacts] = field(default_factory=list)
+    nodes: NodeLayout | None = None
+    backend: str = ""
+    rates: Rates = field(default_factory=dict)
+
+
+def run(
+    deadline_s: float,
+    show: Callable[[ClusterReport], None],
+    *,
+    facts: Callable[[int, int, int | None], RankFacts] = rank_facts,
+    time_pair: TimePair | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ClusterReport:
+    """Check the cluster; every rank of the job calls this.
+
+    Args:
+        deadline_s: Seconds to wait for ranks to come, and again for their transfers.
+        show: Called on one rank, before any rank returns.
+        facts: Collects a rank's facts from its rank, local rank and GPU index.
+        time_pair: Measures GB/s each way from the device, the peer and the bytes of a transfer. Default: `pair_rate`.
+        environment: The launcher's variables. Default: those of this process.
+
+    Returns:
+        The report, the same on all ranks that came. If a transfer does not end, the process exits instead, with 1.
+
+    Raises:
+        ConfigError: the environment names no ranks, or the deadline is none.
+    """
+    if (wrong := deadline_problem("--deadline", deadline_s)) is not None:
+        raise ConfigError(wrong)
+    seat = Seat.read(os.environ if environment is None else environment)
+    gpu = seat.gpu()
+    own = facts(seat.rank, seat.local_rank, gpu)
+    try:
+        store = seat.store(deadline_s)
+    except RuntimeError as error:
+        where = f"{seat.host}:{seat.port}"
+        report = ClusterReport(
+            [f"rank {seat.rank}: no answer from the store of rank 0 at {where} within {deadline_s:g} s: {_line(error)}"]
+        )
+        show(report)
+        return report
+    meeting = _Meeting(seat, store, deadline_s)
+    meeting.tell("facts", asdict(own))
+    if missing := meeting.missing("facts"):
+        report = ClusterReport([f"{named(missing)} did not come within {deadline_s:g} s, of {seat.world} ranks"])
+        return meeting.part(report, show, missing)
+    every = [_read_facts(entry) for entry in meeting.told("facts")]
+    nodes = NodeLayout.found(range(seat.world), [entry.host for entry in every])
+    backend, reason = chosen_backend(every)
+    device = torch.device("cpu") if backend == "gloo" or gpu is None else torch.device("cuda", gpu)
+    rates, failures, lost = _measure(meeting, nodes, backend, device, time_pair or pair_rate, show)
+    report = ClusterReport(judge(every, nodes, rates) + failures, every, nodes, backend + reason, rates)
+    return meeting.part(report, show, lost)
+
+
+def chosen_backend(facts: Sequence[RankFacts]) -> tuple[str, str]:
+    """The backend of the transfers, and why it is not NCCL where there are GPUs."""
+    if all(entry.compared.get("device") == "cpu" for entry in facts):
+        return "gloo", ""
+    gpus = [entry.gpu for entry in facts]
+    if None in gpus or len(set(gpus)) < len(gpus):
+        return "gloo", " on the CPU: not every rank has a GPU of its own"
+    if any("fails" in fault for entry in facts for fault in entry.faults):
+        return "gloo", " on the CPU: a GPU fails"
+    if len({entry.compared.get("NCCL") for entry in facts}) > 1:
+        return "gloo", " on the CPU: the ranks have different versions of NCCL"
+    return "nccl", ""
+
+
+def pair_rate(device: torch.device, peer: int, size: int) -> float:
+    """Exchange bytes with a peer, which makes the same call.
+
+    Args:
+        device: Of the bytes.
+        peer: A rank of the default process group.
+        size: Bytes each way.
+
+    Returns:
+        GB/s each way, the best of some transfers.
+    """
+    rows = torch.zeros(size, dtype=torch.uint8, device=device)
+    arrived = torch.empty_like(rows)
+    best = float("inf")
+    for repeat in range(_REPEATS + 1):
+        began = time.perf_counter()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, rows, peer), dist.P2POp(dist.irecv, arrived, peer)])
+        for work in works:
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if repeat:  # the first one connects
+            best = min(best, time.perf_counter() - began)
+    return size / best / 1e9
+
+
+def _measure(
+    meeting: _Meeting,
+    nodes: NodeLayout,
+    backend: str,
+    device: torch.device,
+    time_pair: TimePair,
+    show: Callable[[ClusterReport], None],
+) -> tuple[dict[tuple[int, int], float], list[str], list[int]]:
+    """The rate of each pair, the best of up to PASSES passes; sentences about transfers that failed; lost ranks."""
+    rates: dict[tuple[int, int], float] = {}
+    if meeting.seat.world == 1:
+        return rates, [], []
+    for attempt in range(PASSES):
+        what = f"rates {attempt}"
+        watch = threading.Timer(meeting.deadline_s, _transfers_hang, (meeting.seat, meeting.deadline_s, show))
+        watch.daemon = True
+        watch.start()
+        own = _own_rates(meeting, nodes, backend, device, time_pair)
+        watch.cancel()
+        meeting.tell(what, own)
+        if lost := meeting.missing(what):
+            return {}, [f"{named(lost)}: lost during transfers, no rates within {meeting.deadline_s:g} s"], lost
+        told = meeting.told(what)
+        failures = [f"rank {rank} (host {nodes.host(rank)}): {text}" for rank, (text, _) in enumerate(told) if text]
+        if failures:
+            return {}, failures, []
+        rows = [dict(row) for _, row in told]
+        for one, other in ((rank, peer) for rank, row in enumerate(rows) for peer in row if rank < peer):
+            rate = min(rows[one][other], rows[other][one])  # both ends time the same transfers
+            rates[one, other] = max(rates.get((one, other), 0.0), rate)
+        if not slow_links(rates, nodes):
+            break
+    return rates, [], []
+
+
+def _own_rates(
+    meeting: _Meeting, nodes: NodeLayout, backend: str, device: torch.device, time_pair: TimePair
+) -> tuple[str, list[tuple[int, float]]]:
+    """What failed, and this rank's rate to each peer."""
+    rank, row = meeting.seat.rank, []
+    try:
+        with on_device(device):
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    backend, store=meeting.transfers, rank=rank, world_size=meeting.seat.world,
+                    timeout=timedelta(seconds=2 * meeting.deadline_s + 60),  # the watch comes first
+                    device_id=device if device.type == "cuda" else None,
+                )  # fmt: skip
+            for pairs in transfer_rounds(nodes):
+                meeting.step()
+                dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+                meeting.step()
+                for pair in pairs:
+                    if rank in pair:
+                        peer = pair[pair[0] == rank]
+                        row.append((peer, time_pair(device, peer, _BYTES[backend])))
+    except RuntimeError as error:
+        return f"transfers over {backend} failed: {_line(error)}", []
+    return "", row
+
+
+def _transfers_hang(seat: Seat, deadline_s: float, show: Callable[[ClusterReport], None]) -> NoReturn:
+    """End a process that waits in a transfer, with the ranks that are behind. Runs on a thread: the main one is stuck,
+    and holds its own connection to the store."""
+    try:
+        store = seat.store(_FAREWELL_S, serve=False)
+        steps = [store.add(f"steps/{rank}", 0) for rank in range(seat.world)]
+        behind = [rank for rank, number in enumerate(steps) if number == min(steps)]
+        text = f"{named(behind)}: transfers did not end within {deadline_s:g} s, and these ranks are behind"
+        consensus = StoreConsensus(store, range(seat.world), seat.rank, deadline_s)
+        if consensus.first("report of a hang", str(seat.rank)) == str(seat.rank):
+            show(ClusterReport([text]))
+    finally:
+        time.sleep(1.0)  # others may still ask the store of rank 0
+        os._exit(1)
+
+
+class _Meeting:
+    """The ranks' exchange of small things through the store."""
+
+    def __init__(self, seat: Seat, store: Store, deadline_s: float) -> None:
+        self.seat, self.store, self.deadline_s = seat, store, deadline_s
+        self.transfers = PrefixStore("transfers", store)
+        self._consensus = StoreConsensus(store, range(seat.world), seat.rank, deadline_s)
+
+    def tell(self, what: str, value: Any) -> None:
+        self.store.set(f"{what}/{self.seat.rank}", json.dumps(value))
+
+    def told(self, what: str) -> list[Any]:
+        return [json.loads(self.store.get(f"{what}/{rank}")) for rank in range(self.seat.world)]
+
+    def step(self) -> None:
+        """Count what this rank has done of its transfers."""
+        self.store.add(f"steps/{self.seat.rank}", 1)
+
+    def missing(self, what: str) -> list[int]:
+        """The ranks that told nothing within the deadline: what the first rank saw whose deadline passed."""
+        keys = [f"{what}/{rank}" for rank in range(self.seat.world)]
+        decided = f"first/{what} missing"
+        ends = time.monotonic() + self.deadline_s
+        while time.monotonic() < ends and not self.store.check(keys) and not self.store.check([decided]):
+            time.sleep(_POLL_S)
+        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        found: list[int] = json.loads(self._consensus.first(f"{what} missing", json.dumps(missing)))
+        return found
+
+    def part(
+        self, report: ClusterReport, show: Callable[[ClusterReport], None], missing: Sequence[int]
+    ) -> ClusterReport:
+        """Show the report on one rank; the others leave after it, and rank 0, which may serve the store, last."""
+        here = [rank for rank in range(self.seat.world) if rank not in missing]
+        if self.seat.rank in missing:  # it came after the others had given up
+            return report
+        if self.seat.rank == here[0]:
+            show(report)
+            self.store.set("shown", "")
+        else:
+            self.store.wait(["shown"], timedelta(seconds=self.deadline_s))
+        left = self.store.add("left", 1)
+        ends = time.monotonic() + _FAREWELL_S
+        while self.seat.rank == here[0] and left < len(here) and time.monotonic() < ends:
+            time.sleep(_POLL_S)
+            left = self.store.add("left", 0)
+        if dist.is_initialized() and report.rates:  # else transfers failed, and NCCL may wait for them
+            dist.destroy_process_group()
+        return report
+
+
+def _read_facts(entry: Mapping[str, Any]) -> RankFacts:
+    identity, name = entry["host"]
+    return RankFacts(**{**entry, "host": (identity, name)})
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
