@@ -61,8 +61,8 @@ def lines(report: ClusterReport) -> list[str]:
     """What is odd, or that nothing is."""
     if report.odd:
         return [f"odd: {text}" for text in report.odd]
-    hosts = 0 if report.nodes is None else len(report.nodes.hosts)
-    return [f"sound: {len(report.facts)} ranks on {hosts} host{'s' * (hosts != 1)}"]
+    ranks, hosts = len(report.facts), 0 if report.nodes is None else len(report.nodes.hosts)
+    return [f"sound: {ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}"]
 
 
 def _matrix(title: str, names: list[str], rates: Rates) -> Table:

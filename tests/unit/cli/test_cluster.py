@@ -195,6 +195,8 @@ def test_the_tables_show_each_value_and_rate():
     assert hosts == [["a", "", "80"], ["b", "80", ""]]
     assert cluster_tables.lines(report) == ["odd: rank 3"]
     assert cluster_tables.lines(replace(report, odd=[])) == ["sound: 4 ranks on 2 hosts"]
+    alone = cluster.ClusterReport([], facts[:1], nodes_of("a"))
+    assert cluster_tables.lines(alone) == ["sound: 1 rank on 1 host"]
     assert values_of(facts)["GPUs visible"] == {"2": [0, 1, 2, 3]}
 
 
