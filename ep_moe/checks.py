@@ -7,10 +7,12 @@ own type, since ranks compare configurations as text.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import functools
 import importlib.util
 import numbers
+from collections.abc import Iterable
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -175,6 +177,20 @@ def shown(value: object) -> str:
     except Exception:  # a user's own __repr__
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({type(value).__name__})"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Suggest a name for one that is unknown, for an error.
+
+    Args:
+        name: What was given.
+        known: The names that there are.
+
+    Returns:
+        " (did you mean 'x'?)", or "" where no name is close.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _name(config: Any) -> str:

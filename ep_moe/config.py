@@ -19,6 +19,7 @@ from ep_moe.checks import (
     check_kind,
     check_path,
     check_positive,
+    did_you_mean,
     set_counts,
     set_flags,
     set_positive,
@@ -213,7 +214,8 @@ class Wire:
         formats = ("plain", "fp8_block", "fp8_row", "fp8_tensor", "mxfp8", "nvfp4")
         for name, known in (("dispatch", formats), ("combine", ("plain", "fp8"))):
             if not isinstance(value := getattr(self, name), str) or value not in known:
-                raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {shown(value)}")
+                hint = did_you_mean(value, known)
+                raise ConfigError(f"Wire.{name} must be one of {', '.join(known)}, got {shown(value)}{hint}")
         largest = ONE_SCALE.get(self.dispatch)
         if largest is None:
             if self.input_scale is not None:
@@ -391,8 +393,10 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     elif str(name_or_path) in model_configs():
         raw = (resources.files("ep_moe") / "configs" / f"{name_or_path}.toml").read_bytes()
     else:
+        known = model_configs()
+        hint = did_you_mean(str(name_or_path), known)
         raise ConfigError(
-            f"no bundled config is named {str(name_or_path)!r}; there are {', '.join(model_configs())}, or give a path "
+            f"no bundled config is named {str(name_or_path)!r}{hint}; there are {', '.join(known)}, or give a path "
             f"that ends in .toml"
         )
     try:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
+from ep_moe.checks import did_you_mean
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.renamed import renamed_in
 
@@ -140,7 +141,8 @@ def check(kind: Kind, name: str) -> None:
         ConfigError: it is unknown; lists the known names.
     """
     if name not in targets(kind):
-        raise ConfigError(f"no backend among {kind} is named {name!r}; there are {', '.join(targets(kind))}")
+        hint = did_you_mean(name, targets(kind))
+        raise ConfigError(f"no backend among {kind} is named {name!r}{hint}; there are {', '.join(targets(kind))}")
 
 
 def load(kind: Kind, name: str) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ep_moe.checks import did_you_mean
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.quant.fp8 import FP8, FP8_BLOCK, FP8_MAX, to_fp8
@@ -396,7 +397,8 @@ def scheme_of(name: str) -> Scheme:
         ConfigError: there is none of this name; lists those that there are.
     """
     if name not in SCHEMES:
-        raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, got {name!r}")
+        hint = did_you_mean(name, SCHEMES)
+        raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, got {name!r}{hint}")
     return SCHEMES[name]
 
 

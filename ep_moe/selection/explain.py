@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_moe import registry
-from ep_moe.checks import check_count
+from ep_moe.checks import check_count, did_you_mean
 from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsOptions
@@ -229,7 +229,7 @@ def _missing(row: BackendChoice) -> list[str]:
 
 
 def explain_model(
-    config: str,
+    config: str | MoEConfig,
     parallel: ParallelConfig,
     all2all: str = AUTO,
     experts: str = AUTO,
@@ -242,7 +242,7 @@ def explain_model(
     """Run `explain` for a model config on this machine, from names as a command line has them.
 
     Args:
-        config: The name of a bundled config, or a TOML file.
+        config: The name of a bundled config, a TOML file, or a layer's own.
         parallel: Sizes of the groups of ranks.
         all2all: As for `explain`.
         experts: As for `explain`.
@@ -273,7 +273,7 @@ def explain_model(
     most = None if max_tokens is None else layout.max_dispatch_tokens(max_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return explain(
-        load_model_config(config).moe,
+        config if isinstance(config, MoEConfig) else load_model_config(config).moe,
         layout,
         device,
         dtypes[dtype],
@@ -288,13 +288,13 @@ def explain_model(
 def _check_names(all2all: str, experts: str) -> None:
     if all2all != AUTO:
         registry.check("dispatchers", all2all)
-    fused = registry.targets("fused")
-    if experts == AUTO or experts in fused:
-        return
-    try:
-        registry.check("experts", experts)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, and fused ones: {', '.join(fused)}") from None
+    kernels, fused = registry.targets("experts"), registry.targets("fused")
+    if experts not in (AUTO, *kernels, *fused):
+        hint = did_you_mean(experts, [*kernels, *fused])
+        raise ConfigError(
+            f"no backend among experts is named {experts!r}{hint}; there are {', '.join(kernels)}, and fused ones: "
+            f"{', '.join(fused)}"
+        )
 
 
 def _ranked(
