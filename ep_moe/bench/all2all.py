@@ -275,7 +275,7 @@ def plot(lines: list[Line], file: Path) -> None:
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> None:
+def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__)
     known = list(registry.targets("dispatchers"))
     parser.add_argument("--transports", nargs="+", choices=known, default=known)
@@ -290,12 +290,13 @@ def main() -> None:
         lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens, load=asked.load)
         check_measured(lines)
         if context.layout.rank:
-            return
+            return lines
     Console(width=150).print(table(lines, rate))
     if asked.csv is not None:
         write(lines, asked.csv)
     if asked.plot is not None:
         plot(lines, asked.plot)
+    return lines
 
 
 if __name__ == "__main__":

@@ -330,7 +330,7 @@ def table(lines: list[Line], title: str) -> Table:
 
 
 @one_sentence
-def main() -> None:
+def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--schemes", nargs="+", choices=list(floors.WEIGHTS), default=list(floors.WEIGHTS))
@@ -341,6 +341,7 @@ def main() -> None:
     check_measured(lines)
     if asked.csv is not None:
         write(lines, asked.csv)
+    return lines
 
 
 if __name__ == "__main__":

@@ -12,9 +12,13 @@ import csv
 import dataclasses
 import enum
 import functools
+import json
+import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -66,6 +70,7 @@ def check_dealt(experts: int) -> None:
 
 def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
     """The arguments. Raises ConfigError, on all ranks alike, where they or this machine will not do."""
+    parser.add_argument("--json", action="store_true", help="print the lines as one JSON object on stdout, alone there")
     asked = parser.parse_args()
     _check_arguments(asked)
     _check_machine(where)
@@ -83,21 +88,57 @@ def check_measured(lines: Sized) -> None:
         raise ConfigError("nothing was measured: none of what was asked for can run here; see ep-moe doctor")
 
 
-def one_sentence(main: Callable[[], None]) -> Callable[[], None]:
-    """A benchmark's main, whose errors are those of a user: printed by rank 0, all ranks having the same."""
+def one_sentence(main: Callable[[], Any]) -> Callable[[], None]:
+    """A benchmark's main, whose errors are those of a user: printed by rank 0, all ranks having the same.
+
+    main: gives its lines, or a dict of them, which --json prints; what it prints itself goes to stderr then
+    """
 
     @functools.wraps(main)
     def run() -> None:
+        as_json = any(len(arg) > 2 and "--json".startswith(arg) for arg in sys.argv[1:])  # argparse takes --js too
         try:
-            main()
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                found = main()
         except EPMoEError as error:
             _end(error)
+        if as_json and _is_first():
+            spec = sys.modules[main.__module__].__spec__  # of -m too, where the module is __main__
+            name = (main.__module__ if spec is None else spec.name).rpartition(".")[2]
+            sys.stdout.write(
+                json_text({"bench": name, **(found if isinstance(found, dict) else {"lines": found})}) + "\n"
+            )
 
     return run
 
 
+def json_text(value: Any) -> str:
+    """One line of JSON. Dataclasses become objects; NaN and infinities, which JSON has not, null."""
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if hasattr(value, "tolist"):  # of torch and NumPy
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _is_first() -> bool:
+    return not TorchrunEnv.present() or TorchrunEnv.read().rank == 0
+
+
 def _end(error: EPMoEError) -> NoReturn:
-    if not TorchrunEnv.present() or TorchrunEnv.read().rank == 0:
+    if _is_first():
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", highlight=False, markup=False)
     raise SystemExit(2)
 

@@ -341,7 +341,7 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> None:
+def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
@@ -383,6 +383,7 @@ def main() -> None:
     check_measured(lines)
     if first and asked.plot is not None:
         plot(lines, asked.plot)
+    return lines
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def read(file: Path) -> list[Line]:
 
 
 @one_sentence
-def main() -> None:
+def main() -> list[Line]:
     """Tables and picture of a file that bench.layer wrote: python -m ep_moe.bench.layer_report FILE [--plot F]"""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("file", type=Path)
@@ -146,6 +146,7 @@ def main() -> None:
         Console(width=150).print(table([line for line in lines if (line.model, line.ranks, line.tokens) == key]))
     if asked.plot is not None:
         plot(lines, asked.plot)
+    return lines
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def shared_table(found: list[Gap]) -> Table:
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> None:
+def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
     known = sorted({variant[3] for variant in VARIANTS})
@@ -297,11 +297,11 @@ def main() -> None:
     check_measured(lines)
     if asked.plot is not None:
         plot(asked.models[0], asked.tokens[-1], most_gained(lines, variants, asked.models[0]), asked.plot)
-    if dist.get_rank():
-        return
-    console.print(shared_table(gaps))
-    if asked.csv is not None:
-        write(lines, asked.csv)
+    if dist.get_rank() == 0:
+        console.print(shared_table(gaps))
+        if asked.csv is not None:
+            write(lines, asked.csv)
+    return {"lines": lines, "shared": gaps}
 
 
 if __name__ == "__main__":

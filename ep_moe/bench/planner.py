@@ -59,6 +59,7 @@ CASES = (
     Case(58, 256, 320, 64, 8, 8),
 )
 ENOUGH = 0.95
+COLUMNS = ("case", "ms", "DS ms", "ratio", "start", "balance", "DS", "worse", "moved", "DS moved")
 LARGE = (Case(58, 256, 1024, 512), Case(58, 256, 1024, 512, 8, 8))
 
 Planner = Callable[[Floats, Case], list[ExpertMap]]
@@ -128,7 +129,7 @@ def measure(
 
 
 @one_sentence
-def main() -> None:
+def main() -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepseek", type=Path, help="DeepSeek's eplb.py")
     parser.add_argument("--large", action="store_true", help="512 ranks too: minutes with --deepseek")
@@ -136,12 +137,16 @@ def main() -> None:
     asked = parse(parser, Where.ANYWHERE)
     theirs = None if asked.deepseek is None else deepseek(asked.deepseek)
     found = Table(title=f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}")
-    for name in ("case", "ms", "DS ms", "ratio", "start", "balance", "DS", "worse", "moved", "DS moved"):
+    lines: list[dict[str, Any]] = []
+    for name in COLUMNS:
         found.add_column(name, no_wrap=True, justify="left" if name == "case" else "right")
     for case in CASES + (LARGE if asked.large else ()):
         for row in compare(case, theirs, asked.repeat if case in CASES else 1):
             found.add_row(*row)
+            numbers = {name: float(cell) if cell else None for name, cell in zip(COLUMNS[1:], row[1:], strict=True)}
+            lines.append({"case": row[0].strip(), "of": str(case), **numbers})
     Console(width=130).print(found)
+    return lines
 
 
 if __name__ == "__main__":

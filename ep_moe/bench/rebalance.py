@@ -178,7 +178,7 @@ def rotated(placed: ExpertMap) -> ExpertMap:
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> None:
+def main() -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=positive, default=8)
@@ -190,6 +190,7 @@ def main() -> None:
     asked = parse(parser, Where.RANKS)
     config: MoEConfig = load_model_config(asked.model).moe
     check_dealt(config.num_experts)
+    lines: list[dict[str, Any]] = []
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
@@ -198,9 +199,14 @@ def main() -> None:
         for tokens in asked.tokens:
             with context.token_limit(tokens):
                 results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]
+            lines += [
+                {"tokens": tokens, "bytes_per_step": size, **dataclasses.asdict(found), "ratio": found.ratio}
+                for size, found in zip(asked.bytes_per_step, results, strict=True)
+            ]
             if context.layout.rank == 0:
                 title = f"{asked.layers} layers of {asked.model}, every expert moves, {tokens} tokens per rank"
                 Console(width=130).print(shown(title, dict(zip(asked.bytes_per_step, results, strict=True))))
+    return lines
 
 
 def shown(title: str, results: dict[int, Result]) -> Table:

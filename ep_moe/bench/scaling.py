@@ -240,7 +240,7 @@ def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
 
 
 @one_sentence
-def main() -> None:
+def main() -> list[dict[str, object]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--ranks", nargs="+", type=positive, default=RANKS)
@@ -267,14 +267,15 @@ def main() -> None:
                 f"--measured {file} holds no times of two ranks or more ({error}); write it with bench.layer or "
                 f"bench.all2all and --csv"
             ) from error
+    lines = lines_of(asked.models, asked)
     if asked.csv is not None:
-        lines = lines_of(asked.models, asked)
         with asked.csv.open("w", newline="") as text:
             writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(lines)
     if asked.plot is not None:
         plot(asked.models, asked, asked.plot)
+    return lines
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def transports() -> list[str]:
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> None:
+def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--tokens", nargs="*", type=positive, default=TOKENS, help="of each rank; none: no layers")
@@ -296,6 +296,7 @@ def main() -> None:
     check_measured(lines)
     if first and asked.plot is not None:
         plot(lines, asked.plot)
+    return lines
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def read(file: Path) -> list[Line]:
 
 
 @one_sentence
-def main() -> None:
+def main() -> list[Line]:
     """Tables and picture of a file that bench.train wrote: python -m ep_moe.bench.train_report FILE [--plot F]"""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("file", type=Path)
@@ -138,6 +138,7 @@ def main() -> None:
     Console(width=150).print(*tables(lines))
     if asked.plot is not None:
         plot(lines, asked.plot)
+    return lines
 
 
 if __name__ == "__main__":
