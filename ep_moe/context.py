@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from ep_moe.runtime.devices import SideStream, on_device_of
 from ep_moe.runtime.profiling import StageTimes
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
+
+_log = logging.getLogger("ep_moe.context")
 
 if TYPE_CHECKING:
     from ep_moe.all2all.base import Dispatcher, DispatchShape
@@ -123,6 +126,8 @@ class EPContext(ConnectedRanks):
             # a library may wait for peers, after it has compiled its kernels
             with self.flight_recorder.step("connect", name, counted=False, more_s=COMPILING_S):
                 self._pool[key] = make()
+            if self.layout.rank == 0:
+                _log.info("made the buffers of %s that layers share: %s", name, dispatch_shape)
         return self._pool[key]
 
     @property

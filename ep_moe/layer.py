@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -40,6 +41,8 @@ from ep_moe.runtime.profiling import stage
 from ep_moe.selection.backend_table import TableEntry
 from ep_moe.selection.tuned import Kernel
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing
+
+_log = logging.getLogger("ep_moe.layer")
 
 
 class MoELayer(LayerParts):
@@ -357,6 +360,7 @@ class MoELayer(LayerParts):
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
+        _log.info("%s refuses a call on rank %d: %s", self.name, self.context.layout.rank, problem)
         with self.context._entered(self.name, self._carried()):
             self.context._tokens.enter(0, problem, self.context.device)
             self._refuse_dispatch(problem)

@@ -8,6 +8,7 @@ is decided by the first word in the store: also a rank that has lost the others 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,6 +48,8 @@ from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import LayerStats
 from ep_moe.runtime.devices import on_device_of
+
+_log = logging.getLogger("ep_moe.eplb")
 
 _GO, _BACK = "go", "back"  # what can be said of a commit
 _PAUSE_S = 5e-4
@@ -364,6 +367,9 @@ class ExpertBalancer:
             self._price = str(self._decision.price or "")
             self._queue = self._changes(self._decision)
             self._counts["rebalances"] += bool(self._queue)
+            self._say(
+                "step %d: rebalance %s; %d moves of layers", self._steps, self._price or "planned", len(self._queue)
+            )
             self._decision = self._background = None  # freed piece by piece: all at once would take a millisecond
             self._next_layer()
         else:
@@ -437,6 +443,7 @@ class ExpertBalancer:
     def _put_in_force(self, migration: Migration) -> None:
         migration.commit()
         self._counts["commits"] += 1
+        self._say("step %d: experts of %s moved", self._steps, migration.layer.name)
         self._counts["received_bytes"] += migration.received_bytes
 
     # --- ends --------------------------------------------------------------------------------------------------
@@ -454,6 +461,7 @@ class ExpertBalancer:
         self._finish()
         self._counts["rollbacks"] += 1
         self._error = f"{where} was rolled back: {words}. The balancer goes on"
+        self._say("%s", self._error, level=logging.WARNING)
         raise RebalanceError(self._error)
 
     def _lose(self, error: EPMoEError, fate: str = "") -> NoReturn:
@@ -466,7 +474,13 @@ class ExpertBalancer:
         self._mover.abort()
         self._error = f"{where} {fate}, and the balancer is off: {error}"
         self._end = type(error)(self._error)
+        _log.warning("%s", self._error)  # on each rank, which may be alone
         raise self._end from error
+
+    def _say(self, text: str, *values: Any, level: int = logging.INFO) -> None:
+        """Log what all ranks do alike, on the first of them."""
+        if self._mover.rank_group.rank == 0:
+            _log.log(level, text, *values)
 
     def _fate(self) -> str:
         """Of the layer under way: the others may have put it in force just before they were lost."""

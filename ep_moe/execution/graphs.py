@@ -8,6 +8,7 @@ tensors (`CallerInputs`). Every other call runs `MoELayer.run`.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ from ep_moe.placement.deferred import NO_ID, Placing
 from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream, on_device_of
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
+
+_log = logging.getLogger("ep_moe.execution")
 
 _AUTOMATIC = 64  # keys of automatic graphs that are kept at once
 _TRIES = 3  # to record one: another thread may have allocated meanwhile
@@ -193,6 +196,8 @@ class CallGraphs:
         calls = self._calls[key] = self._calls.get(key) or Sizes()
         for call in made:
             calls.add(call)
+        if context.layout.rank == 0:
+            _log.info("%s: recorded CUDA graphs for %s tokens", what, ", ".join(map(str, sorted(set(tokens)))))
 
     def _record_all(self, layer: Layer, inputs: Sequence[Inputs], recorder: Recorder, what: str) -> list[CopiedInputs]:
         """The largest first, whose memory the others then find."""
@@ -238,6 +243,8 @@ class CallGraphs:
         if key in self._calls:
             call = self._recorded(layer, key[2], bound, placing)
             self._calls[key] = None if call is None else Sizes([call.most], [call])
+            if call is not None and self._context.layout.rank == 0:
+                _log.info("%s: calls of at most %d tokens are replayed as a CUDA graph from now on", layer.name, bound)
             if call is not None and self._context._current_limit is None:
                 self._agreeing[key[2:]] = Agreeing(call, layer._dispatcher(), layer._carried())
             return

@@ -9,6 +9,7 @@ are known (`ep_moe.integrations.families`) are served faster.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Set
 from pathlib import Path
@@ -49,6 +50,8 @@ from ep_moe.quant.schemes import PLAIN
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
+
+_log = logging.getLogger("ep_moe.integrations")
 
 
 def expert_parallel(
@@ -250,6 +253,9 @@ def load_pretrained(
             )
         if model.can_generate():
             model.generation_config = read_generation_config(folder) or model.generation_config
+    if context.layout.rank == 0:
+        held = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+        _log.info("%s: weights loaded, %.2f GiB on rank 0", folder, held / 2**30)
     return model.eval()
 
 

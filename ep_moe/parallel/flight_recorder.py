@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,8 @@ from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.parallel.step_board import DeviceMark, HostExchange, PeerBoard, StepBoard
 from ep_moe.types import capturing
+
+_log = logging.getLogger("ep_moe.parallel")
 
 _PATIENCE_S = 5.0  # before a rank that waits for others says so
 _FEWER_CALLS = (
@@ -104,6 +107,7 @@ class FlightRecorder:
         self._started = time.monotonic()
         self._failure: EPMoEError | None = None
         self._keeps, self._more_s = True, 0.0  # of the step under way
+        self._said_slow = -1  # the step of which it was logged
         self._abort = abort
         self._device = torch.device("cpu") if device is None else device
         self._stop = threading.Event()
@@ -329,6 +333,7 @@ class FlightRecorder:
                     self._failure = found
                     self._free()
                 late = max(self._late_on_host(), self._late_on_device())
+                self._say_slow(late)
                 if late > self.deadline_s and self._failure is None and self._abort is not None:
                     self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
                     self._free()
@@ -344,6 +349,16 @@ class FlightRecorder:
         for the lost peer. Once, with the first failure: there is no other."""
         if self._abort is not None:
             threading.Thread(target=self._abort, daemon=True, name="ep_moe abort").start()
+
+    def _say_slow(self, late: float) -> None:
+        """Log a wait that is long and not yet past the deadline, once for each step."""
+        step = self._step
+        if late > max(_PATIENCE_S, self.deadline_s / 10) and step.number != self._said_slow:
+            self._said_slow = step.number
+            _log.warning(
+                "rank %d has waited %.0f s %s; a peer is slow, and counts as lost after %g s",
+                self._rank, late, step, self.deadline_s,
+            )  # fmt: skip
 
     def _late_on_host(self) -> float:
         """Seconds since the newest step began, less what it may take beyond the deadline; between the steps of a call,

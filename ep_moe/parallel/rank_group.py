@@ -27,6 +27,8 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.step_board import HostExchange
 from ep_moe.types import Pending
 
+_log = logging.getLogger("ep_moe.parallel")
+
 # torch 2.13 renamed it; 2.11 has the old name only
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -179,7 +181,7 @@ class RankGroup:
         if not known.decided:
             known.by, known.decided = known.own if all(row[0] for row in rows) else None, True
             if known.by is None and self.rank == 0:
-                logging.getLogger("ep_moe").warning(
+                _log.warning(
                     "ranks %s do not see each other's memory on their hosts (they write it under /proc), so that each "
                     "call over %s waits for the device; EPContext.from_torchrun(max_tokens=...) spares it",
                     ", ".join(map(str, self.ranks)), what,

@@ -29,6 +29,8 @@ from ep_moe.runtime import devices
 from ep_moe.runtime.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 from ep_moe.runtime.versions import LAUNCHERS, launcher_known
 
+_log = logging.getLogger("ep_moe.runtime")
+
 Grid = tuple[int, ...]
 Launch = Callable[..., None]  # kernel, grid, arguments, and by name constants and options
 
@@ -158,7 +160,7 @@ def _short(made: Any, grid: Grid) -> Callable[..., None] | None:
 
 @cache
 def _say_slow(version: str) -> None:
-    logging.getLogger("ep_moe").warning(
+    _log.warning(
         "Triton %s is newer or older than those whose launcher is known (%s): each launch takes the host longer, with "
         "the same results",
         version,

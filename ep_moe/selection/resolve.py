@@ -4,6 +4,7 @@ choose alike, or raise alike.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from ep_moe.selection import explain
 from ep_moe.selection.backend_table import BackendTable, TableEntry, tuned_table
 from ep_moe.selection.tuned import Tuned, layer_facts, machine_facts, versions
 from ep_moe.types import dtype_name
+
+_log = logging.getLogger("ep_moe.selection")
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ def agree(
     context.consensus.same(f"MoELayer {name}", facts, problem)
     assert expert_map is not None
     _warn(context, asked, table.last.choice.experts)
+    if context.layout.rank == 0:
+        choice = table.last.choice
+        _log.info("%s: all2all %s, experts %s: %s", name, choice.all2all, choice.experts, choice.reason)
     return table, expert_map, keywords
 
 

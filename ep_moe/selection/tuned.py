@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import dtype_name
+
+_log = logging.getLogger("ep_moe.selection")
 
 FORMAT = 1
 _SHAPE = ("hidden_size", "intermediate_size", "num_experts", "top_k", "activation", "expert_bias")
@@ -314,6 +317,8 @@ def tuned_on_one_rank(
         owner=busiest * context.layout.etp,  # within the first EP group of those that run together
         deadline_s=TUNING_S,
     )
+    if context.layout.rank == 0:
+        _log.info("%s: tuned %s for %s rows", name, kernel.name, ", ".join(map(str, rows)))
     return found
 
 

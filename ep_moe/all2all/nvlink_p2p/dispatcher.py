@@ -41,6 +41,8 @@ from ep_moe.runtime.devices import SideStream, without_peer_atomics
 from ep_moe.runtime.workspace import carved_bytes
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
+_log = logging.getLogger("ep_moe.all2all")
+
 BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
 
 
@@ -154,7 +156,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             raise
         if self._room > before and self.rank_group.rank == 0 and not self.rank_group.known.grew:
             self.rank_group.known.grew = True  # said once
-            logging.getLogger("ep_moe").warning(
+            _log.warning(
                 "%s has made room for %d tokens per rank (%.1f MiB), and makes more in a call that has more; "
                 "EPContext.from_torchrun(max_tokens=...) makes it once, which CUDA graphs need",
                 self.name, self._room, self.held_bytes() / 2**20,

@@ -134,7 +134,7 @@ def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
     assert driver.enter[0] is triton.knobs.runtime.launch_enter_hook
     assert driver.found[1] == driver.found[0]
     (said,) = caplog.records
-    assert (said.name, said.levelname) == ("ep_moe", "WARNING")
+    assert (said.name, said.levelname) == ("ep_moe.runtime", "WARNING")
     assert "Triton 4.0.0" in said.getMessage()
 
 
