@@ -3,7 +3,7 @@
 # own arguments.
 #
 #     launch/torchrun_node.sh train.py --steps 100
-#     launch/torchrun_node.sh -m ep_moe run --model /models/Qwen3-30B-A3B --text sample.txt --dp 8
+#     launch/torchrun_node.sh -m ep_moe run /models/Qwen3-30B-A3B --text sample.txt --dp 8
 #
 # On two nodes, the same command on each of them, where `head` is the first one:
 #

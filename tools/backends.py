@@ -119,7 +119,7 @@ def document() -> str:
             "# Backends",
             "",
             "Written by `python tools/backends.py > docs/reference/backends.md` from what each class states.",
-            "`ep-moe explain --config NAME --dp N` prints which pairs can run on your machine, and why others cannot.",
+            "`ep-moe explain NAME --dp N` prints which pairs can run on your machine, and why others cannot.",
             "",
             "## Transports",
             "",

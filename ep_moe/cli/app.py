@@ -1,39 +1,40 @@
 """The command line: `ep-moe run`, `explain`, `tune`, `plan`, `bench`, `doctor`. It only parses, prints and sets exit
-codes."""
+codes; what commands share is in `output` and `model`."""
 
 from __future__ import annotations
 
+import ast
 import importlib
-import os
+import importlib.util
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from ep_moe.checks import check_picture, check_target
+from ep_moe._version import __version__
+from ep_moe.checks import check_picture, check_target, did_you_mean
 from ep_moe.cli import cluster_tables
 from ep_moe.cli import doctor as doctor_report
 from ep_moe.cli.cluster import ClusterReport
 from ep_moe.cli.cluster import run as run_cluster
-from ep_moe.cli.run import DIGITS, RunOptions, RunReport
+from ep_moe.cli.explain import grouped, in_order
+from ep_moe.cli.model import DEMO, FORMS, ModelArgument, checkpoint_named, model_named, sizes_named
+from ep_moe.cli.output import DEFAULT_LEVEL, EXIT_CODES, AsJson, LogLevel, Output, Quiet, command, least_level, note
+from ep_moe.cli.reports import print_report, print_tuned
+from ep_moe.cli.run import RunOptions
 from ep_moe.cli.run import run as run_model
-from ep_moe.cli.run_eplb import Rebalanced
 from ep_moe.cli.tune import TuneOptions
 from ep_moe.cli.tune import run as run_tune
 from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.eplb import LoadTrace
 from ep_moe.eplb import report as plan_report
-from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.errors import ConfigError
 from ep_moe.parallel.groups import TorchrunEnv
-from ep_moe.parallel.local_launch import RanksFailed
 from ep_moe.selection.explain import explain_model
-from ep_moe.selection.tuned import Tuned
 
 _ENDED = 128  # and the signal's number: what shells say of a process that a signal ended
 
@@ -48,8 +49,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") == "0":
-                Console(stderr=True).print("interrupted", highlight=False)
+            note("interrupted")
             raise typer.Exit(_ENDED + signal.SIGINT) from None
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -60,16 +60,28 @@ def _terminated(number: int, _: Any) -> NoReturn:
 
 
 app = typer.Typer(
-    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=__doc__,
+    epilog="\n\n".join(["Exit codes:", *(f"{code}: {meaning}" for code, meaning in EXIT_CODES.items())]),
 )
-_console = Console(soft_wrap=True)
-_WIDE = 8  # layers that fit side by side
-_LINE = 120  # characters of a table's line
 _BENCHES = ("all2all", "experts", "layer", "overlap", "planner", "rebalance", "scaling", "train")
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ep-moe {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Expert-parallel Mixture-of-Experts for PyTorch."""
 
 
@@ -77,7 +89,7 @@ def _main() -> None:
 def run(
     model: Annotated[
         str | None,
-        typer.Option(help="Folder of a Hugging Face checkpoint, or a model's name on the Hub; default the demo."),
+        typer.Argument(metavar="[MODEL]", help="Folder of a checkpoint, or a Hub id (org/model); default the demo."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     text: Annotated[str | None, typer.Option(help="Text file to read; default the demo's held-out text.")] = None,
@@ -109,29 +121,29 @@ def run(
     ] = "plain",
     tuned: Annotated[Path | None, typer.Option(help="File of ep-moe tune; instead of --all2all, --experts.")] = None,
     deadline: Annotated[float, typer.Option(help="Seconds after which a silent peer is reported lost.")] = 300.0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
+    old_model: Annotated[str | None, typer.Option("--model", hidden=True)] = None,
 ) -> None:
     """Run a model on real text with its experts spread over ranks, and compare perplexities.
 
     Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
     """
-    options = RunOptions(
-        model=model, revision=revision, text=text, dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts,
-        quantization=quantization, dtype=dtype,
-        window=window, batch=batch, text_tokens=text_tokens, reference=reference, redundant=redundant, eplb=eplb,
-        wire=wire, tuned=None if tuned is None else str(tuned), deadline_s=deadline,
-    )  # fmt: skip
-    try:
+    with command(as_json, quiet, log_level) as out:
+        options = RunOptions(
+            model=checkpoint_named(model_named("run", model, DEMO, model=old_model)), revision=revision, text=text,
+            dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts, quantization=quantization, dtype=dtype,
+            window=window, batch=batch, text_tokens=text_tokens, reference=reference, redundant=redundant, eplb=eplb,
+            wire=wire, tuned=None if tuned is None else str(tuned), deadline_s=deadline,
+            log_level=least_level(quiet, log_level),
+        )  # fmt: skip
         report = run_model(options)
-    except EPMoEError as error:
-        _fail(error)
-    except RanksFailed as failure:
-        if not failure.errors:
-            raise
-        _fail(next(iter(failure.errors.values())))
-    if report is not None:
-        _print_report(report)
-        if report.exact and not report.agrees:
-            raise typer.Exit(1)
+        if report is not None:
+            print_report(out, report)
+            out.result({**asdict(report), "agrees": report.agrees, "balancedness": report.balancedness})
+            if report.exact and not report.agrees:
+                raise typer.Exit(1)
 
 
 @app.command()
@@ -140,41 +152,46 @@ def doctor(
         bool, typer.Option("--cluster", help="Compare all ranks of torchrun or srun, and time their links.")
     ] = False,
     deadline: Annotated[float, typer.Option(help="With --cluster: seconds to wait for ranks, and transfers.")] = 120.0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
 ) -> None:
     """Print versions and how they were run, the NCCL that is loaded, GPUs, and each backend as available or why not.
 
     With --cluster, all ranks run it. It exits with 0 if the cluster is sound, with 1 if it names something odd.
     """
-    if cluster:
-        _doctor_cluster(deadline)
-        return
-    runs = doctor_report.runs()
-    rows = [[name, version, runs.get(name, "")] for name, version in doctor_report.versions().items()]
-    _table("", ["what", "version", "run by the tests"], rows)
-    for line in doctor_report.gpus() or ["no GPU"]:
-        _console.print(f"GPU {line}", highlight=False)
-    _table("", ["kind", "backend", "here"], [list(row) for row in doctor_report.backends()])
+    with command(as_json, quiet, log_level) as out:
+        if cluster:
+            _doctor_cluster(deadline, Output(as_json, quiet, first_alone=False))
+            return
+        versions, runs, gpus = doctor_report.versions(), doctor_report.runs(), doctor_report.gpus()
+        backends = [dict(zip(("kind", "backend", "here"), row, strict=True)) for row in doctor_report.backends()]
+        rows = [[name, version, runs.get(name, "")] for name, version in versions.items()]
+        out.table("", ["what", "version", "run by the tests"], rows)
+        for line in gpus or ["no GPU"]:
+            out.line(f"GPU {line}")
+        out.table("", ["kind", "backend", "here"], [list(row.values()) for row in backends])
+        out.result({"versions": versions, "runs": runs, "gpus": gpus, "backends": backends})
 
 
-def _doctor_cluster(deadline_s: float) -> None:
+def _doctor_cluster(deadline_s: float, out: Output) -> None:
     def show(report: ClusterReport) -> None:
         for title, columns, rows in cluster_tables.tables(report):
-            _table(title, columns, rows)
-        _console.print()
+            out.table(title, columns, rows)
+        out.line()
         for line in cluster_tables.lines(report):
-            _console.print(line, highlight=False, markup=False)
+            out.line(line)
+        rates = [{"ranks": list(pair), "gb_per_s": rate} for pair, rate in report.rates.items()]
+        found = {"odd": report.odd, "facts": report.facts, "backend": report.backend, "rates": rates}
+        out.result(found)
 
-    try:
-        report = run_cluster(deadline_s, show)
-    except EPMoEError as error:
-        _fail(error)
-    if report.odd:
+    if run_cluster(deadline_s, show).odd:
         raise typer.Exit(1)
 
 
 @app.command()
 def explain(
-    config: Annotated[str, typer.Option(help="Bundled model config by name, or a .toml file.")],
+    model: ModelArgument = None,
     dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
     tp: Annotated[int, typer.Option(help="Ranks that hold the same tokens.")] = 1,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
@@ -190,21 +207,26 @@ def explain(
         str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4.")
     ] = "plain",
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all of them.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="A line for each refused pair too.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
+    old_config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
 ) -> None:
-    """Print every pair of transport and kernel for a model on this machine: chosen, possible, or why not."""
-    try:
+    """Print the pairs of transport and kernel that serve a model on this machine, and why others do not."""
+    with command(as_json, quiet, log_level) as out:
+        named = model_named("explain", model, config=old_config)
         parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
         rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on it
         rows = explain_model(
-            config, parallel, all2all, experts, quantization, dtype, max_tokens, rows_as, ranks_per_node
+            sizes_named(named), parallel, all2all, experts, quantization, dtype, max_tokens, rows_as, ranks_per_node
         )
-    except EPMoEError as error:
-        _fail(error)
-    order = ("chosen", "possible", "refused")
-    for row in sorted(rows, key=lambda row: order.index(row.status)):
-        _console.print(str(row), highlight=False, markup=False)
-    if not any(row.status == "chosen" for row in rows):
-        raise typer.Exit(1)
+        for line in [str(row) for row in in_order(rows)] if every else grouped(rows):
+            out.line(line)
+        chosen = next((row for row in rows if row.status == "chosen"), None)
+        out.result({"model": named, "chosen": chosen, "pairs": in_order(rows)})
+        if chosen is None:
+            raise typer.Exit(1)
 
 
 class _NumberLists(TyperCommand):
@@ -229,7 +251,7 @@ def plan(
     redundant: Annotated[list[int] | None, typer.Option(help="Redundant experts, one or more; default 0.")] = None,
     groups: Annotated[int, typer.Option(help="Expert groups that stay on one node.")] = 1,
     nodes: Annotated[int, typer.Option(help="Nodes that the ranks are spread over.")] = 1,
-    model: Annotated[str | None, typer.Option(help="Config with the sizes; default the trace's model.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"Whose sizes: {FORMS}. Default: the trace's model.")] = None,
     bytes_per_weight: Annotated[float, typer.Option(help="2 for bfloat16, 1 for fp8.")] = 2.0,
     tolerance: Annotated[float, typer.Option(help="A layer this close to perfect balance stays.")] = 0.01,
     enough: Annotated[
@@ -237,35 +259,36 @@ def plan(
     ] = 1.0,
     steps_to_pay: Annotated[int, typer.Option(help="Refuse what takes more steps to pay back.")] = 3000,
     plot: Annotated[Path | None, typer.Option(help="Heat maps of load per layer and rank, e.g. out.png.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
 ) -> None:
     """Plan a recorded load for other numbers of ranks and redundant experts: balance, time, bytes to move, verdict.
 
     Time is the layer's own model on H200s; see docs/how-to/eplb.md.
     """
-    try:
+    with command(as_json, quiet, log_level) as out:
         question = plan_report.Question(
             nodes=nodes, groups=groups, tolerance=tolerance, enough=enough, within_steps=steps_to_pay,
             bytes_per_weight=bytes_per_weight,
         )  # fmt: skip
         check_picture("--plot", plot)
-        rows = plan_report.what_if(LoadTrace.load(trace), ranks, redundant or [0], question, model)
-    except EPMoEError as error:
-        _fail(error)
-    _table(plan_report.TITLE, plan_report.COLUMNS, [row.cells() for row in rows])
-    _console.print()
-    for row in rows:
-        _console.print(f"ranks {row.ranks}, redundant {row.redundant}: {row.verdict}", highlight=False, markup=False)
-    if all(isinstance(row, plan_report.Impossible) for row in rows):
-        raise typer.Exit(1)
-    if plot is not None:
-        plan_report.plot(rows, plot)
+        recorded, sizes = LoadTrace.load(trace), None if model is None else sizes_named(model)
+        rows = plan_report.what_if(recorded, ranks, redundant or [0], question, sizes)
+        out.table(plan_report.TITLE, plan_report.COLUMNS, [row.cells() for row in rows])
+        out.line()
+        for row in rows:
+            out.line(f"ranks {row.ranks}, redundant {row.redundant}: {row.verdict}")
+        out.result({"model": model or recorded.model, "rows": [row.facts() for row in rows]})
+        if all(isinstance(row, plan_report.Impossible) for row in rows):
+            raise typer.Exit(1)
+        if plot is not None:
+            plan_report.plot(rows, plot)
 
 
 @app.command(cls=_NumberLists)
 def tune(
-    model: Annotated[
-        str, typer.Argument(help="Bundled model config, a .toml file, a folder with config.json, or org/model.")
-    ] = "demo",
+    model: ModelArgument = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Most tokens of a rank in one call; one bucket each.")
     ] = None,
@@ -275,128 +298,61 @@ def tune(
     ] = "plain",
     dtype: Annotated[str | None, typer.Option(help="Default bfloat16 on GPUs, float32 on the CPU.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels' own tuning.")] = None,
-    out: Annotated[Path, typer.Option(help="File for MoELayer(tuned=Tuned.load(...)).")] = Path("tuned.json"),
+    file: Annotated[Path, typer.Option("--out", help="File for MoELayer(tuned=Tuned.load(...)).")] = Path("tuned.json"),
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
 ) -> None:
     """Time every pair of transport and kernel per number of tokens, and write down which to use.
 
     Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
     """
-    try:
-        check_target("--out", out)
+    with command(as_json, quiet, log_level) as out:
+        check_target("--out", file)
         options = TuneOptions(
-            model=model,
+            model=model_named("tune", model, DEMO),
             tokens=tuple(tokens or (1, 16, 128, 1024, 8192)),
             quantization=quantization,
             wire=wire,
             dtype=dtype,
             cache=None if cache is None else str(cache),
+            log_level=least_level(quiet, log_level),
         )
-        tuned = run_tune(options, lambda line: _console.print(line, highlight=False, markup=False))
-    except EPMoEError as error:
-        _fail(error)
-    except RanksFailed as failure:
-        if not failure.errors:
-            raise
-        _fail(next(iter(failure.errors.values())))
-    if tuned is not None:
-        _print_tuned(tuned)
-        tuned.save(out)
-        _console.print(f"\nwritten to {out}", highlight=False, markup=False)
+        tuned = run_tune(options, out.progress)
+        if tuned is not None:
+            print_tuned(out, tuned)
+            tuned.save(file)
+            out.line(f"\nwritten to {file}")
+            out.result({"file": file, **asdict(tuned)})
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def bench(context: typer.Context, name: Annotated[str, typer.Argument(help=", ".join(_BENCHES))] = "") -> None:
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=", ".join(_BENCHES))] = "",
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
+) -> None:
     """Run a benchmark with the arguments that follow its name, as python -m ep_moe.bench.NAME does."""
-    if name not in _BENCHES:
-        _fail(ConfigError(f"bench NAME must be one of {', '.join(_BENCHES)}, got {name!r}"))
-    sys.argv = [f"ep-moe bench {name}", *context.args]
-    importlib.import_module(f"ep_moe.bench.{name}").main()
+    with command(quiet=quiet, log_level=log_level) as out:
+        if name in ("--help", "-h"):  # behind a name it is the benchmark's
+            for line in _bench_help():
+                out.line(line)
+            return
+        if name not in _BENCHES:
+            hint = did_you_mean(name, _BENCHES)
+            raise ConfigError(f"bench NAME must be one of {', '.join(_BENCHES)}, got {name!r}{hint}")
+        sys.argv = [f"ep-moe bench {name}", *context.args]
+        importlib.import_module(f"ep_moe.bench.{name}").main()
 
 
-def _print_tuned(tuned: Tuned) -> None:
-    facts = ", ".join(f"{name} {value}" for name, value in (tuned.machine | tuned.layer).items() if value is not None)
-    _console.print(f"\n{facts}", highlight=False, markup=False)
-    for bucket in tuned.buckets:
-        lines = [line for line in tuned.measured if line.tokens == bucket.tokens]
-        rows = [
-            [
-                line.all2all,
-                line.experts,
-                "" if line.pipeline is None else str(line.pipeline),
-                f"{line.us:.1f}",
-                "chosen" if line == bucket else "",
-            ]
-            for line in lines
-        ]
-        _table(f"up to {bucket.tokens} tokens per rank", ["all2all", "experts", "in parts of", "us", ""], rows)
-
-
-def _fail(error: EPMoEError) -> NoReturn:
-    """A user's error is one sentence, printed once: all ranks have the same one."""
-    if os.environ.get("RANK", "0") == "0":
-        _console.print(f"error: {error}", highlight=False, markup=False)
-    raise typer.Exit(2)
-
-
-def _print_report(report: RunReport) -> None:
-    _console.print(report.title, highlight=False)
-    _console.print(f"\nperplexity over {report.tokens} tokens", highlight=False)
-    _console.print(f"  ep_moe        {report.perplexity:#.{DIGITS}g}", highlight=False)
-    if report.reference is not None:
-        apart = abs(report.perplexity / report.reference - 1)
-        verdict = f"equal to {DIGITS} digits" if report.agrees else f"relative difference {apart:.1e}"
-        if not report.agrees and report.exact:
-            verdict = f"DIFFERENT, {verdict}: in float32 this is a bug"
-        _console.print(f"  transformers  {report.reference:#.{DIGITS}g}  (one process; {verdict})", highlight=False)
-    elif report.left_out is not None:
-        _console.print(f"  transformers  not run: {report.left_out}", highlight=False)
-    if report.rebalanced is not None:
-        _print_rebalanced(report.rebalanced)
-    _print_loads(report)
-    whole = sum(report.stages.values())
-    rows = [
-        [name, f"{ms:.1f}", f"{1e3 * ms / report.forwards:.0f}", f"{ms / whole:.0%}"]
-        for name, ms in report.stages.items()
-    ]
-    _table(
-        f"time per stage, slowest rank, {report.forwards} layer calls", ["stage", "ms", "us per call", "share"], rows
-    )
-
-
-def _print_rebalanced(found: Rebalanced) -> None:
-    for line in (
-        "\nthe same text while experts move, and once they have",
-        f"  balancedness  {found.before:.3f} before, {found.after:.3f} after (mean rank / fullest, over all layers)",
-        f"  perplexity    {found.perplexity:#.{DIGITS}g}",
-        f"  moved         {found.sent_bytes / 2**20:.1f} MiB between ranks, within {found.forwards} forwards",
-        f"  forward       {found.usual_ms:.1f} ms usually, {found.longest_ms:.1f} ms the longest while moving",
-    ):
-        _console.print(line, highlight=False)
-
-
-def _print_loads(report: RunReport) -> None:
-    ranks = range(len(report.rank_load[0]))
-    rows = [
-        [f"layer {index}", *map(str, load), f"{even:.3f}"]
-        for index, (load, even) in enumerate(zip(report.rank_load, report.balancedness, strict=True))
-    ]
-    _table(
-        "tokens per EP rank (a token counts once per expert)", ["", *[f"rank {r}" for r in ranks], "balancedness"], rows
-    )
-    layers = range(len(report.expert_load))
-    if len(layers) > _WIDE:
-        columns, loads = ["all layers"], [[sum(column)] for column in zip(*report.expert_load, strict=True)]
-    else:
-        columns, loads = [f"layer {i}" for i in layers], [list(c) for c in zip(*report.expert_load, strict=True)]
-    _table("tokens per expert", ["", *columns], [[f"expert {e}", *map(str, load)] for e, load in enumerate(loads)])
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right" if title else "left", no_wrap=bool(title))
-    for row in rows:
-        table.add_row(*map(escape, row))
-    _console.print()
-    # a line that is too long for the terminal is better than numbers without their ends
-    Console(width=max(_console.width, _LINE), soft_wrap=True).print(table)
+def _bench_help() -> list[str]:
+    """The benchmarks with the first line of each. Their files are read: an import of all takes seconds."""
+    lines = ["Usage: ep-moe bench NAME [OPTIONS]; ep-moe bench NAME --help lists those of a benchmark.", ""]
+    for name in _BENCHES:
+        spec = importlib.util.find_spec(f"ep_moe.bench.{name}")
+        assert spec is not None
+        assert spec.origin is not None
+        text = ast.get_docstring(ast.parse(Path(spec.origin).read_text("utf-8"))) or ""
+        lines.append(f"  {name:9}  {text.partition(chr(10))[0]}")
+    return [*lines, "", "--json prints the lines of any as one JSON object; --quiet and --log-level are as elsewhere."]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ep_moe import registry
 from ep_moe.checkpoint.hub import model_folder
 from ep_moe.checkpoint.reader import loading
-from ep_moe.checks import deadline_problem
+from ep_moe.checks import deadline_problem, did_you_mean
+from ep_moe.cli.output import log_records
 from ep_moe.cli.run_eplb import Rebalanced, rebalance
 from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.context import EPContext
@@ -51,7 +52,8 @@ class RunOptions:
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
     reference: also run the untouched model in one process; None: where its weights are few enough
     redundant: experts that have a second copy; eplb: rebalance the experts, and read the text again
-    tuned: a file of `ep-moe tune`
+    tuned: a file of `ep-moe tune`; log_level: the least that ranks which are forked here write to stderr, None for what
+    logging is set to
     """
 
     model: str | None = None
@@ -74,6 +76,7 @@ class RunOptions:
     wire: str = "plain"
     tuned: str | None = None
     deadline_s: float = 300.0
+    log_level: str | None = None
 
     @property
     def is_demo(self) -> bool:
@@ -129,6 +132,7 @@ def run(options: RunOptions) -> RunReport | None:
         "options": settle(options, world),
         "device": torch.device("cpu"),
         "folder": model_folder(options.model or str(DEMO), revision=options.revision),
+        "forked": True,
     }
     longest = max(3 * options.deadline_s, _LOCAL_DEADLINE_S)
     report: RunReport = run_local_ranks("ep_moe.cli.run:run_on_rank", world, arguments, deadline_s=longest)[0]
@@ -148,8 +152,16 @@ def settle(options: RunOptions, world: int) -> RunOptions:
     return replace(options, dp=dp, tp=tp, dtype=options.dtype or ("float32" if options.is_demo else "auto"))
 
 
-def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None = None) -> RunReport | None:
-    """One rank's part, within an initialised process group. folder: of the model, None to look it up."""
+def run_on_rank(
+    options: RunOptions, device: torch.device, folder: Path | None = None, *, forked: bool = False
+) -> RunReport | None:
+    """One rank's part, within an initialised process group.
+
+    folder: of the model, None to look it up; forked: in a process of its own, where nothing has set logging
+    """
+    if forked and options.log_level is not None:
+        with log_records(options.log_level):
+            return run_on_rank(options, device, folder)
     from ep_moe.integrations.transformers import load_pretrained, moe_layers, num_experts
 
     assert options.dp is not None
@@ -179,7 +191,7 @@ def run_on_rank(options: RunOptions, device: torch.device, folder: Path | None =
         )
         if int(windows.max()) >= model.config.vocab_size:
             raise ConfigError(
-                f"--text has token {int(windows.max())}, but --model knows {model.config.vocab_size}; without "
+                f"--text has token {int(windows.max())}, but the model knows {model.config.vocab_size}; without "
                 f"tokenizer files the text is read as bytes"
             )
         layers = moe_layers(model)
@@ -245,20 +257,22 @@ def _check(options: RunOptions) -> None:
     if options.dtype not in (None, "auto", *_DTYPES):
         raise ConfigError(f"--dtype must be auto or one of {', '.join(_DTYPES)}, got {options.dtype!r}")
     if options.quantization not in SCHEMES:
-        raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {options.quantization!r}")
+        hint = did_you_mean(options.quantization, SCHEMES)
+        raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {options.quantization!r}{hint}")
     Wire(dispatch=options.wire, input_scale=1.0 if options.wire in ONE_SCALE else None)  # says itself what is wrong
     for flag, backend, known in (
         ("all2all", options.all2all, registry.targets("dispatchers")),
         ("experts", options.experts, registry.targets("experts") | registry.targets("fused")),
     ):
         if backend not in (AUTO, *known):
-            raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}")
+            hint = did_you_mean(backend, known)
+            raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}{hint}")
     if options.tuned is not None:
         Tuned.load(options.tuned)  # what is wrong with the file is said before ranks start
     if options.text is not None and not Path(options.text).is_file():
         raise ConfigError(f"--text {options.text} is not a file")
     if options.model is not None and options.text is None:
-        raise ConfigError("--model needs --text: a file to read")
+        raise ConfigError("a model needs --text: a file to read")
 
 
 def _wire(dispatch: str, folder: Path, context: EPContext) -> Wire:

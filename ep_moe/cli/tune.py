@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,11 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.bench.harness import eager, replayed
+from ep_moe.checks import did_you_mean
+from ep_moe.cli.model import layer_config
+from ep_moe.cli.output import log_records
 from ep_moe.cli.run import LAPTOP_RANKS
-from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire, load_model_config
+from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.execution.exchange import Exchange
@@ -52,9 +56,10 @@ Say = Callable[[str], None]
 class TuneOptions:
     """What `ep-moe tune` was asked for.
 
-    model: a bundled configuration, a TOML file, a folder with config.json, or a model of the Hub
+    model: as `ep_moe.cli.model` takes it
     tokens: that every rank sends, one bucket each
     dtype: default bfloat16 on GPUs, float32 on the CPU; cache: a folder for the kernels' own tuning
+    log_level: the least that ranks which are forked here write to stderr, None for what logging is set to
     """
 
     model: str
@@ -63,6 +68,7 @@ class TuneOptions:
     wire: str = PLAIN_WIRE.dispatch
     dtype: str | None = None
     cache: str | None = None
+    log_level: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 1 or max(self.tokens) > MOST_TOKENS:
@@ -70,7 +76,8 @@ class TuneOptions:
                 f"--tokens must be numbers of at least 1 and at most {MOST_TOKENS}, got {list(self.tokens)}"
             )
         if self.quantization not in SCHEMES:
-            raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}")
+            hint = did_you_mean(self.quantization, SCHEMES)
+            raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}{hint}")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
         self.rows()
@@ -103,7 +110,8 @@ def run(options: TuneOptions, say: Say) -> Tuned | None:
 def told_on_rank(options: TuneOptions, device: torch.device) -> tuple[list[str], Tuned | None]:
     """`run_on_rank`, and what it says."""
     lines: list[str] = []
-    return lines, run_on_rank(options, device, lines.append)
+    with nullcontext() if options.log_level is None else log_records(options.log_level):
+        return lines, run_on_rank(options, device, lines.append)
 
 
 def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned | None:
@@ -112,7 +120,7 @@ def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned |
     with EPContext.from_groups(device=device, deadline_s=DEADLINE_S, max_tokens=max(options.tokens)) as context:
         tuned = tune(
             context,
-            _moe_config(options.model, context),
+            layer_config(options.model, context),
             options.tokens,
             quantization=options.quantization,
             wire=options.rows(),
@@ -121,14 +129,6 @@ def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned |
             say=say if context.layout.rank == 0 else _quiet,
         )
         return tuned if context.layout.rank == 0 else None
-
-
-def _moe_config(model: str, context: EPContext) -> MoEConfig:
-    if Path(model).is_dir() or ("/" in model and not model.endswith(".toml")):
-        from ep_moe.integrations.transformers import read_moe_config
-
-        return read_moe_config(model, context)
-    return load_model_config(model).moe
 
 
 def _quiet(line: str) -> None:

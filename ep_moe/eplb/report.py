@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,24 @@ class Answer:
         moved = (self.moved.local_bytes, self.moved.same_node_bytes, self.moved.other_node_bytes)
         return [str(self.ranks), str(self.redundant), *found, *[f"{size / 1e9:.3g}" for size in moved]]
 
+    def facts(self) -> dict[str, Any]:
+        """As `cells`, for a program: bytes, and balancedness as the mean of layers."""
+        return {
+            "ranks": self.ranks,
+            "redundant": self.redundant,
+            "possible": True,
+            "balancedness_before": float(balancedness(self.before).mean()),
+            "balancedness_after": float(balancedness(self.after).mean()),
+            "critical_path_after": float(critical_path(self.after)),
+            "balancedness_held_out": self.held_out,
+            "before_ms": self.price.before_ms,
+            "after_ms": self.price.after_ms,
+            "local_bytes": self.moved.local_bytes,
+            "same_node_bytes": self.moved.same_node_bytes,
+            "other_node_bytes": self.moved.other_node_bytes,
+            "verdict": self.verdict,
+        }
+
     @property
     def verdict(self) -> str:
         return str(self.price)
@@ -83,17 +102,25 @@ class Impossible:
     def cells(self) -> list[str]:
         return [str(self.ranks), str(self.redundant), *["-"] * (len(COLUMNS) - 2)]
 
+    def facts(self) -> dict[str, Any]:
+        """As `cells`, for a program."""
+        return {"ranks": self.ranks, "redundant": self.redundant, "possible": False, "verdict": self.verdict}
+
     @property
     def verdict(self) -> str:
         return f"impossible: {self.reason}"
 
 
 def what_if(
-    trace: LoadTrace, ranks: Sequence[int], redundant: Sequence[int], question: Question, model: str | None = None
+    trace: LoadTrace,
+    ranks: Sequence[int],
+    redundant: Sequence[int],
+    question: Question,
+    model: str | MoEConfig | None = None,
 ) -> list[Answer | Impossible]:
     """An answer for each number of ranks with each number of redundant experts.
 
-    model: config to take sizes from, by name or path; default the trace's own. ConfigError if it does not fit.
+    model: config to take sizes from, or its name or path; default the trace's own. ConfigError if it does not fit.
     """
     config = _config(trace, model)
     rows: list[Answer | Impossible] = []
@@ -110,11 +137,12 @@ def what_if(
     return rows
 
 
-def _config(trace: LoadTrace, model: str | None) -> MoEConfig:
+def _config(trace: LoadTrace, model: str | MoEConfig | None) -> MoEConfig:
     name = model or trace.model
     if not name:
         raise ConfigError("the trace names no model; give one with --model, bundled or a .toml file")
-    config = load_model_config(name).moe
+    config = name if isinstance(name, MoEConfig) else load_model_config(name).moe
+    name = name if isinstance(name, str) else "the model"
     if config.num_experts != trace.num_experts:
         raise ConfigError(f"{name} has {config.num_experts} experts, the trace {trace.num_experts}")
     return config

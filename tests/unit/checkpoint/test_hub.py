@@ -211,7 +211,7 @@ def test_the_command_line_takes_names(tmp_path, monkeypatch):
         return honest(name, **(options | HERE | {"cache_dir": tmp_path}))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    run = ["run", "--model", NAME, "--text", str(DEMO / "heldout.txt"), "--text-tokens", "512", "--dp", "1"]
+    run = ["run", NAME, "--text", str(DEMO / "heldout.txt"), "--text-tokens", "512", "--dp", "1"]
     result = CliRunner().invoke(app, [*run, "--revision", "v1"])
     assert result.exit_code == 0, result.output
     assert "some-model: 1 ranks" in result.output

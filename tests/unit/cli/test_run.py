@@ -81,7 +81,7 @@ def test_a_model_with_its_own_router(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes((DEMO / "heldout.txt").read_bytes()[:512])
     options = ("--text", text, "--dtype", "float32", "--window", 64, "--redundant", 4)
-    result = invoke("run", "--model", tmp_path / "olmoe", *options)
+    result = invoke("run", tmp_path / "olmoe", *options)
     assert result.exit_code == 0, result.output
     assert re.search(r"ep_moe +[\d.]+\n +transformers +[\d.]+ +\(one process; equal", result.output)
 
@@ -306,7 +306,7 @@ def users(tmp_path_factory):
 
 def test_a_models_own_folder_and_text(users):
     result = invoke(
-        "run", "--model", users / "bytes", "--text", users / "text.txt", "--dp", 3, "--dtype", "float32",
+        "run", users / "bytes", "--text", users / "text.txt", "--dp", 3, "--dtype", "float32",
         "--window", 32, "--text-tokens", 1000, "--batch", 4,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -366,9 +366,9 @@ BAD = {
     "--quantization fp9": "--quantization must be one of none, fp8_static, .*, got 'fp9'",
     "--quantization fp8_block": ".* cannot run here .quantization fp8_block needs .* a multiple of 128, got 64",
     "--experts nobody": "--experts must be auto or one of .*reference, .*flashinfer_mega_bf16.*, got .nobody.",
-    "--model /nowhere/at/all --text {text}": "there is no folder /nowhere/at/all; give the folder of a checkpoint",
-    "--model {text} --text {text}": "path must be a folder or the name of a model, got .*text.txt",
-    "--model {bytes}": "--model needs --text: a file to read",
+    "/nowhere/at/all --text {text}": "there is no folder /nowhere/at/all; give the folder of a checkpoint",
+    "{text} --text {text}": "path must be a folder or the name of a model, got .*text.txt",
+    "{bytes}": "a model needs --text: a file to read",
     "--text /nowhere": "--text /nowhere is not a file",
     "--text {bytes}": "--text .*bytes is not a file",
     # found by the ranks
@@ -376,9 +376,9 @@ BAD = {
     "--etp 3": "etp must divide dp . tp, got etp=3, dp=2, tp=2",
     "--ep 3": "ep.*=3",
     "--all2all local": "all2all='local' with experts='auto' cannot run here",
-    "--model {empty} --text {text} --dp 2": "empty holds no config.json",
-    "--model {broken} --text {text} --dp 2": "broken/config.json is nothing that transformers can read",
-    "--model {small} --text {text} --dp 2": "--text has token 226, but --model knows 64",
+    "{empty} --text {text} --dp 2": "empty holds no config.json",
+    "{broken} --text {text} --dp 2": "broken/config.json is nothing that transformers can read",
+    "{small} --text {text} --dp 2": "--text has token 226, but the model knows 64",
 }
 
 
@@ -416,7 +416,7 @@ def test_doctor_names_every_backend():
 
 
 def test_explain_prints_the_table_of_a_model():
-    result = invoke("explain", "--config", "qwen3-30b-a3b", "--dp", 4, "--max-tokens", 256)
+    result = invoke("explain", "qwen3-30b-a3b", "--dp", 4, "--max-tokens", 256, "--all")
     assert result.exit_code == 0, result.output
     pairs = {(a, b) for a in registry.targets("dispatchers") for b in registry.targets("experts")}
     pairs |= {("inside", name) for name in registry.targets("fused")}
@@ -424,28 +424,28 @@ def test_explain_prints_the_table_of_a_model():
     assert {tuple(line[1:3]) for line in lines} == pairs
     (chosen,) = (line for line in lines if line[0] == "chosen")
     assert chosen[1:3] == ["allgather", "reference"]
-    result = invoke("explain", "--config", "qwen3-30b-a3b", "--dp", 16, "--all2all", "torch_a2a", "--dtype", "float32")
+    result = invoke("explain", "qwen3-30b-a3b", "--dp", 16, "--all2all", "torch_a2a", "--dtype", "float32")
     assert re.search(r"chosen +torch_a2a +reference +trains +top_k=8 < ep=16", result.output)
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--config nothing", "error: no bundled config is named 'nothing'; there are deepseek-v3"),
-        ("--config demo --dp 3 --ep 2", "error: ep . etp must divide dp . tp"),
-        ("--config demo --dtype int8", "error: dtype must be one of bfloat16, float16, float32, got 'int8'"),
-        ("--config demo --quantization x", "error: quantization must be one of none, .* got 'x'"),
+        ("nothing", "error: no bundled config is named 'nothing'; there are deepseek-v3"),
+        ("demo --dp 3 --ep 2", "error: ep . etp must divide dp . tp"),
+        ("demo --dtype int8", "error: dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ("demo --quantization x", "error: quantization must be one of none, .* got 'x'"),
         (
-            "--config demo --wire fp4",
+            "demo --wire fp4",
             r"error: Wire\.dispatch must be one of plain, fp8_block, fp8_row, fp8_tensor, mxfp8",
         ),
-        ("--config demo --all2all x", "error: no backend among dispatchers is named 'x'"),
-        ("--config demo --dp 2000000", "error: dp . tp must be at most 1000000 ranks, got 2000000"),
+        ("demo --all2all x", "error: no backend among dispatchers is named 'x'"),
+        ("demo --dp 2000000", "error: dp . tp must be at most 1000000 ranks, got 2000000"),
         (
-            "--config demo --dp 99999999999999999999",
+            "demo --dp 99999999999999999999",
             "error: ParallelConfig.dp must be an integer of at most 2147483647",
         ),
-        ("--config demo --max-tokens 0", "error: max_tokens must be an integer of at least 1, got 0"),
+        ("demo --max-tokens 0", "error: max_tokens must be an integer of at least 1, got 0"),
     ],
 )
 def test_explain_refuses_in_one_sentence(flags, sentence):
@@ -455,7 +455,7 @@ def test_explain_refuses_in_one_sentence(flags, sentence):
 
 
 def test_explain_says_by_its_exit_code_that_nothing_can_run():
-    result = invoke("explain", "--config", "demo", "--quantization", "fp8_block")
+    result = invoke("explain", "demo", "--quantization", "fp8_block")
     assert result.exit_code == 1
     assert "multiple of 128" in result.output
 
