@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 import signal
 import sys
 from dataclasses import asdict
@@ -59,12 +60,13 @@ def _terminated(number: int, _: Any) -> NoReturn:
     sys.exit(_ENDED + number)
 
 
+_ABOUT = "Expert-parallel Mixture-of-Experts for PyTorch: run, explain, tune and measure it."
 app = typer.Typer(
     cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help=__doc__,
+    help=f"{_ABOUT} Under torchrun, commands run on its ranks, and rank 0 prints.",
     epilog="\n\n".join(["Exit codes:", *(f"{code}: {meaning}" for code, meaning in EXIT_CODES.items())]),
 )
 _BENCHES = ("all2all", "experts", "layer", "overlap", "planner", "rebalance", "scaling", "train")
@@ -347,12 +349,12 @@ def bench(
 
 
 def _bench_help() -> list[str]:
-    """The benchmarks with the first line of each. Their files are read: an import of all takes seconds."""
+    """The benchmarks with what each says first of itself. Their files are read: an import of all takes seconds."""
     lines = ["Usage: ep-moe bench NAME [OPTIONS]; ep-moe bench NAME --help lists those of a benchmark.", ""]
     for name in _BENCHES:
         spec = importlib.util.find_spec(f"ep_moe.bench.{name}")
         assert spec is not None
         assert spec.origin is not None
         text = ast.get_docstring(ast.parse(Path(spec.origin).read_text("utf-8"))) or ""
-        lines.append(f"  {name:9}  {text.partition(chr(10))[0]}")
+        lines.append(f"  {name:9}  {re.split(r'[:.] ', ' '.join(text.split()))[0]}")
     return [*lines, "", "--json prints the lines of any as one JSON object; --quiet and --log-level are as elsewhere."]

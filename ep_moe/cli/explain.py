@@ -32,14 +32,19 @@ def grouped(rows: Sequence[BackendChoice]) -> list[str]:
     """
     lines = [str(row) for row in in_order(rows) if row.status != "refused"]
     refused: dict[str, list[BackendChoice]] = {}
+    absent: dict[str, set[str]] = {}  # backends whose own reason it is, whatever they are paired with
     for row in rows:
         if row.status == "refused":
-            refused.setdefault(row.reason, []).append(row)
+            owner, _, own = row.reason.partition(": ")
+            is_own = owner in (row.all2all, row.experts)
+            reason = own if is_own else row.reason
+            refused.setdefault(reason, []).append(row)
+            absent.setdefault(reason, set()).update([owner] if is_own else [])
     if refused:
         count = sum(map(len, refused.values()))
         lines += ["", f"refused: {count} pairs, by reason (--all lists the pairs)"]
-        by_size = sorted(refused.items(), key=lambda item: -len(item[1]))
-        lines += [f"{len(pairs):4}  {_who(pairs)}: {reason}" for reason, pairs in by_size]
+        for reason, pairs in sorted(refused.items(), key=lambda item: -len(item[1])):
+            lines.append(f"{len(pairs):4}  {', '.join(sorted(absent[reason])) or _who(pairs)}: {reason}")
     return lines
 
 

@@ -108,3 +108,22 @@ def test_the_command_ends_as_the_module(monkeypatch):
     found = CliRunner().invoke(app, ["bench", "layer", "--models", "demo"])
     assert found.exit_code == 2
     assert "torch sees none here" in found.output
+
+
+def test_rank_0_prints_json_alone(monkeypatch, capsys):
+    @one_sentence
+    def main():
+        sys.stdout.write("a table\n")
+        return [harness.Where.GPU]
+
+    for rank in ("0", "1"):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "here"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["bench", "--json"])
+        main()
+        out, err = capsys.readouterr()
+        assert (out == "") == (rank == "1")
+        assert err == "a table\n"
+        monkeypatch.setattr(sys, "argv", ["bench"])
+        main()
+        assert capsys.readouterr() == ("a table\n", "")

@@ -25,6 +25,7 @@ from ep_moe.config import load_model_config
 from ep_moe.eplb import LoadTrace
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import RanksFailed
+from ep_moe.registry import targets as names
 from ep_moe.selection.explain import BackendChoice
 from ep_moe.selection.tuned import Measured, Tuned
 
@@ -226,7 +227,10 @@ def test_explain_groups_what_is_refused():
     counts = [int(line.split()[0]) for line in short[able + 2 :]]
     assert counts == sorted(counts, reverse=True)
     assert sum(counts) == len(refused)
-    assert len(counts) == len({pair["reason"] for pair in refused})
+    own = {pair["reason"].partition(": ")[0] for pair in refused} & {*names("dispatchers"), *names("experts")}
+    shown = " ".join(short[able + 2 :])
+    assert own
+    assert all(backend in shown for backend in own), "whatever reason they share"
     assert len(short) < len(full) / 2
 
 
@@ -243,6 +247,8 @@ def test_groups_name_what_their_pairs_share():
     assert explain_module.grouped(rows)[2:] == [
         "   3  2 transports, 2 kernels: 3", "   2  a with 2 kernels: two", "   1  a with x: one",
     ]  # fmt: skip
+    rows = [BackendChoice(*pair, "refused", f"{pair[0]}: is absent") for pair in ("bx", "by", "ax")]
+    assert explain_module.grouped(rows)[2:] == ["   3  a, b: is absent"]
     assert explain_module.grouped([]) == []
 
 
