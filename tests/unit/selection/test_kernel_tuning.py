@@ -25,9 +25,9 @@ def test_the_busiest_rank_measures_while_the_others_wait_long(tmp_path, monkeypa
         seen.update(how, what=what)
         return call()
 
-    ranks = SimpleNamespace(consensus=SimpleNamespace(share=share), layout=SimpleNamespace(etp=2))
+    ranks = SimpleNamespace(consensus=SimpleNamespace(share=share), layout=SimpleNamespace(etp=2, rank=0))
     held = ExpertMap.uneven([1, 3, 2])
-    assert tuned_on_one_rank(SimpleNamespace(tune=tune), ranks, held, (8, 64), "~/found", "moe3") == [7]
+    assert tuned_on_one_rank(SimpleNamespace(tune=tune, name="own"), ranks, held, (8, 64), "~/found", "moe3") == [7]
     wanted = {"what": "tune moe3", "owner": 2, "deadline_s": TUNING_S, "rows": [8, 64], "cache": tmp_path / "found"}
     assert seen == wanted
 
