@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape, whole_bound
@@ -16,6 +16,7 @@ from ep_moe.execution.exchange import narrow
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import INSIDE, FusedExperts
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.parts import local
 
 Buffers = dict[tuple[str, DispatchShape], int]  # bytes by transport and shape
 _ID_BYTES, _WEIGHT_BYTES = 4, 4
@@ -39,17 +40,38 @@ class Layer(Protocol):
 
 def layer_bytes(layer: Layer, train_tokens: int | None) -> dict[str, int]:
     """As `MoELayer.plan`."""
-    held = {
-        kind: sum(t.numel() * t.itemsize for t in [*module.parameters(), *module.buffers()])
-        for kind in ("experts", "router", "placement", "shared_experts")
-        if isinstance(module := layer.expert_weights if kind == "experts" else getattr(layer, kind), nn.Module)
-    }
+    held = held_bytes(
+        experts=layer.expert_weights,
+        **{kind: getattr(layer, kind) for kind in ("router", "placement", "shared_experts")},
+    )
     held["workspace"] = max(kernel.workspace_bytes() for kernel in layer._kernels)
     held["transport"] = sum(transport_bytes(layer, train_tokens).values())
     if train_tokens is not None:
-        held["gradients"] = sum(p.numel() * p.itemsize for p in layer.parameters() if p.requires_grad)
+        held["gradients"] = sum(_local_bytes(p) for p in layer.parameters() if p.requires_grad)
         held["saved"] = _saved_bytes(layer, train_tokens)
     return held
+
+
+def held_bytes(**parts: Any) -> dict[str, int]:
+    """Bytes of a layer's parameters and buffers by kind.
+
+    Args:
+        **parts: Modules by kind. What is no module counts nothing.
+
+    Returns:
+        Bytes by kind, of modules alone.
+    """
+    return {
+        kind: sum(map(_local_bytes, [*module.parameters(), *module.buffers()]))
+        for kind, module in parts.items()
+        if isinstance(module, nn.Module)
+    }
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    """Of this rank's own piece: a DTensor, as experts that are cut over etp are, counts the whole in `numel`."""
+    own = local(tensor)
+    return own.numel() * own.itemsize
 
 
 def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
