@@ -54,6 +54,9 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     },
 }
 
+# whose library `pip install ep-moe[gpu]` on a machine with CUDA does not bring
+BUILT_APART = frozenset({"deepep", "deepep_static", "pplx"})
+
 # words that `all2all=` and `experts=` take beside names
 _RESERVED = {"auto": "the choice of the best", "inside": "the transport of fused kernels"}
 

@@ -19,7 +19,8 @@ def one_host_problem(name: str, layout: RankLayout) -> str | None:
     """For transports that reach their peers' memory: None, or that the ranks do not fit on this host."""
     if layout.across_nodes is not None:
         return f"{name} is for one host, and the ranks of an EP group are on several: {layout.across_nodes}"
-    ranks, here = layout.ep * layout.etp, torch.cuda.device_count()
+    ranks, here = layout.ep * layout.etp, layout.paper_gpus
+    here = torch.cuda.device_count() if here is None else here
     if here >= ranks:
         return None
     return f"{name} is for one host here: ep * etp is {ranks}, and this host shows {here} GPUs"

@@ -1,5 +1,5 @@
-"""The command line: `ep-moe run`, `explain`, `tune`, `plan`, `bench`, `doctor`. It only parses, prints and sets exit
-codes; what commands share is in `output` and `model`."""
+"""The command line: `ep-moe run`, `explain`, `fit`, `tune`, `plan`, `bench`, `doctor`. It only parses, prints and sets
+exit codes; what commands share is in `output` and `model`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from ep_moe.cli import doctor as doctor_report
 from ep_moe.cli.cluster import ClusterReport
 from ep_moe.cli.cluster import run as run_cluster
 from ep_moe.cli.explain import grouped, in_order
+from ep_moe.cli.fit import FitOptions, print_answer
+from ep_moe.cli.fit import run as run_fit
 from ep_moe.cli.model import DEMO, FORMS, ModelArgument, checkpoint_named, model_named, sizes_named
 from ep_moe.cli.output import DEFAULT_LEVEL, EXIT_CODES, AsJson, LogLevel, Output, Quiet, command, least_level, note
 from ep_moe.cli.reports import print_report, print_tuned
@@ -210,24 +212,83 @@ def explain(
     ] = "plain",
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all of them.")] = None,
     every: Annotated[bool, typer.Option("--all", help="A line for each refused pair too.")] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="A kind of GPU that need not be here, h100, h200 or b200; default this machine.")
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     log_level: LogLevel = DEFAULT_LEVEL,
     old_config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
 ) -> None:
-    """Print the pairs of transport and kernel that serve a model on this machine, and why others do not."""
+    """Print the pairs of transport and kernel that serve a model on this machine, and why others do not.
+
+    With --gpu: on machines with such GPUs, what ep-moe[gpu] brings installed, and NVLink between the GPUs of a node.
+    """
     with command(as_json, quiet, log_level) as out:
         named = model_named("explain", model, config=old_config)
         parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
         rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on it
         rows = explain_model(
-            sizes_named(named), parallel, all2all, experts, quantization, dtype, max_tokens, rows_as, ranks_per_node
+            sizes_named(named),
+            parallel,
+            all2all,
+            experts,
+            quantization,
+            dtype,
+            max_tokens,
+            rows_as,
+            ranks_per_node,
+            gpu,
         )
         for line in [str(row) for row in in_order(rows)] if every else grouped(rows):
             out.line(line)
         chosen = next((row for row in rows if row.status == "chosen"), None)
         out.result({"model": named, "chosen": chosen, "pairs": in_order(rows)})
         if chosen is None:
+            raise typer.Exit(1)
+
+
+@app.command()
+def fit(
+    model: Annotated[
+        str, typer.Argument(help="Bundled model config, a .toml file, a folder with config.json, or org/model.")
+    ],
+    gpus: Annotated[int, typer.Option(help="GPUs of the job.")],
+    gpu: Annotated[str, typer.Option(help="Their kind: h100, h200 or b200.")] = "h200",
+    per_host: Annotated[int, typer.Option(help="GPUs that NVLink joins.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Of each GPU in one call.")] = 128,
+    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    wire: Annotated[str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, ...")] = "plain",
+    dp: Annotated[int | None, typer.Option(help="Data-parallel size; default gpus / tp.")] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that hold the same tokens.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
+    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
+    redundant: Annotated[int, typer.Option(help="Expert slots beyond one per expert.")] = 0,
+    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to admit.")] = "auto",
+    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to admit.")] = "auto",
+    nic_gb_s: Annotated[float, typer.Option(help="GB/s of a GPU to other hosts, one direction.")] = 50.0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
+) -> None:
+    """Say whether a model fits on GPUs that are not here, what would serve it, and how long an MoE layer would take.
+
+    Exits with 1 where it does not fit. What the numbers are made of: docs/how-to/fit.md.
+    """
+    with command(as_json, quiet, log_level) as out:
+        answered = run_fit(
+            FitOptions(
+                model=model, gpus=gpus, gpu=gpu, per_host=per_host, tokens=tokens, quantization=quantization,
+                dtype=dtype, wire=wire, dp=dp, tp=tp, ep=ep, etp=etp, redundant=redundant, all2all=all2all,
+                experts=experts, nic_gb_s=nic_gb_s, revision=revision,
+            )
+        )  # fmt: skip
+        if not as_json:
+            print_answer(answered, out.line)
+        out.result(answered)
+        if not answered["memory"]["fits"]:
             raise typer.Exit(1)
 
 

@@ -22,6 +22,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
+from ep_moe.runtime.gpus import GPU, compute_capability
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, LocalIds, PeerRows, Received, RowLayout, Weighting, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -204,10 +205,10 @@ class Experts(ABC):
         return cls.capabilities.min_compute_capability, cls.capabilities.max_compute_capability
 
     @classmethod
-    def unsupported_platform(cls, scheme: Scheme, device: torch.device) -> str | None:
+    def unsupported_platform(cls, scheme: Scheme, device: torch.device | GPU) -> str | None:
         """None, or why this device does not compute a scheme."""
         lowest, highest = cls.compute_capability(scheme.name)
-        found = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        found = compute_capability(device) if device.type == "cuda" else (0, 0)
         if found >= (lowest or found) and found <= (highest or found):
             return None
         low, high = (None if bound is None else ".".join(map(str, bound)) for bound in (lowest, highest))

@@ -197,6 +197,11 @@ class RankLayout:
         return self.nodes or NodeLayout(self.ranks, (0,) * self.world, ("one host",))
 
     @property
+    def paper_gpus(self) -> int | None:
+        """GPUs of a node where the layout is of machines that are not here, else None."""
+        return self._nodes.gpus
+
+    @property
     def ep_nodes(self) -> list[list[int]]:
         """The ranks of this rank's EP group by node."""
         return self._nodes.split(self.group("ep"))

@@ -10,7 +10,7 @@ rail        the ranks of a group with one local rank, one of each node; on a clu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -23,11 +23,13 @@ class NodeLayout:
         ranks: Ranks in torch.distributed.
         nodes: The node of each, counted from 0 in the order in which nodes appear.
         hosts: A name for each node, for messages.
+        gpus: GPUs of each node where the nodes are on paper; None where they are here, and the driver knows.
     """
 
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     hosts: tuple[str, ...]
+    gpus: int | None = None
 
     @classmethod
     def found(cls, ranks: Sequence[int], hosts: Sequence[tuple[str, str]]) -> NodeLayout:
@@ -49,18 +51,19 @@ class NodeLayout:
         return cls(tuple(ranks), tuple(number[identity] for identity, _ in hosts), tuple(names))
 
     @classmethod
-    def counted(cls, ranks: Sequence[int], ranks_per_node: int) -> NodeLayout:
+    def counted(cls, ranks: Sequence[int], ranks_per_node: int, gpus: int | None = None) -> NodeLayout:
         """Tell nodes apart by the numbers of ranks, whatever hosts these are on.
 
         Args:
             ranks: Ranks in torch.distributed.
             ranks_per_node: So many consecutive ranks are one node.
+            gpus: As the field. Default: nodes that are here.
 
         Returns:
             The nodes.
         """
         hosts = [f"node {rank // ranks_per_node}" for rank in ranks]
-        return cls.found(ranks, [(host, host) for host in hosts])
+        return replace(cls.found(ranks, [(host, host) for host in hosts]), gpus=gpus)
 
     @cached_property
     def _node(self) -> dict[int, int]:

@@ -23,6 +23,7 @@ from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme, scheme_of
 from ep_moe.runtime.devices import as_device
+from ep_moe.runtime.gpus import GPU, compute_capability, gpu_named
 from ep_moe.types import RowLayout, Weighting, dtype_name
 
 AUTO = "auto"
@@ -56,15 +57,23 @@ class _Backends:
     """The registry within one table: each backend is imported, checked and asked whether it can run once, not for each
     of its pairs."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | GPU) -> None:
         self.load = functools.cache(registry.load)
-        self.unsupported_reason = functools.cache(registry.unsupported_reason)
+        self._on_paper = isinstance(device, GPU)
+        self.unsupported_reason = functools.cache(self._unsupported_reason)
+
+    def _unsupported_reason(self, kind: registry.Kind, name: str) -> str | None:
+        """A GPU that is not here has what `ep-moe[gpu]` and a CUDA build of torch bring. Libraries that are built
+        apart, and other packages, are asked here."""
+        if self._on_paper and not registry.is_plugin(kind, name) and name not in registry.BUILT_APART:
+            return None
+        return registry.unsupported_reason(kind, name)
 
 
 def explain(
     config: MoEConfig,
     layout: RankLayout,
-    device: torch.device | str | int,
+    device: torch.device | GPU | str | int,
     dtype: torch.dtype,
     *,
     all2all: str = AUTO,
@@ -80,7 +89,7 @@ def explain(
     Args:
         config: The layer.
         layout: Of the ranks.
-        device: Of the layer; one of a kind that is not here is explained too.
+        device: Of the layer; a torch.device of a kind that is not here, or a `GPU`, is explained too.
         dtype: Of the layer.
         all2all: A transport's name, which admits only that one, or "auto".
         experts: A kernel's name, which admits only that one, or "auto".
@@ -97,10 +106,10 @@ def explain(
         ConfigError: a name is unknown.
     """
     options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
-    if not isinstance(device, torch.device):  # one of a kind that is not here is explained too
+    if not isinstance(device, torch.device | GPU):  # one of a kind that is not here is explained too
         device = as_device(device)
     _check_names(all2all, experts)
-    backends = _Backends()
+    backends = _Backends(device)
     ours, others = _ranked(backends, config, layout)
     kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
 
@@ -120,7 +129,9 @@ def explain(
             INSIDE,
             kernel,
             f"all in one, where experts={kernel!r} is asked for",
-            _fused_refusal(config, layout, device, dtype, kernel, scheme, options, max_tokens, wire, expert_map),
+            _fused_refusal(
+                backends, config, layout, device, dtype, kernel, scheme, options, max_tokens, wire, expert_map
+            ),
         )
         for kernel in registry.targets("fused")
     ]
@@ -154,7 +165,7 @@ def _trains(backends: _Backends, transport: str, kernel: str) -> bool:
 def choose(
     config: MoEConfig,
     layout: RankLayout,
-    device: torch.device | str | int,
+    device: torch.device | GPU | str | int,
     dtype: torch.dtype,
     *,
     all2all: str = AUTO,
@@ -170,7 +181,7 @@ def choose(
     Args:
         config: The layer.
         layout: Of the ranks.
-        device: Of the layer; one of a kind that is not here is explained too.
+        device: Of the layer; a torch.device of a kind that is not here, or a `GPU`, is explained too.
         dtype: Of the layer.
         all2all: A transport's name, which admits only that one, or "auto".
         experts: A kernel's name, which admits only that one, or "auto".
@@ -238,6 +249,7 @@ def explain_model(
     max_tokens: int | None = None,
     wire: Wire | None = None,
     ranks_per_node: int | None = None,
+    gpu: str | None = None,
 ) -> list[BackendChoice]:
     """Run `explain` for a model config on this machine, from names as a command line has them.
 
@@ -251,6 +263,7 @@ def explain_model(
         max_tokens: The most tokens of a rank, None for any number.
         wire: As for `explain`.
         ranks_per_node: So many consecutive ranks share a node. Default: all.
+        gpu: A kind of GPU that need not be here, of `ep_moe.runtime.gpus.GPUS`. Default: what is here.
 
     Returns:
         A row per pair, the best first.
@@ -268,10 +281,13 @@ def explain_model(
         check_count("max_tokens", max_tokens, at_least=1)
     if ranks_per_node is not None:
         check_count("ranks_per_node", ranks_per_node, at_least=1)
+    device: torch.device | GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nodes = None if ranks_per_node is None else NodeLayout.counted(range(world), ranks_per_node)
+    if gpu is not None:
+        per_node = ranks_per_node or world
+        device, nodes = gpu_named(gpu), NodeLayout.counted(range(world), per_node, gpus=per_node)
     layout = RankLayout.from_config(parallel, world=world, rank=0, nodes=nodes)
     most = None if max_tokens is None else layout.max_dispatch_tokens(max_tokens)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return explain(
         config if isinstance(config, MoEConfig) else load_model_config(config).moe,
         layout,
@@ -331,7 +347,7 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
 
 
 def _refusal(
-    backends: _Backends, config: MoEConfig, layout: RankLayout, device: torch.device, dtype: torch.dtype,
+    backends: _Backends, config: MoEConfig, layout: RankLayout, device: torch.device | GPU, dtype: torch.dtype,
     transport: str, kernel: str, scheme: Scheme, options: ExpertsOptions, max_tokens: int | None, wire: Wire,
 ) -> str | None:  # fmt: skip
     problem = scheme.problem(config, layout.etp)
@@ -376,13 +392,14 @@ def _refusal(
 
 
 def _fused_refusal(
-    config: MoEConfig, layout: RankLayout, device: torch.device, dtype: torch.dtype, kernel: str, scheme: Scheme,
-    options: ExpertsOptions, max_tokens: int | None, wire: Wire, expert_map: ExpertMap | None,
+    backends: _Backends, config: MoEConfig, layout: RankLayout, device: torch.device | GPU, dtype: torch.dtype,
+    kernel: str, scheme: Scheme, options: ExpertsOptions, max_tokens: int | None, wire: Wire,
+    expert_map: ExpertMap | None,
 ) -> str | None:  # fmt: skip
     problem = scheme.problem(config, layout.etp)
     if problem is not None:
         return problem
-    if (reason := registry.unsupported_reason("fused", kernel)) is not None:
+    if (reason := backends.unsupported_reason("fused", kernel)) is not None:
         return f"{kernel}: {reason}"
     kind: type[FusedExperts] = registry.load("fused", kernel)
     if wire != PLAIN_WIRE:
@@ -399,7 +416,7 @@ def _fused_refusal(
     )
 
 
-def untried(kernel: str, device: torch.device) -> str | None:
+def untried(kernel: str, device: torch.device | GPU) -> str | None:
     """Say whether a kernel was run on a kind of GPU by those who wrote it.
 
     Args:
@@ -412,7 +429,7 @@ def untried(kernel: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     kind: registry.Kind = "experts" if kernel in registry.targets("experts") else "fused"
-    run_on, found = registry.load(kind, kernel).capabilities.run_on, torch.cuda.get_device_capability(device)
+    run_on, found = registry.load(kind, kernel).capabilities.run_on, compute_capability(device)
     if run_on is None or found in run_on:
         return None
     return f"{kernel} was NOT RUN on compute capability {found[0]}.{found[1]} yet"

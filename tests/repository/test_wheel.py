@@ -41,7 +41,7 @@ def wheel(tmp_path_factory):
         if (ROOT / name).is_file():
             source.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, source)
-    for name in ("ep_moe", "configs", "tests", "tools"):
+    for name in ("ep_moe", "configs", "docs", "tests", "tools"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     return build(source, root / "out")
 

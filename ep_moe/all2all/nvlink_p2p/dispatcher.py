@@ -106,6 +106,8 @@ class NVLinkP2PDispatcher(Dispatcher):
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
         problem = one_host_problem(cls.name, layout)
+        if layout.paper_gpus is not None:  # of GPUs that NVLink joins; the driver knows those that are here
+            return problem
         if problem is None and (apart := without_peer_atomics(layout.ep * layout.etp)) is not None:
             problem = f"{cls.name} needs NVLink between the GPUs, and {apart[0]} and {apart[1]} have none"
         return problem

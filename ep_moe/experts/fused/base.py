@@ -28,6 +28,7 @@ from ep_moe.placement.deferred import given_ids
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, take_old_names
+from ep_moe.runtime.gpus import GPU, compute_capability
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
@@ -136,7 +137,7 @@ class FusedExperts(ABC):
         return None
 
     @classmethod
-    def unsupported_platform(cls, layout: RankLayout, device: torch.device) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout, device: torch.device | GPU) -> str | None:
         """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
         can = cls.capabilities
         if device.type not in can.devices:
@@ -144,7 +145,7 @@ class FusedExperts(ABC):
         lowest, highest = can.min_compute_capability, can.max_compute_capability
         if device.type != "cuda" or (lowest is None and highest is None):
             return None
-        found = torch.cuda.get_device_capability(device)
+        found = compute_capability(device)
         if (lowest is None or found >= lowest) and (highest is None or found <= highest):
             return None
         bounds = " to ".join(f"{bound[0]}.{bound[1]}" for bound in dict.fromkeys((lowest, highest)) if bound)

@@ -27,6 +27,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.runtime.gpus import GPU
 from ep_moe.types import Activation, PhysicalRouting, capturing
 from ep_moe.weights.layouts.base import MegaBf16, WeightLayout
 
@@ -111,7 +112,7 @@ class FlashInferMega(FusedExperts):
         return registry.without_flashinfer()
 
     @classmethod
-    def unsupported_platform(cls, layout: RankLayout, device: torch.device) -> str | None:
+    def unsupported_platform(cls, layout: RankLayout, device: torch.device | GPU) -> str | None:
         return super().unsupported_platform(layout, device) or one_host_problem(cls.name, layout)
 
     @classmethod

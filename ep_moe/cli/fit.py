@@ -1,0 +1,299 @@
+"""`ep-moe fit`: whether a model fits on GPUs that are not here, and how long its MoE layers would take there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_moe.bench.fit import SECOND_LEVEL_US, Crossover, Found, Question, answer, best, crossover
+from ep_moe.config import ONE_SCALE, MoEConfig, ParallelConfig, Wire, load_model_config
+from ep_moe.errors import ConfigError
+from ep_moe.quant.schemes import scheme_of
+from ep_moe.runtime.gpus import gpu_named
+from ep_moe.selection.explain import AUTO
+from ep_moe.types import dtype_name
+
+_DTYPES = {dtype_name(known): known for known in (torch.bfloat16, torch.float16)}
+_GIB = 2**30
+_NIC_SOURCE = "--nic-gb-s; 50 is the nominal rate of a 400 Gbit/s card, not measured"
+_NOT_COUNTED = (
+    "CUDA context, NCCL's buffers, the allocator's gaps, rows between kernels, activations outside MoE layers"
+)
+_CRITERIA = "fits the memory, then least floor in turn, then fewest bytes, then smallest tp; as many tokens of the job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """What `ep-moe fit` was asked for, as the command line has it."""
+
+    model: str
+    gpus: int
+    gpu: str = "h200"
+    per_host: int = 8
+    tokens: int = 128
+    quantization: str = "none"
+    dtype: str = "bfloat16"
+    wire: str = "plain"
+    dp: int | None = None
+    tp: int = 1
+    ep: int | None = None
+    etp: int = 1
+    redundant: int = 0
+    all2all: str = AUTO
+    experts: str = AUTO
+    nic_gb_s: float = 50.0
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a configuration says of a model.
+
+    Args:
+        name: As it was asked for.
+        config: Of the MoE layers.
+        layers: How many of them.
+        rest: Parameters outside of them, None where the configuration has MoE layers alone.
+        kv_numbers: Of one token in the KV cache, over all layers.
+    """
+
+    name: str
+    config: MoEConfig
+    layers: int
+    rest: int | None = None
+    kv_numbers: int | None = None
+
+
+def read_model(name: str, revision: str | None = None) -> Model:
+    """Read a model's sizes, without its weights.
+
+    Args:
+        name: A bundled configuration, a .toml file, a folder with config.json, or a model of the Hub.
+        revision: Of a model of the Hub.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ConfigError: there is none of that name, or its layers are not alike.
+        CheckpointError: a folder or the Hub has no configuration that can be read.
+    """
+    if not Path(name).is_dir() and ("/" not in name or name.endswith(".toml")):
+        if revision is not None:
+            raise ConfigError(f"--revision is for models of the Hub, got {revision!r} with {name!r}; leave it out")
+        found = load_model_config(name)
+        return Model(name=name, config=found.moe, layers=found.moe_layers)
+    from ep_moe.checkpoint.hub import model_folder
+    from ep_moe.integrations.families import blocks_of, checked_config, family_of
+    from ep_moe.integrations.load import on_meta
+
+    folder = model_folder(name, weights=False, revision=revision)
+    text, config = checked_config(folder)
+    model = on_meta(folder, text, torch.bfloat16)
+    blocks = blocks_of(model, family_of(text)[1])
+    inside = sum(p.numel() for _, block in blocks for p in block.parameters())
+    rest = sum(p.numel() for p in model.parameters()) - inside
+    return Model(name=name, config=config, layers=len(blocks), rest=rest, kv_numbers=_kv_numbers(text))
+
+
+def _kv_numbers(text: Any) -> int:
+    """Of one token, as transformers caches it: a model of latent attention has its keys and values expanded."""
+    heads = text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None):
+        a_layer = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+    else:
+        head = getattr(text, "head_dim", None) or text.hidden_size // heads
+        a_layer = 2 * (getattr(text, "num_key_value_heads", None) or heads) * head
+    return int(text.num_hidden_layers * a_layer)
+
+
+def run(options: FitOptions) -> dict[str, Any]:
+    """Answer, as one JSON object has it.
+
+    Args:
+        options: Of the command line.
+
+    Returns:
+        Names as they are printed; times in microseconds, None for what is not known.
+
+    Raises:
+        EPMoEError: a field is wrong, or no backends can run.
+    """
+    gpu, scheme = gpu_named(options.gpu), scheme_of(options.quantization)
+    if options.dtype not in _DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {options.dtype!r}")
+    model, dtype = read_model(options.model, options.revision), _DTYPES[options.dtype]
+    asked = Question(
+        config=model.config, layers=model.layers, gpu=gpu, gpus=options.gpus, per_host=options.per_host,
+        tokens=options.tokens, scheme=scheme, dtype=dtype, redundant=options.redundant, nic=options.nic_gb_s * 1e9,
+        wire=Wire(dispatch=options.wire, input_scale=1.0 if options.wire in ONE_SCALE else None),
+        all2all=options.all2all, experts=options.experts,
+        rest_bytes=None if model.rest is None else model.rest * dtype.itemsize,
+    )  # fmt: skip
+    dp = options.gpus // options.tp if options.dp is None and options.tp >= 1 else options.dp
+    found = answer(asked, ParallelConfig(dp=dp or 0, tp=options.tp, ep=options.ep, etp=options.etp))
+    return {
+        "asked": dataclasses.asdict(options),
+        "gpu": {
+            "name": gpu.name, "compute_capability": list(gpu.capability), "memory_bytes": gpu.memory_bytes,
+            "rates": dataclasses.asdict(gpu.rates), "nic_bytes_per_s": asked.nic, "nic_source": _NIC_SOURCE,
+        },
+        "layout": _layout(found),
+        "backends": {"all2all": found.choice.all2all, "experts": found.choice.experts, "reason": found.choice.reason},
+        "memory": _memory(asked, model, found),
+        "layer_time": _time(found),
+        "wire": _wire(found),
+        "crossover": _crossover(crossover(asked, found.layout)),
+        "best": {
+            "criteria": _CRITERIA,
+            "layouts": [
+                _layout(one)
+                | {"all2all": one.choice.all2all, "experts": one.choice.experts, "bytes": one.memory.total}
+                | {"floor_us": None if one.time is None else one.time.floor_us}
+                for one in best(asked)
+            ],
+        },
+    }  # fmt: skip
+
+
+def _layout(found: Found) -> dict[str, int]:
+    layout = found.layout
+    return {name: getattr(layout, name) for name in ("dp", "tp", "ep", "etp", "replicas")} | {
+        "hosts_of_an_ep_group": layout.ep_node_count
+    }
+
+
+def _memory(asked: Question, model: Model, found: Found) -> dict[str, Any]:
+    kv = None if model.kv_numbers is None else model.kv_numbers * asked.dtype.itemsize
+    left = asked.gpu.memory_bytes - found.memory.total
+    return {
+        "layer_bytes": found.memory.layer,
+        "moe_layers": model.layers,
+        "rest_of_model_bytes": asked.rest_bytes,
+        "total_bytes": found.memory.total,
+        "left_bytes": left,
+        "fits": found.fits(asked),
+        "kv_bytes_per_token": kv,
+        "kv_tokens_in_what_is_left": None if not kv else max(0, left // kv),
+        "not_counted": _NOT_COUNTED,
+    }
+
+
+def _time(found: Found) -> dict[str, Any]:
+    time = found.time
+    if time is None:
+        return {"floor_us": None, "expected_us": None, "source": "no model of this transport or quantization"}
+    floor = time.floor
+    names = ("weights", "products", "out", "back")
+    return {
+        "floor_us": time.floor_us,
+        "floor_parts_us": {name: getattr(floor, name) for name in names} | {"tp_and_etp": time.groups},
+        "bound": {"w": "weights read", "p": "matrix products", "n": "the wire"}[floor.bound],
+        "expected_us": time.expected_us,
+        "ratio": None if time.ratio is None else time.ratio.value,
+        "source": "floor only, not measured" if time.ratio is None else time.ratio.source,
+    }
+
+
+def _wire(found: Found) -> dict[str, Any]:
+    time = found.time
+    return {
+        "nvlink_bytes_per_token": None if time is None else time.nvlink_bytes,
+        "nic_bytes_per_token": None if time is None else time.nic_bytes,
+    }
+
+
+def _crossover(found: Crossover | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return dataclasses.asdict(found) | {"second_level_costs_us": SECOND_LEVEL_US, "source": "floor only, not measured"}
+
+
+# --- as text -------------------------------------------------------------------------------------------------------
+
+
+def print_answer(answered: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Print what `run` gives.
+
+    Args:
+        answered: Of `run`.
+        say: Prints one line.
+    """
+    asked, gpu, layout, chosen = (answered[name] for name in ("asked", "gpu", "layout", "backends"))
+    sizes = ", ".join(f"{name} {layout[name]}" for name in ("dp", "tp", "ep", "etp"))
+    say(f"{asked['model']} on {asked['gpus']} x {gpu['name']}, {asked['per_host']} a host: {sizes}")
+    say(f"  experts in {asked['quantization']}, {asked['tokens']} tokens of each GPU in a call")
+    say(f"backends  {chosen['all2all']} with {chosen['experts']}: {chosen['reason']}")
+    _print_memory(answered["memory"], gpu, say)
+    _print_time(answered, say)
+    say(f"\nbest layouts ({answered['best']['criteria']}; floors, not measured)")
+    for one in answered["best"]["layouts"]:
+        sizes = ", ".join(f"{name} {one[name]}" for name in ("dp", "tp", "ep", "etp"))
+        say(f"  {sizes}: {one['floor_us']:.1f} us, {_gib(one['bytes'])}, {one['all2all']} with {one['experts']}")
+    if not answered["best"]["layouts"]:
+        say("  none fits")
+
+
+def _print_memory(memory: dict[str, Any], gpu: dict[str, Any], say: Callable[[str], None]) -> None:
+    say("\nmemory of the fullest rank, from shapes")
+    shared = ("workspace", "transport")
+    for name, size in memory["layer_bytes"].items():
+        if size is None:
+            say(f"  {name:24} not known: only the library tells, on a GPU")
+        else:
+            times = "once" if name in shared else f"x {memory['moe_layers']} MoE layers"
+            say(f"  {name:24} {_gib(size):>12}  {times}")
+    if memory["rest_of_model_bytes"] is None:
+        say("  rest of the model        left out: this configuration has MoE layers alone; give a folder or a Hub name")
+    else:
+        say(
+            f"  {'rest of the model':24} {_gib(memory['rest_of_model_bytes']):>12}  attention, embeddings, dense "
+            f"layers: whole on each rank, estimated without quantization"
+        )
+    verdict = "fits" if memory["fits"] else "DOES NOT FIT"
+    say(f"  {'total':24} {_gib(memory['total_bytes']):>12}  of {_gib(gpu['memory_bytes'])} (datasheet): {verdict}")
+    if memory["kv_bytes_per_token"]:
+        say(
+            f"  {'KV cache':24} {memory['kv_bytes_per_token'] / 2**10:.1f} KiB a token, estimated as transformers "
+            f"keeps it: room for {memory['kv_tokens_in_what_is_left']} tokens"
+        )
+    say(f"  not counted: {memory['not_counted']}")
+
+
+def _print_time(answered: dict[str, Any], say: Callable[[str], None]) -> None:
+    time, wire, gpu = answered["layer_time"], answered["wire"], answered["gpu"]
+    say("\none routed MoE layer, without router and shared experts")
+    if time["floor_us"] is None:
+        say(f"  {time['source']}")
+        return
+    parts = ", ".join(f"{name} {us:.1f}" for name, us in time["floor_parts_us"].items())
+    say(f"  floor     {time['floor_us']:.1f} us in turn ({parts}; bound by {time['bound']})")
+    say(f"            rates: {gpu['rates']['source']}; between hosts {gpu['nic_bytes_per_s'] / 1e9:g} GB/s")
+    say(f"            ({gpu['nic_source']})")
+    if time["expected_us"] is None:
+        say(f"  expected  {time['source']}")
+    else:
+        say(f"  expected  {time['expected_us']:.1f} us = floor x {time['ratio']:.2f}")
+        say(f"            {time['source']}")
+    say(
+        f"  a rank receives {wire['nvlink_bytes_per_token'] / 2**10:.2f} KiB over NVLink and "
+        f"{wire['nic_bytes_per_token'] / 2**10:.2f} KiB over its network card for each token of every rank, both ways"
+    )
+    cross = answered["crossover"]
+    if cross is None:
+        say("  flat or in two levels: the EP group is on one host, which has one level")
+        return
+    say(
+        f"  flat {cross['flat_us'] * 1e3:.1f} ns, in two levels {cross['two_level_us'] * 1e3:.1f} ns a token; two "
+        f"levels pay {cross['two_level_pays']} tokens per rank, if they cost {cross['second_level_costs_us']:g} us "
+        f"more ({cross['source']})"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB / 100 else f"{size / 2**10:.1f} KiB"
