@@ -7,8 +7,6 @@
 Imports go one way, from `cli` down to `types` and `errors`; `lint-imports` checks the order in pyproject.toml. Backend
 files are imported by no module; `registry` holds their names."""
 
-import logging
-
 from ep_moe._version import __version__
 from ep_moe.config import (
     ModelConfig,
@@ -77,5 +75,3 @@ __all__ = [
     "__version__",
     "load_model_config",
 ]
-
-logging.getLogger("ep_moe").addHandler(logging.NullHandler())  # what is written, and where, is the application's choice

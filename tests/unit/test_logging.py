@@ -2,6 +2,8 @@
 
 import ast
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,8 +36,13 @@ def test_loggers_have_the_name_of_their_folder():
         assert (name, module_level) == (f"ep_moe.{path.with_suffix('').parts[0]}", True), path
 
 
-def test_the_package_writes_nothing_by_itself():
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("ep_moe").handlers)
+def test_the_package_sets_no_handler():
+    """So that Python's own prints warnings where the application has configured nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import logging, ep_moe; logging.getLogger('ep_moe.x').warning('seen')"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stderr == "seen\n"
     assert logging.getLogger("ep_moe").propagate
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name != "cli":

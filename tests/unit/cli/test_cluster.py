@@ -253,5 +253,5 @@ def test_without_a_launcher_it_says_how_to_launch():
     )  # fmt: skip
     assert done.returncode == 2
     assert "environment variable RANK must be a number, got ''; launch ep-moe doctor --cluster with torchrun" in (
-        done.stdout
+        done.stderr
     )

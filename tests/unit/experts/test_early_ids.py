@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.scaling import SCALINGS
+from ep_moe.experts.hopper.scaling import SCALINGS, FourBits
 from ep_moe.experts.hopper.step import hopper_moe
 
 ROWS, TOP_K, SLOTS, HIDDEN, INNER = 160, 4, 8, 256, 256
@@ -25,16 +25,28 @@ def scales_of(scaling: str) -> list[torch.Tensor]:
     return [torch.ones(SLOTS) for _ in SCALINGS[scaling].names]
 
 
+def weights_of(scaling: str) -> tuple[torch.dtype, list[torch.Tensor], list[torch.Tensor]]:
+    """Of rows that travelled: their dtype, w13 and w2, and scales as `SCALINGS` names them."""
+    sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
+    kind = SCALINGS[scaling]
+    if issubclass(kind, FourBits):
+        words = {16: 2, 32: 2 if kind.format == "int4" else 1, 128: 1}[kind.group]
+        scales = [torch.zeros(SLOTS, columns // 128, words, rows, dtype=torch.int32) for rows, columns in sizes]
+        factors = [torch.ones(SLOTS)] * (len(kind.names) - 2)
+        return BF16, [torch.zeros(SLOTS, columns // 128, rows, 16).int() for rows, columns in sizes], scales + factors
+    dtype = BF16 if scaling == "none" else E4M3
+    return dtype, [torch.zeros(SLOTS, *size).to(dtype) for size in sizes], scales_of(scaling)
+
+
 def step(scaling: str, launch: Any, given: tuple, space: torch.Tensor, chunk: int) -> None:
     """One call of rows that have been rounded before they came."""
-    dtype = BF16 if scaling == "none" else E4M3
-    w13, w2 = torch.zeros(SLOTS, 2 * INNER, HIDDEN).to(dtype), torch.zeros(SLOTS, HIDDEN, INNER).to(dtype)
+    dtype, weights, scales = weights_of(scaling)
     x, out = torch.zeros(ROWS, HIDDEN).to(dtype), torch.zeros(ROWS, HIDDEN).bfloat16()
     by_row = torch.ones(ROWS, 1)
     x_scale = {"row": by_row, "channel": by_row, "block": torch.ones(ROWS, HIDDEN // 128)}.get(scaling)
     input_scale = 0.1 if scaling == "matrix" else None
     hopper_moe(
-        out, space, scaling, x, x_scale, input_scale, BF16, *given, None, None, None, w13, w2, scales_of(scaling), [],
+        out, space, scaling, x, x_scale, input_scale, BF16, *given, None, None, None, *weights, scales, [],
         "swiglu", 0.0, 0.0, 1.0, chunk, 0, None, 0, 1, 0, None, 0, launch=launch,
     )  # fmt: skip
 
