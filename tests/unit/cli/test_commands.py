@@ -91,13 +91,14 @@ def trace(folder):
 
 
 @forks
-@pytest.mark.parametrize("name", ["run", "doctor", "explain", "plan", "tune", "bench"])
+@pytest.mark.parametrize("name", ["run", "doctor", "explain", "fit", "plan", "tune", "bench"])
 def test_json_has_the_fields_of_the_page(name, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "run_tune", tuned)
     monkeypatch.setattr(planner, "CASES", (planner.Case(2, 8, 8, 4),))
     words = {
         "run": ("--text-tokens", "512", "--dp", "1", "--no-reference"),
         "explain": EXPLAIN[1:],
+        "fit": ("qwen3-30b-a3b", "--gpus", "16"),
         "plan": (trace(tmp_path), "--ranks", "2", "16"),
         "tune": ("--out", tmp_path / "tuned.json"),
         "bench": ("planner", "--repeat", "1"),
