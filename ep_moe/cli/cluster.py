@@ -25,6 +25,7 @@ from ep_moe.cli.cluster_verdict import RankFacts, Rates, judge, slow_links, tran
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.nodes import NodeLayout, named
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.devices import on_device
 
 PASSES = 3  # a slow link must be slow in all of them: one may have met other work of the machine
@@ -251,7 +252,7 @@ def _own_rates(
                 )  # fmt: skip
             for pairs in transfer_rounds(nodes):
                 meeting.step()
-                dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+                barrier(device)
                 meeting.step()
                 for pair in pairs:
                     if rank in pair:

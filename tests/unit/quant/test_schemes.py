@@ -354,5 +354,5 @@ def test_unknown_name_lists_the_known_ones():
         scheme_of("fp4")
     assert str(error.value) == (
         "quantization must be one of none, fp8_static, fp8_dynamic, fp8_channel, fp8_block, mxfp4, mxfp4_fp8, "
-        "mxfp4_mxfp8, int4_fp8, int4, mxint4, mxfp8, nvfp4, nvfp4a16, got 'fp4'"
+        "mxfp4_mxfp8, int4_fp8, int4, mxint4, mxfp8, nvfp4, nvfp4a16, got 'fp4' (did you mean 'nvfp4'?)"
     )
