@@ -153,7 +153,7 @@ def run(
     if missing := meeting.missing("facts"):
         report = ClusterReport([f"{named(missing)} did not come within {deadline_s:g} s, of {seat.world} ranks"])
         return meeting.part(report, show, missing)
-    every = [_read_facts(entry) for entry in meeting.told("facts")]
+    every = [_read_facts(entry) for entry in meeting.answers("facts")]
     nodes = NodeLayout.found(range(seat.world), [entry.host for entry in every])
     backend, reason = chosen_backend(every)
     device = torch.device("cpu") if backend == "gloo" or gpu is None else torch.device("cuda", gpu)
@@ -224,11 +224,11 @@ def _measure(
         meeting.tell(what, own)
         if lost := meeting.missing(what):
             return {}, [f"{named(lost)}: lost during transfers, no rates within {meeting.deadline_s:g} s"], lost
-        told = meeting.told(what)
-        failures = [f"rank {rank} (host {nodes.host(rank)}): {text}" for rank, (text, _) in enumerate(told) if text]
+        answers = meeting.answers(what)
+        failures = [f"rank {rank} (host {nodes.host(rank)}): {text}" for rank, (text, _) in enumerate(answers) if text]
         if failures:
             return {}, failures, []
-        rows = [dict(row) for _, row in told]
+        rows = [dict(row) for _, row in answers]
         for one, other in ((rank, peer) for rank, row in enumerate(rows) for peer in row if rank < peer):
             rate = min(rows[one][other], rows[other][one])  # both ends time the same transfers
             rates[one, other] = max(rates.get((one, other), 0.0), rate)
@@ -290,7 +290,7 @@ class _Meeting:
     def tell(self, what: str, value: Any) -> None:
         self.store.set(f"{what}/{self.seat.rank}", json.dumps(value))
 
-    def told(self, what: str) -> list[Any]:
+    def answers(self, what: str) -> list[Any]:
         return [json.loads(self.store.get(f"{what}/{rank}")) for rank in range(self.seat.world)]
 
     def step(self) -> None:
@@ -298,7 +298,7 @@ class _Meeting:
         self.store.add(f"steps/{self.seat.rank}", 1)
 
     def missing(self, what: str) -> list[int]:
-        """The ranks that told nothing within the deadline: what the first rank saw whose deadline passed."""
+        """The ranks without an answer within the deadline: what the first rank saw whose deadline passed."""
         keys = [f"{what}/{rank}" for rank in range(self.seat.world)]
         decided = f"first/{what} missing"
         ends = time.monotonic() + self.deadline_s

@@ -61,7 +61,7 @@ class InvalidIds:
         return InvalidIds, (self.device,)
 
     def problem(self, layer: str, experts: int) -> str | None:
-        """None, or what an earlier call did wrong. It is told once.
+        """None, or what an earlier call did wrong. It is returned once.
 
         Args:
             layer: Name of the layer.
@@ -70,13 +70,13 @@ class InvalidIds:
         Returns:
             A sentence for an InputError.
         """
-        return None if self.word.value == NO_ID else _told(self.word, layer, experts)
+        return None if self.word.value == NO_ID else _dropped(self.word, layer, experts)
 
 
 _word = ctypes.c_int64.from_address
 
 
-def _told(word: ctypes.c_int64, layer: str, experts: int) -> str:
+def _dropped(word: ctypes.c_int64, layer: str, experts: int) -> str:
     found, word.value = word.value, NO_ID
     return (
         f"routing.ids must be -1 or in [0, {experts}), got {found} in an earlier call of {layer}, whose result is "
@@ -205,7 +205,7 @@ def place(
     if not ids.is_cuda and bool(((ids < EMPTY) | (ids >= experts)).any()):
         raise InputError(f"routing.ids must be -1 or in [0, {experts}), got {int(ids.min())} to {int(ids.max())}")
     if invalid and (word := _word(invalid)).value != NO_ID:
-        raise InputError(_told(word, "a compiled layer", experts))
+        raise InputError(_dropped(word, "a compiled layer", experts))
     return (tables.counting_nothing() if recomputing() else tables).place(ids).contiguous()
 
 

@@ -161,7 +161,7 @@ def test_one_rank_refuses_where_others_would_grow(world_size):
 
 @distributed(2)
 @torch.no_grad()
-def test_ids_that_name_no_expert_are_told_in_a_later_call(world_size):
+def test_ids_that_name_no_expert_raise_in_a_later_call(world_size):
     """By packets, by flags and in replays, of one rank, on all of them; the context goes on."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     with growing(few_bytes=1 << 16) as context:
@@ -185,13 +185,15 @@ def test_ids_that_name_no_expert_are_told_in_a_later_call(world_size):
             text = same_error(InputError, lambda: layer.forward_routed(x, routing))  # noqa: B023
             wanted = f"rank 1: routing.ids must be -1 or in [0, {experts}), got {experts + 300} in an earlier call of "
             assert text.startswith(wanted + layer.name), text
-            assert torch.equal(layer.forward_routed(x, routing), ran(layer, x, routing)), "told once"
+            assert torch.equal(layer.forward_routed(x, routing), ran(layer, x, routing)), "it raises once"
 
 
 @distributed(2)
-def test_ids_of_the_last_call_are_told_as_a_context_ends(world_size):
-    told = pytest.warns(UserWarning, match="got 9 in an earlier call") if dist.get_rank() else contextlib.nullcontext()
-    with told, growing() as context:
+def test_ids_of_the_last_call_warn_as_a_context_ends(world_size):
+    warned = (
+        pytest.warns(UserWarning, match="got 9 in an earlier call") if dist.get_rank() else contextlib.nullcontext()
+    )
+    with warned, growing() as context:
         layer = made(context)
         check_call(layer, context, tokens=2)
         layer.placement.invalid_ids.word.value = 9 if dist.get_rank() else NO_ID

@@ -140,7 +140,7 @@ def test_placed_on_the_way_as_before_it(first, later, top_k, ids_dtype, sender):
             ids = placing.ids[: placing.tokens].flatten().tolist()
             unknown = [id_ for id_ in ids if not -1 <= id_ < placing.experts]
             if sender != "announced" or DEVICE != "cpu":  # placed before, by torch
-                assert placing.invalid.read() in (unknown or [-1]), "one of the ids that name no expert is told"
+                assert placing.invalid.read() in (unknown or [-1]), "the host learns one of the ids that name no expert"
             placing.invalid.write(-1)
             sum_ += valid_picks(placing) * (change != "counting")
             assert torch.equal(placing.late.expert_load.cpu(), sum_), "once per route"

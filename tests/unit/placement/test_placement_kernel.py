@@ -37,7 +37,7 @@ def test_same_ids_and_loads(expert_map, ep_rank, dtype):
         invalid = HostWord()
         place(ids.to(DEVICE), *tables, invalid.address, out, ep_rank * 3266489917)
         unknown = ids[(ids < -1) | (ids >= expert_map.num_experts)].tolist()
-        assert invalid.read() in (unknown or [-1]), "one of the ids that name no expert is told"
+        assert invalid.read() in (unknown or [-1]), "the host learns one of the ids that name no expert"
         assert torch.equal(out.cpu(), expected)
         assert torch.equal(here.expert_load.cpu(), there.expert_load)
         assert torch.equal(here.slot_load.cpu(), there.slot_load)
