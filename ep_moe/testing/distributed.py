@@ -18,7 +18,7 @@ from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.devices import on_device
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0  # of whole bodies, which may compile a model on a loaded machine
 
 
 def distributed(
@@ -33,8 +33,8 @@ def distributed(
 
     Args:
         world_sizes: Numbers of ranks.
-        deadline_s: Seconds for the whole body on forked ranks, which are then ended. torchrun's ranks have 60 s for
-            each collective.
+        deadline_s: Seconds for the whole body on forked ranks, which are then ended. torchrun's ranks have 150 s
+            for each collective.
         expect_dead: Ranks that the body ends, or lets hang, on purpose. Such a test runs on forked ranks only.
         set_device: Make each rank's GPU the current device, for a body that calls transports or kernels by themselves.
             Without it device 0 is current on all ranks, as in a user's script: layers and contexts need nothing else.
