@@ -57,6 +57,20 @@ def test_logits_are_the_models_own(world_size):
             assert_close(outcome(parallel, ids), expected, f"{kind} {sizes}")
 
 
+@distributed(2, deadline_s=120)
+def test_bfloat16_is_as_near_to_float32_as_the_models_own(world_size):
+    """A rounding can move a token to another expert: the error of the middle token counts, on both sides."""
+    quiet()
+    for kind in ("qwen3_next", "jamba", "olmoe"):
+        with EPContext.from_groups(device=rank_device()) as context:
+            ids = tiny_ids().roll(context.layout.dp_rank, 1).to(rank_device())
+            exact, model = outcome(model_of(kind), ids), model_of(kind).to(torch.bfloat16)
+            rounded = outcome(model, ids)
+            found = outcome(expert_parallel(model, context), ids)
+            theirs, ours = ((one.float() - exact).abs().amax(-1).median() for one in (rounded, found))
+            assert 0 < ours <= 2 * theirs, f"{kind}: {ours:.1e} from float32, the model itself {theirs:.1e}"
+
+
 @distributed(2)
 def test_known_families_equal_the_generic_way(world_size):
     quiet()

@@ -1,4 +1,4 @@
-"""Models that see images or hear sounds, on ranks of which one has only text, against the untouched models."""
+"""Models that see images and videos or hear sounds, on ranks of which one has only text, against untouched ones."""
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.fixtures.transformers_models import (
     tiny_picture,
     tiny_sound,
     tiny_transformers_model,
+    tiny_video,
 )
 
 BOUND = 1e-5  # of the largest number: float32's rounding through the layers
@@ -32,13 +33,16 @@ def model_of(kind):
 
 
 def inputs_of(model):
-    """Of this rank: all but the last have an image, the thinker then a sound too."""
+    """Of this rank: all but the last have an image and a video, the thinker then a sound too."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     picture = tiny_picture(model)  # gives the model its image token
     text = {"input_ids": tiny_ids()[rank % 2 :][:1, : 9 + rank]}
-    batches = [text] if ranks > 1 and rank == ranks - 1 else [picture]
+    blind = ranks > 1 and rank == ranks - 1
+    batches = [text] if blind else [picture]
+    if model.config.model_type != "llava":
+        batches.append(text if blind else tiny_video(model))
     if model.config.model_type.startswith("qwen3_omni"):
-        batches.append(text if batches == [text] else tiny_sound(model))
+        batches.append(text if blind else tiny_sound(model))
     return [{name: tensor.to(rank_device()) for name, tensor in batch.items()} for batch in batches]
 
 
@@ -48,7 +52,7 @@ def logits(model, batch):
 
 
 @distributed(1, 2, deadline_s=180)
-def test_logits_with_images_and_sounds(world_size):
+def test_logits_with_images_videos_and_sounds(world_size):
     quiet()
     for kind in KINDS:
         with EPContext.from_groups(device=rank_device()) as context:
@@ -56,7 +60,7 @@ def test_logits_with_images_and_sounds(world_size):
             batches = inputs_of(model)
             expected = [logits(model, batch) for batch in batches]
             for batch, one in zip(batches, expected, strict=True):
-                for part in ("pixel_values", "input_features"):
+                for part in ("pixel_values", "pixel_values_videos", "input_features"):
                     if part in batch:  # the model sees and hears
                         assert (logits(model, batch | {part: batch[part] * 2}) - one).abs().max() > 100 * BOUND
             if kind == "dots3_note":
@@ -75,7 +79,7 @@ def test_gradients_where_one_rank_has_an_image(world_size):
     quiet()
     with EPContext.from_groups(device=rank_device()) as context:
         plain, model = model_of("ernie4_5_vl_moe"), model_of("ernie4_5_vl_moe")
-        (batch,) = inputs_of(model)
+        batch, _ = inputs_of(model)
         inputs_of(plain)
         expert_parallel(model, context)
         model(**batch, use_cache=False).logits.sum().backward()
