@@ -13,84 +13,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import gcd
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from ep_moe.all2all.buffer_slots import RecordableCall
-from ep_moe.all2all.checks import routing_problem, too_many_tokens
-from ep_moe.checks import INT32, check_count, check_fields
+from ep_moe.all2all.capabilities import DispatcherCapabilities as DispatcherCapabilities
+from ep_moe.checks import INT32
 from ep_moe.config import PLAIN_WIRE, Wire, flat_facts
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.placement.deferred import given_ids
-from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW, RowFormat
+from ep_moe.quant.row_format import ROW_FORMATS, RowFormat
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
 from ep_moe.runtime.devices import SideStream
-from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing, dtype_name
+from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing, dtype_name
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DispatcherCapabilities:
-    """What a transport can do; one constant per class. Defaults promise nothing.
-
-    layout, weighting: what it delivers, and who multiplies by the routing weights
-    dedup: a token travels once to a rank, however many of its experts are there
-    cuda_graph: dispatch and combine can be captured; host_sync: they wait for the device
-    deterministic: equal inputs give equal bits; differentiable: autograd follows dispatch and combine
-    adjoint: it does not, and a layer's backward is a dispatch and a combine of its own (`execution.exchange`):
-        one call of the transport with the routes of the forward, whose rows arrive in the same order
-    max_ranks, max_top_k: of the EP group and of K, None for no limit
-    alignment_bytes: that a row must be a multiple of
-    dtypes: of the layer, None for any; devices: device types
-    dispatch_formats, combine_formats: of `Wire`
-    scale_alignment_bytes: that the scales of a row must be a multiple of
-    rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
-    static: its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come
-    grows: it is static, and without `max_tokens` its buffers grow: the ranks agree on the most tokens of each call
-    peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
-    places: a `DeferredRouting` need not be placed before it sets out
-    ahead_of: names of transports that it goes before where "auto" chooses, for transports of other packages; else they
-        come last
-    """
-
-    layout: RowLayout = RowLayout.RANK_MAJOR
-    weighting: Weighting = Weighting.EXPERTS
-    dedup: bool = False
-    cuda_graph: bool = False
-    host_sync: bool = True
-    deterministic: bool = False
-    differentiable: bool = False
-    adjoint: bool = False
-    max_ranks: int | None = None
-    max_top_k: int | None = None
-    alignment_bytes: int = 1
-    dtypes: frozenset[torch.dtype] | None = None
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    dispatch_formats: frozenset[str] = frozenset({"plain"})
-    combine_formats: frozenset[str] = frozenset({"plain"})
-    scale_alignment_bytes: int = 4
-    rounds: frozenset[str] = frozenset()
-    static: bool = False
-    grows: bool = False
-    peer_out: bool = False
-    places: bool = False
-    ahead_of: frozenset[str] = frozenset()
-
-    def check(self) -> None:
-        """Raise ConfigError for what makes no sense. The registry asks where a class is looked up, so that one
-        class leaves the others of its module alone."""
-        check_fields(self, DispatcherCapabilities)
-        check_count("DispatcherCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
-        check_count("DispatcherCapabilities.scale_alignment_bytes", self.scale_alignment_bytes, at_least=1)
-        for name in ("max_ranks", "max_top_k"):
-            if getattr(self, name) is not None:
-                check_count(f"DispatcherCapabilities.{name}", getattr(self, name), at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +98,21 @@ class DispatchShape:
         return x, scale if self.scales else None
 
 
+class _Rows(NamedTuple):
+    """How rows in one format are stored."""
+
+    format: str
+    columns: int
+    dtype: torch.dtype
+    scales: int
+    scale_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shape: DispatchShape, name: str) -> _Rows:
+        form, hidden = ROW_FORMATS[name], shape.hidden_size
+        return cls(name, form.columns(hidden), form.number or shape.dtype, form.scales(hidden), form.scale)
+
+
 def whole_bound(tokens: int) -> int:
     """A power of two that holds so many tokens: kernels that are launched for any number meet few sizes."""
     return 1 << max(tokens - 1, 0).bit_length()
@@ -179,6 +135,9 @@ class Dispatcher(ABC):
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         self.dispatch_shape = dispatch_shape
         self.rank_group = rank_group
+        self._rows = _Rows.of(dispatch_shape, dispatch_shape.wire.dispatch)  # as `dispatch` takes them: so, or
+        rounds = dispatch_shape.wire.dispatch in self.capabilities.rounds
+        self._plain = _Rows.of(dispatch_shape, "plain") if rounds else self._rows
         self.newest_bound: int | None = None  # `max_tokens` of the newest call
         self._side: SideStream | None = None
 
@@ -211,35 +170,7 @@ class Dispatcher(ABC):
         wire: Wire = PLAIN_WIRE,
     ) -> str | None:
         """None, or why it cannot carry rows of this shape."""
-        can = cls.capabilities
-        for way, formats in (("dispatch", can.dispatch_formats), ("combine", can.combine_formats)):
-            asked = getattr(wire, way)
-            if asked not in formats:
-                return f"{cls.name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
-        form = ROW_FORMATS[wire.dispatch]
-        scales = can.scale_alignment_bytes // gcd(can.scale_alignment_bytes, form.scale.itemsize)
-        unit = form.block * scales  # columns with so many scales
-        if form.block > 0 and hidden_size % unit:
-            wanted = f"a multiple of {unit} with {wire.dispatch} rows"
-            return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
-        if form.block == WHOLE_ROW and form.scale.itemsize % can.scale_alignment_bytes:
-            wanted = f"a multiple of {can.scale_alignment_bytes} bytes of scales"
-            return f"{cls.name} wants {wanted} in a row, and {wire.dispatch} rows have {form.scale.itemsize}"
-        if can.max_ranks is not None and ranks > can.max_ranks:
-            return f"{cls.name} serves at most {can.max_ranks} rank{'s' if can.max_ranks > 1 else ''}, ep={ranks}"
-        if can.max_top_k is not None and top_k > can.max_top_k:
-            return f"{cls.name} serves top_k of at most {can.max_top_k}, got {top_k}"
-        if can.dtypes is not None and dtype not in can.dtypes:
-            return f"{cls.name} carries {', '.join(sorted(map(dtype_name, can.dtypes)))}, not {dtype_name(dtype)}"
-        back = torch.float8_e4m3fn if wire.combine == "fp8" else dtype
-        for number, packed in ((form.number or dtype, form.packed), (back, 1)):  # rows of both ways
-            unit = can.alignment_bytes * packed // gcd(can.alignment_bytes * packed, number.itemsize)
-            if hidden_size % unit:
-                wanted = f"a multiple of {unit} in {dtype_name(number)}"
-                return f"{cls.name} needs hidden_size to be {wanted}, got {hidden_size}"
-        if can.static and not can.grows and max_tokens is None:
-            return f"{cls.name} has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
-        return None
+        return cls.capabilities.unsupported_reason(cls.name, hidden_size, top_k, ranks, dtype, max_tokens, wire)
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
@@ -415,19 +346,18 @@ class Dispatcher(ABC):
         return routing_problem(given_ids(routing), routing.weights, x, g.top_k)
 
     def _rows_problem(self, x: Tensor, x_scale: Tensor | None) -> str | None:
-        g = self.dispatch_shape
-        name = "plain" if x.dtype == g.dtype and g.wire.dispatch in self.capabilities.rounds else g.wire.dispatch
-        form = ROW_FORMATS[name]
-        columns, dtype, count = form.columns(g.hidden_size), form.number or g.dtype, form.scales(g.hidden_size)
-        if x.dim() != 2 or x.shape[1] != columns:
-            return f"x must be [T, {columns}], got {list(x.shape)}"
-        if x.dtype != dtype:
-            found, wanted = dtype_name(x.dtype), dtype_name(dtype)
+        rows = self._plain if x.dtype == self._plain.dtype else self._rows
+        if x.dim() != 2 or x.shape[1] != rows.columns:
+            return f"x must be [T, {rows.columns}], got {list(x.shape)}"
+        if x.dtype != rows.dtype:
+            found, wanted = dtype_name(x.dtype), dtype_name(rows.dtype)
             return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
+        if x_scale is None and not rows.scales:
+            return None
         scales = None if x_scale is None else (x_scale.dtype, list(x_scale.shape))
-        if scales != ((form.scale, [len(x), count]) if count else None):
-            wanted = f"{dtype_name(form.scale)} [{len(x)}, {count}]" if count else "None"
-            return f"x_scale must be {wanted} with rows in {name}, got {scales}"
+        if scales != ((rows.scale_dtype, [len(x), rows.scales]) if rows.scales else None):
+            wanted = f"{dtype_name(rows.scale_dtype)} [{len(x)}, {rows.scales}]" if rows.scales else "None"
+            return f"x_scale must be {wanted} with rows in {rows.format}, got {scales}"
         return None
 
     def refuse(self, problem: str) -> NoReturn:
@@ -449,6 +379,31 @@ class Dispatcher(ABC):
                 f"{count} on rank {rank}" for rank, count in zip(self.rank_group.ranks, bad, strict=True) if count
             )
             raise InputError(f"routing.ids must be -1 or {experts} in range, got ids out of range: {found}")
+
+
+def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str | None:
+    """What is wrong with the shapes, dtypes or devices of a routing for x [T, H]."""
+    expected = [x.shape[0], top_k]
+    for name, tensor in (("ids", ids), ("weights", weights)):
+        if not isinstance(tensor, Tensor):
+            return f"routing.{name} must be a Tensor, got {type(tensor).__name__}"
+        if tensor.layout is not torch.strided:
+            return f"routing.{name} must be dense, got {tensor.layout}; pass .to_dense()"
+        if list(tensor.shape) != expected:
+            return f"routing.{name} must be [T, K] = {expected}, got {list(tensor.shape)}"
+        if tensor.device != x.device:
+            return f"routing.{name} must be on {x.device} as x is, got {tensor.device}"
+    if ids.dtype not in (torch.int32, torch.int64):
+        return f"routing.ids must be int32 or int64, got {dtype_name(ids.dtype)}"
+    if weights.dtype != torch.float32:
+        return f"routing.weights must be float32, got {dtype_name(weights.dtype)}; call .float()"
+    return None
+
+
+def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
+    if max_tokens is None or len(x) <= max_tokens:
+        return None
+    return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
 
 
 def _placed(out: Tensor | None, found: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
-from ep_moe.all2all.checks import one_host_problem
+from ep_moe.all2all.capabilities import one_host_problem
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
 from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot
-from ep_moe.all2all.checks import one_host_problem
+from ep_moe.all2all.capabilities import one_host_problem
 from ep_moe.all2all.wire_ids import to_distinct
 from ep_moe.errors import BackendUnavailable
 from ep_moe.parallel.layout import RankLayout

@@ -24,8 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, DispatchShape
-from ep_moe.all2all.checks import too_many_tokens
+from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts, Kept
@@ -57,9 +56,8 @@ class Exchange:
         on_the_way = dispatcher.capabilities.places and not self.in_parts and not self.trained
         self.routing = routing if on_the_way else routing.materialize()
         wire = dispatcher.dispatch_shape.wire
-        self.x, self.x_scale = (
-            (x, None) if wire.dispatch in dispatcher.capabilities.rounds else round_to_travel(x, wire)
-        )
+        as_it_is = wire.dispatch == "plain" or wire.dispatch in dispatcher.capabilities.rounds
+        self.x, self.x_scale = (x, None) if as_it_is else round_to_travel(x, wire)
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
         """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ep_moe.all2all.base import Dispatcher
-from ep_moe.all2all.checks import routing_problem
+from ep_moe.all2all.base import Dispatcher, routing_problem
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
@@ -59,7 +58,7 @@ class RankChecks:
     """Of one layer. `first_call` looks once; backward looks at its calls number 2, 4, 8 and so on."""
 
     def __init__(self, layer: ComparedLayer) -> None:
-        self._done = False
+        self._done = layer.context.layout.lockstep == 1  # nothing to compare
         self.saw_ids = False  # valid ones, in some call
         self.forwards = 0  # that began, of which some may have ended by an exception
         self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
@@ -94,7 +93,7 @@ class RankChecks:
     def first_call(self, layer: ComparedLayer) -> None:
         """Raise InputError on all ranks of the layer's first call unless they hold alike what they should. Waits for
         the device, and so not inside a graph capture."""
-        if self._done or layer.context.layout.lockstep == 1:
+        if self._done:
             return
         device = layer.context.device
         if torch.compiler.is_compiling() or capturing(device):

@@ -51,7 +51,7 @@ class ExpertSlots(nn.Module):
         self.config = config
         self.ep_rank = ep_rank
         self.etp = etp or RankGroup.alone()
-        self.scheme = scheme
+        self.scheme, self._plain = scheme, scheme.plain
         if config.intermediate_size % self.etp.size:
             raise ConfigError(
                 f"ParallelConfig.etp must divide MoEConfig.intermediate_size, got etp={self.etp.size}, "
@@ -353,7 +353,7 @@ class ExpertSlots(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the activations."""
-        if not self.scheme.plain:
+        if not self._plain:
             return self._dtype
         found: torch.dtype = self._held["w13"].dtype if self._held else next(self.parameters()).dtype
         return found

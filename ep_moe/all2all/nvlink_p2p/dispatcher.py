@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
 from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
-from ep_moe.all2all.checks import one_host_problem
+from ep_moe.all2all.capabilities import one_host_problem
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace, pieces, place_shapes
 from ep_moe.all2all.nvlink_p2p.reference import give_copies, receive, send, send_copies, tell_given
 from ep_moe.errors import BackendUnavailable, InputError

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import DispatchShape
-from ep_moe.all2all.checks import routing_problem, too_many_tokens
+from ep_moe.all2all.base import DispatchShape, routing_problem, too_many_tokens
 from ep_moe.checks import check_count, check_fields
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError

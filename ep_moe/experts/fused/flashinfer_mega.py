@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ep_moe import registry
-from ep_moe.all2all.checks import one_host_problem
+from ep_moe.all2all.capabilities import one_host_problem
 from ep_moe.config import MoEConfig
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.experts.base import ExpertsOptions

@@ -1,0 +1,123 @@
+"""What a transport can do (`DispatcherCapabilities`), and the shapes and hosts that this excludes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from ep_moe.checks import check_count, check_fields
+from ep_moe.config import Wire
+from ep_moe.parallel.layout import RankLayout
+from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW
+from ep_moe.types import RowLayout, Weighting, dtype_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherCapabilities:
+    """What a transport can do; one constant per class. Defaults promise nothing.
+
+    layout, weighting: what it delivers, and who multiplies by the routing weights
+    dedup: a token travels once to a rank, however many of its experts are there
+    cuda_graph: dispatch and combine can be captured; host_sync: they wait for the device
+    deterministic: equal inputs give equal bits; differentiable: autograd follows dispatch and combine
+    adjoint: it does not, and a layer's backward is a dispatch and a combine of its own (`execution.exchange`):
+        one call of the transport with the routes of the forward, whose rows arrive in the same order
+    max_ranks, max_top_k: of the EP group and of K, None for no limit
+    alignment_bytes: that a row must be a multiple of
+    dtypes: of the layer, None for any; devices: device types
+    dispatch_formats, combine_formats: of `Wire`
+    scale_alignment_bytes: that the scales of a row must be a multiple of
+    rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
+    static: its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come
+    grows: it is static, and without `max_tokens` its buffers grow: the ranks agree on the most tokens of each call
+    peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
+    places: a `DeferredRouting` need not be placed before it sets out
+    ahead_of: names of transports that it goes before where "auto" chooses, for transports of other packages; else they
+        come last
+    """
+
+    layout: RowLayout = RowLayout.RANK_MAJOR
+    weighting: Weighting = Weighting.EXPERTS
+    dedup: bool = False
+    cuda_graph: bool = False
+    host_sync: bool = True
+    deterministic: bool = False
+    differentiable: bool = False
+    adjoint: bool = False
+    max_ranks: int | None = None
+    max_top_k: int | None = None
+    alignment_bytes: int = 1
+    dtypes: frozenset[torch.dtype] | None = None
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    dispatch_formats: frozenset[str] = frozenset({"plain"})
+    combine_formats: frozenset[str] = frozenset({"plain"})
+    scale_alignment_bytes: int = 4
+    rounds: frozenset[str] = frozenset()
+    static: bool = False
+    grows: bool = False
+    peer_out: bool = False
+    places: bool = False
+    ahead_of: frozenset[str] = frozenset()
+
+    def check(self) -> None:
+        """Raise ConfigError for what makes no sense. The registry asks where a class is looked up, so that one
+        class leaves the others of its module alone."""
+        check_fields(self, DispatcherCapabilities)
+        check_count("DispatcherCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
+        check_count("DispatcherCapabilities.scale_alignment_bytes", self.scale_alignment_bytes, at_least=1)
+        for name in ("max_ranks", "max_top_k"):
+            if getattr(self, name) is not None:
+                check_count(f"DispatcherCapabilities.{name}", getattr(self, name), at_least=1)
+
+    def unsupported_reason(
+        self,
+        name: str,
+        hidden_size: int,
+        top_k: int,
+        ranks: int,
+        dtype: torch.dtype,
+        max_tokens: int | None,
+        wire: Wire,
+    ) -> str | None:
+        """None, or why the transport `name` cannot carry rows of this shape."""
+        for way, formats in (("dispatch", self.dispatch_formats), ("combine", self.combine_formats)):
+            asked = getattr(wire, way)
+            if asked not in formats:
+                return f"{name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
+        form = ROW_FORMATS[wire.dispatch]
+        scales = self.scale_alignment_bytes // gcd(self.scale_alignment_bytes, form.scale.itemsize)
+        unit = form.block * scales  # columns with so many scales
+        if form.block > 0 and hidden_size % unit:
+            wanted = f"a multiple of {unit} with {wire.dispatch} rows"
+            return f"{name} needs hidden_size to be {wanted}, got {hidden_size}"
+        if form.block == WHOLE_ROW and form.scale.itemsize % self.scale_alignment_bytes:
+            wanted = f"a multiple of {self.scale_alignment_bytes} bytes of scales"
+            return f"{name} wants {wanted} in a row, and {wire.dispatch} rows have {form.scale.itemsize}"
+        if self.max_ranks is not None and ranks > self.max_ranks:
+            return f"{name} serves at most {self.max_ranks} rank{'s' if self.max_ranks > 1 else ''}, ep={ranks}"
+        if self.max_top_k is not None and top_k > self.max_top_k:
+            return f"{name} serves top_k of at most {self.max_top_k}, got {top_k}"
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return f"{name} carries {', '.join(sorted(map(dtype_name, self.dtypes)))}, not {dtype_name(dtype)}"
+        back = torch.float8_e4m3fn if wire.combine == "fp8" else dtype
+        for number, packed in ((form.number or dtype, form.packed), (back, 1)):  # rows of both ways
+            unit = self.alignment_bytes * packed // gcd(self.alignment_bytes * packed, number.itemsize)
+            if hidden_size % unit:
+                wanted = f"a multiple of {unit} in {dtype_name(number)}"
+                return f"{name} needs hidden_size to be {wanted}, got {hidden_size}"
+        if self.static and not self.grows and max_tokens is None:
+            return f"{name} has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
+        return None
+
+
+def one_host_problem(name: str, layout: RankLayout) -> str | None:
+    """For transports that reach their peers' memory: None, or that the ranks do not fit on this host."""
+    if layout.across_nodes is not None:
+        return f"{name} is for one host, and the ranks of an EP group are on several: {layout.across_nodes}"
+    ranks, here = layout.ep * layout.etp, layout.paper_gpus
+    here = torch.cuda.device_count() if here is None else here
+    if here >= ranks:
+        return None
+    return f"{name} is for one host here: ep * etp is {ranks}, and this host shows {here} GPUs"
