@@ -33,9 +33,6 @@ def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoECon
         return None
     experts = [found.projections(source, block, config, expert) for expert in range(config.num_experts)]
     each = [one for projections in experts for one in projections]
-    refused = next((wrong for one in each if (wrong := one.matrix.refuses(scheme.name)) is not None), None)
-    if refused is not None:
-        return f"{refused}; quantization {scheme.name} needs it: {_OTHER}"
     if scheme.activations.calibrated and not any(one.matrix.has_input_scale() for one in each):
         return not_calibrated(scheme)
     if not any(one.keeps(scheme.name) for one in each):

@@ -62,10 +62,6 @@ class StoredMatrix(ABC):
         """Whether `codes` gives the bytes of a scheme."""
         return False
 
-    def refuses(self, scheme: str) -> str | None:
-        """None, or why a scheme that would lose nothing but for a detail is refused."""
-        return None
-
     def differs(self, scheme: str) -> str:
         """Why `codes` does not give the bytes of a scheme that other matrices of the block are in."""
         return f"{self.tensors.location(self.name)} is {self.words}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,10 @@ from ep_moe.quant.microscale import (
 
 _WORD = 8  # INT4 numbers of an int32
 _GROUPS = {"int4_fp8": INT4_GROUP, "int4": INT4_GROUP, "mxint4": MX_BLOCK}
+_SCALES_ROUNDED = (
+    "scales of INT4 groups are rounded to bfloat16, in which layers hold them: weights change by at most 2**-8 of "
+    "each, and codes are kept; quantization='none' reads the file's own numbers"
+)
 
 
 class _Packed(StoredMatrix):
@@ -259,27 +265,36 @@ class Int4Matrix(_Packed):
         return None
 
     def keeps(self, scheme: str) -> bool:
-        return _GROUPS.get(scheme) == self.block and self.tensors.header(self.scale)[0] == "BF16"
-
-    def refuses(self, scheme: str) -> str | None:
-        dtype = self.tensors.header(self.scale)[0]
-        if dtype == "BF16" or _GROUPS.get(scheme) != self.block:
-            return None
-        got = {"F16": "float16", "F32": "float32", "F64": "float64"}[dtype]
-        return f"{self.tensors.location(self.scale)} must be bfloat16, got {got}"
+        return int4_keeps(scheme, self.block)
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
-        found = self.codes(rows, columns, expert)
-        return dequantize_int4(found[""], found["_scale"])
+        return dequantize_int4(*self._found(rows, columns, expert))
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
-        """Two's complement nibbles and scales."""
+        data, scale = self._found(rows, columns, expert)
+        return {"": data, "_scale": int4_scales(scale)}
+
+    def _found(self, rows: slice, columns: slice, expert: int | None) -> tuple[Tensor, Tensor]:
+        """Two's complement nibbles, and the file's scales."""
         scale = self._raw(self.scale, rows, self._blocks(columns), expert)
         check_factors(self.tensors, self.scale, scale.float())
         data = self._data(rows, columns, expert).view(torch.uint8) ^ 0x88
         if (scale == 0).any():
             check_lost(self.tensors, self.scale, self.data, int((dequantize_int4(data, scale == 0) != 0).sum()))
-        return {"": data, "_scale": scale}
+        return data, scale
+
+
+def int4_keeps(scheme: str, group: int) -> bool:
+    """Whether a scheme has INT4 in groups of so many columns."""
+    return _GROUPS.get(scheme) == group
+
+
+def int4_scales(scale: Tensor) -> Tensor:
+    """Factors as layers hold them. A warning says where that rounds."""
+    rounded = scale.to(torch.bfloat16)
+    if scale.dtype != torch.bfloat16 and not torch.equal(rounded.to(scale.dtype), scale):
+        warnings.warn(_SCALES_ROUNDED, stacklevel=2)
+    return rounded
 
 
 def _present(tensors: Tensors, name: str, end: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, factors, span, wrong_dtype
+from ep_moe.checkpoint.stored_4bit import int4_keeps, int4_scales
 from ep_moe.errors import CheckpointError
 
 _WORD = 8  # numbers of a word
@@ -114,9 +115,12 @@ class _Words(StoredMatrix):
         codes = self._codes(lead, slice(top, bottom), slice(left, right))
         numbers = (codes - zeros[group]).float()
         scale = scale[group]
+        self._check_lost(scale, numbers)
+        return (numbers * scale).T.contiguous()
+
+    def _check_lost(self, scale: Tensor, numbers: Tensor) -> None:
         if (scale == 0).any():
             check_lost(self.tensors, self.scale, self.data, int(((scale == 0) & (numbers != 0)).sum()))
-        return (numbers * scale).T.contiguous()
 
     def _groups(self, lead: tuple[int, ...], left: int, right: int) -> Tensor:
         """The group of each column."""
@@ -189,6 +193,35 @@ class GptqMatrix(_Words):
     def shape(self) -> tuple[int, ...]:
         *lead, words, rows = self._header(self.data)
         return (*lead, rows, words * _WORD)
+
+    def keeps(self, scheme: str) -> bool:
+        declared = self.tensors.declared
+        return int4_keeps(scheme, self.group) and declared.symmetric is True and not declared.reordered
+
+    def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
+        if expert is None and len(self.shape) == 3:
+            each = [self.codes(rows, columns, one) for one in range(self.shape[0])]
+            return {part: torch.stack([one[part] for one in each]) for part in each[0]}
+        lead = () if expert is None else (expert,)
+        (top, bottom), (left, right) = span(rows, self.shape[-2]), span(columns, self.shape[-1])
+        self._check_order(lead, left, right)
+        self._zeros(lead, top, bottom)  # all of them the middle
+        groups = slice(left // self.group, right // self.group)
+        scale = factors(self.tensors, self.scale, *lead, groups, slice(top, bottom))
+        numbers = self._codes(lead, slice(top, bottom), slice(left, right)) - _MIDDLE
+        self._check_lost(scale.repeat_interleave(self.group, 0), numbers)
+        nibbles = (numbers & 0xF).T.to(torch.uint8)
+        data = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+        return {"": data.contiguous(), "_scale": int4_scales(scale).T.contiguous()}
+
+    def _check_order(self, lead: tuple[int, ...], left: int, right: int) -> None:
+        """Raise CheckpointError where columns of a group do not lie side by side, against config.json."""
+        found = self._groups(lead, left, right)
+        if not torch.equal(found, torch.arange(left, right, device="cpu") // self.group):
+            raise CheckpointError(
+                f"{self.tensors.location(self.groups_of)} puts columns in another order, and config.json does not "
+                f"state desc_act: true; state it in quantization_config, and choose quantization none"
+            )
 
     def _offset(self, stored: Tensor) -> Tensor:
         declared = self.tensors.declared

@@ -145,6 +145,70 @@ def test_a_scale_for_each_channel_is_kept_with_its_codes(kind, form, tmp_path, r
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=BOUND * float(expected.abs().max()))
 
 
+KEPT = {"int4-128": "int4", "int4-32": "mxint4", "gptq-128": "int4", "gptq-v2": "int4_fp8", "gptq-32": "mxint4"}
+
+
+def experts_of(folder, model, scheme):
+    """w13 and w2 of each expert: as a layer holds them, and the plain numbers."""
+    plain = AutoModelForCausalLM.from_pretrained(folder / "plain")
+    theirs = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
+    for layer, other in zip(moe_layers(model), theirs, strict=True):
+        assert layer.expert_weights.scheme is scheme
+        for expert, slots in layer.expert_weights.held.items():
+            whole = layer.expert_weights.whole(slots[0])
+            yield scheme.dequantize(whole, "w13"), other.gate_up_proj[expert]
+            yield scheme.dequantize(whole, "w2"), other.down_proj[expert]
+
+
+@pytest.mark.parametrize(("kind", "form"), FAMILIES[:2])
+@pytest.mark.parametrize("case", KEPT)
+def test_codes_of_int4_are_kept(kind, form, case, tmp_path, recwarn):
+    """Scales in float16 are rounded to bfloat16, 8 bits, and a warning says so: exactly where all fit."""
+    make, options, how = CASES[case]
+    stored = written(tmp_path, kind, form, make, how, **options)
+    of_words = make is gptq
+    model, scheme = loaded(tmp_path / "quantised", quantization=KEPT[case]), SCHEMES[KEPT[case]]
+    said = [str(each.message) for each in recwarn]
+    assert not [text for text in said if "second time" in text]
+    assert sum("scales of INT4 groups are rounded to bfloat16" in text for text in said) == of_words
+    for found, numbers in experts_of(tmp_path, model, scheme):
+        torch.testing.assert_close(found, numbers, rtol=2**-8 if of_words else 0, atol=0)
+        assert torch.equal(found == 0, numbers == 0)
+    if of_words:
+        for name in stored:
+            if name.endswith(".scales"):
+                stored[name] = stored[name].bfloat16().half()
+        save_file(stored, tmp_path / "quantised" / SINGLE, {"format": "pt"})
+        recwarn.clear()
+        again = loaded(tmp_path / "quantised", quantization=KEPT[case])
+        assert not list(recwarn)
+        for (exact, _), (before, _) in zip(
+            experts_of(tmp_path, again, scheme), experts_of(tmp_path, model, scheme), strict=True
+        ):
+            assert torch.equal(exact, before)
+
+
+@pytest.mark.parametrize(
+    ("case", "scheme"),
+    [("gptq-zeros", "mxint4"), ("gptq-reordered", "mxint4"), ("awq-128", "int4"), ("gptq-32", "int4")],
+)
+def test_other_codes_of_words_are_rounded_again_and_said(case, scheme, tmp_path):
+    make, options, how = CASES[case]
+    written(tmp_path, "olmoe", "per_expert", make, how, **options)
+    with pytest.warns(UserWarning, match="second time"):
+        model = loaded(tmp_path / "quantised", quantization=scheme)
+    for found, numbers in experts_of(tmp_path, model, SCHEMES[scheme]):
+        step = numbers.abs().max() / 7
+        assert 0 < (found - numbers).abs().max() <= step, "half a step of the largest group, and its scale's rounding"
+
+
+def test_an_order_that_config_json_denies(tmp_path):
+    make, _, how = CASES["gptq-32"]
+    written(tmp_path, "olmoe", "per_expert", make, how, group=32, reordered=True)
+    with pytest.raises(CheckpointError, match=r"g_idx puts columns in another order, and config\.json does not state"):
+        loaded(tmp_path / "quantised", quantization="mxint4")
+
+
 @pytest.mark.parametrize("case", ["channel", "nvfp4", "int4-32", "awq-32", "gptq-32"])
 def test_one_wrong_factor_is_seen(case, tmp_path):
     make, options, how = CASES[case]
