@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -18,11 +16,11 @@ from ep_moe.all2all.hierarchical import HierarchicalDispatcher
 from ep_moe.all2all.hierarchical_static import HierarchicalStaticDispatcher
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.errors import BackendUnavailable
-from ep_moe.parallel import rank_group as collectives
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, expected, identity, moved, rounded, routes, rows
 from ep_moe.types import PhysicalRouting, Routing
+from tests.fixtures.counted_links import counted_links
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 from tests.fixtures.helpers import moved as moved_routing
@@ -187,22 +185,6 @@ def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(world_size):
 # --- what goes between nodes ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def over_the_nic(context: EPContext) -> Iterator[list[int]]:
-    """Bytes that this rank sends to ranks of other nodes by all-to-alls, one number for each."""
-    sent, send_all, nodes = [], collectives._all_to_all, context.layout.nodes
-
-    def _all_to_all(x, *, send, receive, rank_group):
-        row = x[:1].nbytes if len(x) else 0
-        away = [count for peer, count in zip(rank_group.ranks, send, strict=True) if nodes.node(peer) != here]
-        sent.append(row * sum(away))
-        return send_all(x, send=send, receive=receive, rank_group=rank_group)
-
-    here = nodes.node(dist.get_rank())
-    with mock.patch.object(collectives, "_all_to_all", _all_to_all):
-        yield sent
-
-
 def sparse_routes(rank: int, tokens: int, ranks: int) -> PhysicalRouting:
     """The first token has no expert."""
     routing = routes(rank, tokens, ranks, TOP_K)
@@ -231,15 +213,15 @@ def check_bytes(kind: type[Dispatcher], per_node: int, wire: Wire) -> None:
             x = rows(rank, counts[rank], BF16, wire).to(device).requires_grad_(plain)
             routing = moved(sparse_routes(rank, counts[rank], ranks), device)
             weights = routing.weights.requires_grad_(plain)
-            with over_the_nic(context) as sent:
+            with counted_links(context) as links:
                 data, scale = rounded(x, shape)
                 received = dispatcher.dispatch(data, PhysicalRouting(routing.ids, weights), scale)
                 y = dispatcher.combine(identity(received, BF16), received.handle)
-                forward = sum(everywhere(sum(sent)))
-                sent.clear()
+                forward = sum(everywhere(links.far_sent))
+                links.clear()
                 if plain:
                     y.backward(torch.ones_like(y))
-            backward = sum(everywhere(sum(sent)))
+            backward = sum(everywhere(links.far_sent))
             form = ROW_FORMATS[wire.dispatch]
             there = shape.row_bytes + form.scales(HIDDEN) * form.scale.itemsize + 2 * TOP_K * 4
             number = pairs(ranks, per_node, counts)
