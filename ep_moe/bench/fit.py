@@ -1,7 +1,8 @@
 """What a rank of GPUs that are not here would hold, and how long one MoE layer would take there. For `ep-moe fit`.
 
-Bytes are counted on layers without memory (the meta device), by the classes that a real layer is made of. Times are the
-floors of `bench.floors` with the rates of `runtime.gpus`, times what `bench.layer` measured over that floor.
+Bytes of memory are counted on layers without memory (the meta device), by the classes that a real layer is made of.
+Bytes on links are those of `bench.wire_rows`. Times are the floors of `bench.floors` with the rates of `runtime.gpus`,
+and what `bench.expected_time` predicts from measured layers.
 
 Left out of times: router, shared experts (they run while rows travel), launches, skew of a real router.
 """
@@ -9,7 +10,6 @@ Left out of times: router, shared experts (they run while rows travel), launches
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +17,13 @@ import torch
 
 from ep_moe import registry
 from ep_moe.all2all.base import DispatchShape
-from ep_moe.bench.floors import (
-    WEIGHTS,
-    Floor,
-    Kind,
-    Rows,
-    Way,
-    check_ranks,
-    deduplicated,
-    faster_between,
-    gathered,
-    hit,
-    per_route,
-    row_bytes,
-    tokens_text,
-)
-from ep_moe.bench.measured_ratios import Ratio, busiest_floor, kind_of, measured_ratio
+from ep_moe.bench.expected_time import Expected, Layer, expected_time
+from ep_moe.bench.floors import WEIGHTS, Crossover, Floor, Kind, busiest_floor, kind_of, two_levels_beside_flat
+from ep_moe.bench.measured_lines import rows_text
+from ep_moe.bench.wire_rows import WAYS, row_bytes
 from ep_moe.checks import check_count, check_positive
 from ep_moe.config import MoEConfig, ParallelConfig, Wire
-from ep_moe.errors import BackendUnavailable, ConfigError
+from ep_moe.errors import ConfigError
 from ep_moe.execution.memory_plan import held_bytes
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE
@@ -53,7 +41,6 @@ from ep_moe.runtime.workspace import Workspaces
 from ep_moe.selection import explain
 from ep_moe.weights.expert_weights import ExpertWeights
 
-SECOND_LEVEL_US = 10.0  # assumed, not measured: what a second level of all2all costs more at any number of tokens
 MOST_GPUS = 4096  # of which all layouts are tried
 
 
@@ -126,8 +113,12 @@ class Question:
         gpus = min(self.per_host, self.gpus)
         nodes = NodeLayout.counted(range(self.gpus), self.per_host, gpus=gpus)
         found = RankLayout.from_config(parallel, world=self.gpus, rank=0, nodes=nodes)
-        if found.ep > self.config.num_experts:
-            raise ConfigError(f"ep must be at most num_experts={self.config.num_experts}, got {found.ep}; set --ep")
+        most = self.config.num_experts * (found.ep - 1)
+        if self.redundant > most:
+            raise ConfigError(
+                f"--redundant must be at most {most} for {self.config.num_experts} experts on ep={found.ep} ranks, got "
+                f"{self.redundant}; a rank would hold an expert twice"
+            )
         for name, size in (("tp", found.tp), ("etp", found.etp), ("ep * etp", found.ep * found.etp)):
             larger = name == "ep * etp" and size % gpus == 0
             if gpus % size and not larger:
@@ -137,6 +128,10 @@ class Question:
     def expert_map(self, layout: RankLayout) -> ExpertMap:
         """Experts in order over the EP group, then redundant ones."""
         return ExpertMap.redundant(self.config.num_experts, layout.ep, self.redundant)
+
+    def idle_ranks(self, layout: RankLayout) -> int:
+        """Ranks of an EP group that hold no expert. As many redundant slots give each of them one."""
+        return max(0, layout.ep - self.config.num_experts - self.redundant)
 
     def dispatched(self, layout: RankLayout) -> int:
         """Tokens that a rank sends in one call."""
@@ -235,24 +230,6 @@ def _transport_bytes(
 # --- bytes and time ------------------------------------------------------------------------------------------------
 
 
-def two_level(config: MoEConfig, ranks: int, per_host: int) -> Rows:
-    """A row crosses between hosts once for each host that has an expert of its token, and is spread there."""
-    per_host = check_ranks(config.num_experts, ranks, per_host)
-    held, hosts = -(-config.num_experts // ranks), ranks // per_host
-    one = hit(config.num_experts, held, config.top_k)
-    node = hit(config.num_experts, min(held * per_host, config.num_experts), config.top_k)
-    return Rows((ranks - hosts) * one, (hosts - 1) * node, config.top_k)
-
-
-WAYS: Mapping[str, Way] = {
-    **dict.fromkeys(("local", "nvlink_p2p", "flashinfer_nvlink", "torch_a2a", "deepep", "deepep_static"), deduplicated),
-    "allgather": gathered,
-    "hierarchical_static": gathered,
-    "hierarchical": two_level,
-    "pplx": per_route,
-}
-
-
 @dataclass(frozen=True)
 class LayerTime:
     """Microseconds of one routed MoE layer.
@@ -260,24 +237,20 @@ class LayerTime:
     Args:
         floor: Of weights, products and the wire, with an expert's share of its etp group.
         groups: Of gathers and sums within tp and etp groups, over NVLink.
-        ratio: Measured over floor, None where such a layer was not measured.
+        expected: What such a layer takes, None where none like it was measured.
         nvlink_bytes: That a rank receives over NVLink for each token of every rank, out and back.
         nic_bytes: The same over its network card.
     """
 
     floor: Floor
     groups: float
-    ratio: Ratio | None
+    expected: Expected | None
     nvlink_bytes: float
     nic_bytes: float
 
     @property
     def floor_us(self) -> float:
         return self.floor.in_turn + self.groups
-
-    @property
-    def expected_us(self) -> float | None:
-        return None if self.ratio is None else self.floor_us * self.ratio.value
 
 
 def layer_time(asked: Question, layout: RankLayout, choice: explain.BackendChoice) -> LayerTime | None:
@@ -296,37 +269,26 @@ def layer_time(asked: Question, layout: RankLayout, choice: explain.BackendChoic
         return None
     config, tokens, etp = asked.config, asked.dispatched(layout), layout.etp
     per_host = min(layout.ep_ranks_per_node, layout.ep)
-    whole = busiest_floor(config, _kind(asked), layout.ep, tokens, per_host=per_host, way=way)
+    whole = busiest_floor(
+        config, _kind(asked), layout.ep, tokens, per_host=per_host, way=way, redundant=asked.redundant
+    )
     least = dataclasses.replace(whole, weights=whole.weights / etp, products=whole.products / etp)
-    rows = way(config, layout.ep, per_host)
+    rows = way(config, layout.ep, per_host, asked.redundant)
     row = config.hidden_size * asked.dtype.itemsize
     gathers = asked.tokens * row * ((layout.split - 1) + 2 * (etp - 1))
-    ratio = None
-    if layout.ep > 1 and layout.tp == etp == 1 and per_host == layout.ep:
-        ratio = measured_ratio(asked.gpu.name, choice, asked.scheme.name, asked.wire, config, layout.ep, tokens)
+    expected = None
+    if layout.ep > 1 and layout.tp == etp == 1 and per_host == layout.ep and not asked.redundant:
+        pair = f"{choice.experts} + {choice.all2all}"
+        expected = expected_time(
+            Layer(asked.gpu.name, pair, asked.scheme.name, rows_text(asked.wire), config, layout.ep, tokens, least)
+        )
     out_back = sum(row_bytes(config, asked.wire, rows.routes))
-    return LayerTime(
-        least, 1e6 * gathers / asked.gpu.rates.link, ratio, etp * rows.near * out_back, etp * rows.far * out_back
-    )
+    groups = 1e6 * gathers / asked.gpu.rates.link
+    return LayerTime(least, groups, expected, etp * rows.near * out_back, etp * rows.far * out_back)
 
 
 def _kind(asked: Question) -> Kind:
     return kind_of(asked.gpu, asked.scheme.name, asked.wire, asked.nic)
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """A flat all2all beside the two-level one, of the EP group.
-
-    Args:
-        flat_us: Microseconds on the wire for each token of every rank, out and back, by the floor.
-        two_level_us: The same in two levels.
-        two_level_pays: Tokens per rank, in words, where it is faster although it costs `SECOND_LEVEL_US` more.
-    """
-
-    flat_us: float
-    two_level_us: float
-    two_level_pays: str
 
 
 def crossover(asked: Question, layout: RankLayout) -> Crossover | None:
@@ -341,15 +303,10 @@ def crossover(asked: Question, layout: RankLayout) -> Crossover | None:
     """
     if layout.ep_node_count == 1:
         return None
-    machine, per_host = _kind(asked).machine, layout.ep_ranks_per_node
-    flat, two = (
-        sum(way(asked.config, layout.ep, per_host).us(asked.config, asked.wire, machine))
-        for way in (deduplicated, two_level)
-    )
-    return Crossover(flat, two, tokens_text(faster_between(SECOND_LEVEL_US, flat - two)))
+    return two_levels_beside_flat(asked.config, _kind(asked), layout.ep, layout.ep_ranks_per_node, asked.redundant)
 
 
-# --- layouts -------------------------------------------------------------------------------------------------------
+# --- one layout ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -385,60 +342,3 @@ def answer(asked: Question, parallel: ParallelConfig) -> Found:
         raise ConfigError(problem)
     choice = asked.choose(layout)
     return Found(layout, choice, memory(asked, layout, choice), layer_time(asked, layout, choice))
-
-
-def layouts(asked: Question) -> Iterator[ParallelConfig]:
-    """All sizes that divide: tp and etp within a host, EP groups that fill hosts or divide them."""
-    sizes = [size for size in range(1, asked.gpus + 1) if asked.gpus % size == 0]
-    for tp in sizes:
-        for etp in sizes:
-            for ep in sizes:
-                if asked.gpus % (ep * etp) == 0:
-                    yield ParallelConfig(dp=asked.gpus // tp, tp=tp, ep=ep, etp=etp)
-
-
-def best(asked: Question, most: int = 3) -> list[Found]:
-    """The fastest layouts that fit, by the floor in turn, then by bytes of a rank, then by the smallest tp.
-
-    The floor counts and not the expected time: measured and unmeasured layouts could not be compared else.
-
-    Args:
-        asked: The question.
-        most: So many are listed.
-
-    Returns:
-        The layouts, the best first; empty where none fits or none has a time.
-    """
-    timed: list[tuple[float, RankLayout, explain.BackendChoice, LayerTime]] = []
-    chosen: dict[tuple[int, int], explain.BackendChoice | None] = {}
-    for parallel in layouts(asked):
-        try:
-            layout = asked.layout(parallel)
-            if asked.scheme.problem(asked.config, layout.etp) is not None:
-                continue
-            key = (layout.ep, layout.etp)
-            if key not in chosen:
-                chosen[key] = _choice(asked, layout)
-            choice = chosen[key]
-            time = None if choice is None else layer_time(asked, layout, choice)
-        except ConfigError:
-            continue
-        if choice is not None and time is not None:
-            timed.append((time.floor_us, layout, choice, time))
-    timed.sort(key=lambda one: (one[0], one[1].tp))
-    found: list[Found] = []
-    for us, layout, choice, time in timed:
-        if len(found) >= most and us > found[-1].time.floor_us:  # type: ignore[union-attr]
-            break
-        one = Found(layout, choice, memory(asked, layout, choice), time)
-        if one.fits(asked):
-            found.append(one)
-    found.sort(key=lambda one: (one.time.floor_us, one.memory.total, one.layout.tp))  # type: ignore[union-attr]
-    return found[:most]
-
-
-def _choice(asked: Question, layout: RankLayout) -> explain.BackendChoice | None:
-    try:
-        return asked.choose(layout)
-    except BackendUnavailable:
-        return None

@@ -1,7 +1,7 @@
 """The least time that one call of a routed layer can take, from what it asks of the busiest rank, and crossovers.
 
-The load is counted from ids (`load_of`) or expected of uniform routing with experts in order over R ranks (`floor`).
-Times are microseconds. Stages wait for the slowest rank, so each counts that of the rank which has most of it.
+The load is counted from ids (`load_of`), or expected of uniform routing (`floor`), with the rows of `wire_rows`. Times
+are microseconds. Stages wait for the slowest rank, so each counts that of the rank which has most of it.
 
 in turn      weights or products, whichever takes longer, and then the wire: rows travel while nothing is computed
 overlapped   the longest of the three, as if the other two ran beside it
@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.base import DispatchShape
+from ep_moe.bench.wire_rows import Way, deduplicated, experts_of, gathered, rank_shares, row_bytes, two_level
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.eplb.cost import H200, Machine
 from ep_moe.errors import ConfigError
+from ep_moe.runtime.gpus import GPU
 
 PER_HOST = 8
-DTYPE = torch.bfloat16
-ROUTE_BYTES = 8  # an id and a weight beside a row
+SECOND_LEVEL_US = 10.0  # assumed, not measured: what a second level of all2all costs more at any number of tokens
 # bytes per number of a weight with its share of scales, and whether products run at the fp8 rate
 WEIGHTS = {
     "none": (2.0, False),
@@ -75,102 +75,35 @@ KINDS = {
 }
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
+def kind_of(gpu: GPU, scheme: str, wire: Wire, nic: float = H200.node_link_bytes_per_s) -> Kind:
+    """Weights, rows and rates of a GPU that may not be here.
 
+    Args:
+        gpu: With its rates.
+        scheme: Of the experts, a key of `WEIGHTS`.
+        wire: How rows travel.
+        nic: Bytes per second to other hosts.
 
-def hit(experts: int, held: int, top_k: int) -> float:
-    """Probability that a token has one of a rank's `held` experts: 1 - C(E - held, K) / C(E, K)."""
-    return 1 - math.comb(experts - held, top_k) / math.comb(experts, top_k)
-
-
-def remote_ranks(experts: int, top_k: int, ranks: int) -> float:
-    """d_r: other ranks that a token travels to, the mean over senders; where R does not divide E the first ranks hold
-    one expert more (`ExpertMap.linear`)."""
-    check_ranks(experts, ranks, per_host=ranks)
-    base, extra = divmod(experts, ranks)
-    reached = extra * hit(experts, base + 1, top_k) + (ranks - extra) * hit(experts, base, top_k)
-    return reached * (ranks - 1) / ranks
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What the rank with the most experts receives for each token of every rank, which no rank exceeds on any link in
-    either direction; the way back is the same with sender and receiver exchanged.
-
-    near, far: rows over NVLink, and over its network card; routes: ids and weights that travel with a row
+    Returns:
+        The kind.
     """
-
-    near: float
-    far: float
-    routes: int
-
-    def bytes(self, config: MoEConfig, wire: Wire) -> tuple[float, float]:
-        """Out and back, for each token of every rank."""
-        out, back = row_bytes(config, wire, self.routes)
-        return (self.near + self.far) * out, (self.near + self.far) * back
-
-    def us(self, config: MoEConfig, wire: Wire, machine: Machine) -> tuple[float, float]:
-        """Out and back, for each token of every rank. NVLink and the network are busy at the same time."""
-        slower = max(self.near / machine.link_bytes_per_s, self.far / machine.node_link_bytes_per_s) * 1e6
-        out, back = row_bytes(config, wire, self.routes)
-        return slower * out, slower * back
-
-
-Way = Callable[[MoEConfig, int, int], Rows]
-
-
-def deduplicated(config: MoEConfig, ranks: int, per_host: int) -> Rows:
-    """All2all, a token once to each rank that has an expert of it. A token with experts on several ranks of another
-    host travels there as often."""
-    per_host = check_ranks(config.num_experts, ranks, per_host)
-    one = hit(config.num_experts, -(-config.num_experts // ranks), config.top_k)
-    return Rows((per_host - 1) * one, (ranks - per_host) * one, config.top_k)
-
-
-def per_route(config: MoEConfig, ranks: int, per_host: int) -> Rows:
-    """All2all, a row for each route of a token, even where two go to one rank."""
-    per_host = check_ranks(config.num_experts, ranks, per_host)
-    one = config.top_k * -(-config.num_experts // ranks) / config.num_experts
-    return Rows((per_host - 1) * one, (ranks - per_host) * one, 1)
-
-
-def gathered(config: MoEConfig, ranks: int, per_host: int) -> Rows:
-    """All-gather and reduce-scatter: (R - 1) * T rows. They cross the network once per host, to the rank of the same
-    number, and are spread (or summed) over NVLink: what collectives of several hosts can do at best."""
-    per_host = check_ranks(config.num_experts, ranks, per_host)
-    hosts = ranks // per_host
-    return Rows(ranks - hosts, hosts - 1, config.top_k)
-
-
-def check_ranks(experts: int, ranks: int, per_host: int) -> int:
-    """Ranks of one host."""
-    if not 1 <= ranks <= experts:
-        raise ConfigError(f"ranks must be in [1, {experts}], the number of experts, got {ranks}")
-    if per_host < 1 or (ranks > per_host and ranks % per_host):
-        raise ConfigError(f"per_host={per_host} must divide ranks={ranks} or be larger; choose other --ranks")
-    return min(per_host, ranks)
-
-
-def row_bytes(config: MoEConfig, wire: Wire, routes: int) -> tuple[int, int]:
-    """Of one row out, with scales, ids and weights, and of one back."""
-    dispatch_shape = DispatchShape(
-        hidden_size=config.hidden_size, top_k=config.top_k, slots_per_rank=1, num_ranks=1, dtype=DTYPE, wire=wire
-    )
-    back = 1 if wire.combine == "fp8" else DTYPE.itemsize
-    return dispatch_shape.row_bytes + dispatch_shape.scale_bytes + routes * ROUTE_BYTES, config.hidden_size * back
+    rates = gpu.rates
+    machine = dataclasses.replace(H200, node_link_bytes_per_s=nic)
+    return Kind(scheme, scheme, wire, machine).at(Rates(rates.copy, rates.bf16, rates.fp8), rates.link)
 
 
 # --- floors --------------------------------------------------------------------------------------------------------
 
 
-def experts_touched(experts: int, top_k: int, held: int, tokens: float) -> float:
-    """Of `held` experts those that some of `tokens` tokens (of all ranks) chose."""
-    return held * (1 - math.pow(1 - top_k / experts, tokens))
+def experts_touched(experts: int, top_k: int, held: int, tokens: float, share: float = 1.0) -> float:
+    """Of `held` experts those that some of `tokens` tokens (of all ranks) chose. share: of an expert's routes that come
+    to this replica"""
+    return held * (1 - math.pow(1 - share * top_k / experts, tokens))
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Microseconds of the slowest rank. link: out and back at the same time, None for one after the other"""
+    """Microseconds of the slowest rank. link: of the busiest link if all that travels overlaps, None for out + back"""
 
     weights: float
     products: float
@@ -254,18 +187,67 @@ def counted_floor(config: MoEConfig, load: Load, kind: Kind) -> Floor:
 
 
 def floor(
-    config: MoEConfig, kind: Kind, ranks: int, tokens: float, *, per_host: int = PER_HOST, way: Way = deduplicated
-) -> Floor:
-    """Of a layer with `tokens` on each rank, of the rank with the most experts."""
+    config: MoEConfig, kind: Kind, ranks: int, tokens: float, *,
+    per_host: int = PER_HOST, way: Way = deduplicated, redundant: int = 0,
+) -> Floor:  # fmt: skip
+    """Of a layer with `tokens` on each rank and uniform routing, by expectations for one rank.
+
+    Args:
+        config: The layer.
+        kind: Weights, rows and rates.
+        ranks: Of the EP group.
+        tokens: That each rank sends; a fraction stands for tokens of some ranks alone.
+        per_host: Ranks that NVLink joins.
+        way: How rows travel.
+        redundant: Slots beyond one per expert.
+
+    Returns:
+        The floor.
+
+    Raises:
+        ConfigError: there are no tokens or no such ranks, or the experts cannot lie on them.
+    """
     if not tokens > 0:
         raise ConfigError(f"tokens must be positive, got {tokens}")
-    rows, machine = way(config, ranks, per_host), kind.machine
-    held = -(-config.num_experts // ranks)
-    touched = experts_touched(config.num_experts, config.top_k, held, tokens * ranks)
-    routes = tokens * ranks * config.top_k * held / config.num_experts
+    rows, machine = way(config, ranks, per_host, redundant), kind.machine
+    shares = rank_shares(config.num_experts, ranks, redundant)
+    experts, top_k, everyone = config.num_experts, config.top_k, tokens * ranks
+    touched = max(
+        sum(experts_touched(experts, top_k, held, everyone, float(share)) for share, held in one) for one in shares
+    )
+    routes = float(max(map(experts_of, shares))) * everyone * top_k / experts
     weights, products = expert_times(config, kind.scheme, touched, routes, machine.hbm_bytes_per_s, machine.flops)
     out, back = rows.us(config, kind.wire, machine)
-    return Floor(weights, products, tokens * out, tokens * back)
+    link = tokens * rows.busy_us(config, kind.wire, machine) if rows.in_turn else None
+    return Floor(weights, products, tokens * out, tokens * back, link)
+
+
+DRAWN = 4096  # tokens of all ranks, up to which routes are drawn; with more the busiest rank is near the mean
+_DRAWS = 8
+
+
+def busiest_floor(
+    config: MoEConfig, kind: Kind, ranks: int, tokens: int, *, per_host: int, way: Way, redundant: int = 0
+) -> Floor:
+    """`floor`, where few tokens load ranks unevenly with the mean of the busiest rank; of the same arguments."""
+    found = floor(config, kind, ranks, tokens, per_host=per_host, way=way, redundant=redundant)
+    if ranks == 1 or redundant or config.num_experts % ranks or ranks * tokens > DRAWN:
+        return found
+    experts, pairs = _busiest(config.num_experts, config.top_k, ranks, tokens)
+    machine = kind.machine
+    weights, products = expert_times(config, kind.scheme, experts, pairs, machine.hbm_bytes_per_s, machine.flops)
+    return dataclasses.replace(found, weights=weights, products=products)
+
+
+@cache
+def _busiest(experts: int, top_k: int, ranks: int, tokens: int) -> tuple[float, float]:
+    """Experts that are touched and routes on the rank that has most of them: the mean of some uniform draws."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    loads = []
+    for _ in range(_DRAWS):
+        scores = torch.rand(ranks, tokens, experts, generator=generator, device="cpu")
+        loads.append(load_of(scores.topk(top_k, dim=-1).indices, experts))
+    return sum(load.experts for load in loads) / _DRAWS, sum(load.pairs for load in loads) / _DRAWS
 
 
 # --- crossovers ----------------------------------------------------------------------------------------------------
@@ -291,10 +273,47 @@ def tokens_text(between: tuple[float, float]) -> str:
     return "always" if first == 1 else f"from {math.ceil(first)}"
 
 
-def saved_by_dedup(config: MoEConfig, kind: Kind, ranks: int, per_host: int = PER_HOST) -> float:
+@dataclass(frozen=True)
+class Crossover:
+    """A flat all2all beside the two-level one, of an EP group on several hosts.
+
+    Args:
+        flat_us: Microseconds on the wire for each token of every rank, out and back, by the floor.
+        two_level_us: The same in two levels.
+        two_level_pays: From how many tokens per rank on it is faster, if it costs `SECOND_LEVEL_US` more, in words.
+    """
+
+    flat_us: float
+    two_level_us: float
+    two_level_pays: str
+
+
+def two_levels_beside_flat(config: MoEConfig, kind: Kind, ranks: int, per_host: int, redundant: int = 0) -> Crossover:
+    """Compare the flat and the hierarchical transport.
+
+    Args:
+        config: The layer.
+        kind: Rows and rates.
+        ranks: Of the EP group.
+        per_host: Ranks that NVLink joins.
+        redundant: Slots beyond one per expert.
+
+    Returns:
+        Both.
+    """
+    flat, two = (
+        sum(way(config, ranks, per_host, redundant).us(config, kind.wire, kind.machine))
+        for way in (deduplicated, two_level)
+    )
+    return Crossover(flat, two, tokens_text(faster_between(SECOND_LEVEL_US, flat - two)))
+
+
+def saved_by_dedup(config: MoEConfig, kind: Kind, ranks: int, per_host: int = PER_HOST, redundant: int = 0) -> float:
     """Microseconds per token of each rank that `deduplicated` takes less than `gathered`, both ways, or more (< 0)."""
-    ways = (sum(way(config, ranks, per_host).us(config, kind.wire, kind.machine)) for way in (gathered, deduplicated))
-    of_gathered, of_dedup = ways
+    of_gathered, of_dedup = (
+        sum(way(config, ranks, per_host, redundant).us(config, kind.wire, kind.machine))
+        for way in (gathered, deduplicated)
+    )
     return of_gathered - of_dedup
 
 

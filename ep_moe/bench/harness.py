@@ -48,6 +48,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """A type of arguments: an integer of at least 0."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
+    return int(text)
+
+
 def not_negative(text: str) -> float:
     """A type of arguments: a number of at least 0."""
     try:

@@ -1,6 +1,6 @@
-"""A model of larger EP groups: bytes on the wire, floors of a routed layer, and crossovers, for 1 to 64 ranks.
+"""A model of larger EP groups: bytes on each link, floors of a routed layer, and crossovers, for 1 to 320 ranks.
 
-    python -m ep_moe.bench.scaling [--models NAME ...] [--ranks R ...] [--tokens T ...] [--per-host N] [--csv F] ...
+    python -m ep_moe.bench.scaling [--models NAME ...] [--ranks R ...] [--ep R ...] [--tokens T ...] [--csv F] ...
 
 Nothing is measured here and no device is touched; `--measured` sets files of bench.layer and bench.all2all beside it.
 What the model says and leaves out: docs/explanation/scaling.md.
@@ -8,6 +8,7 @@ What the model says and leaves out: docs/explanation/scaling.md.
 in turn      microseconds of dispatch, then experts, then combine
 overlapped   the larger of experts and wire, as if one hid the other completely
 w, p, n      which of three the overlapped floor is: weights read, matrix products, the links
++ N          N redundant experts, by default as many as give all ranks the same number of slots
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ from ep_moe.bench.all2all import EXPERTS, TOP_K
 from ep_moe.bench.floors import (
     KINDS,
     PER_HOST,
-    deduplicated,
+    SECOND_LEVEL_US,
+    Floor,
+    Kind,
     faster_between,
     floor,
-    gathered,
-    per_route,
-    remote_ranks,
     saved_by_dedup,
     tokens_text,
+    two_levels_beside_flat,
     wire_bound_from,
 )
-from ep_moe.bench.harness import Where, not_negative, one_sentence, parse, positive
+from ep_moe.bench.harness import Where, natural, not_negative, one_sentence, parse, positive
+from ep_moe.bench.wire_rows import Way, deduplicated, filling, gathered, per_route, remote_ranks, row_bytes, two_level
 from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.eplb.cost import H200
 from ep_moe.errors import ConfigError
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 RANKS = (1, 2, 4, 8, 16, 32, 64)
+EP = (16, 32, 64, 128, 144, 256, 320)  # EP groups of several hosts
 TOKENS = (1, 16, 128, 1024, 8192)  # of each rank
 TOTALS = (64, 1024, 8192, 65536)  # of the whole job
 EXTRA_US = (-20.0, 10.0)  # what deduplication costs more than a gather at any number of tokens
@@ -129,9 +132,21 @@ def benched(hidden: int) -> MoEConfig:
 # --- tables --------------------------------------------------------------------------------------------------------
 
 
-def floors_table(title: str, first: str, lines: Iterable[tuple[str, Sequence[object]]], ranks: Sequence[int]) -> Table:
+def redundant_of(config: MoEConfig, ranks: int, asked: argparse.Namespace) -> int:
+    """Slots beyond one per expert on so many ranks."""
+    return filling(config.num_experts, ranks) if asked.redundant is None else int(asked.redundant)
+
+
+def least(
+    config: MoEConfig, kind: Kind, ranks: int, tokens: float, asked: argparse.Namespace, way: Way = deduplicated
+) -> Floor:
+    redundant = redundant_of(config, ranks, asked)
+    return floor(config, kind, ranks, tokens, per_host=asked.per_host, way=way, redundant=redundant)
+
+
+def floors_table(title: str, first: str, lines: Iterable[tuple[str, Sequence[object]]], ranks: Sequence[str]) -> Table:
     found = Table(title=title)
-    for name in (first, *(f"R = {count}" for count in ranks)):
+    for name in (first, *ranks):
         found.add_column(name, no_wrap=True, justify="right")
     for name, cells in lines:
         found.add_row(name, *map(str, cells))
@@ -139,13 +154,48 @@ def floors_table(title: str, first: str, lines: Iterable[tuple[str, Sequence[obj
 
 
 def print_model(console: Console, name: str, asked: argparse.Namespace) -> None:
-    config, ranks, per_host = load_model_config(name).moe, asked.ranks, asked.per_host
+    config, ranks = load_model_config(name).moe, asked.ranks
+    extra = [redundant_of(config, count, asked) for count in ranks]
+    heads = [f"R = {count}" + (f" + {more}" if more else "") for count, more in zip(ranks, extra, strict=True)]
     for kind in KINDS.values():
-        weak = [(str(t), [floor(config, kind, r, t, per_host=per_host) for r in ranks]) for t in asked.tokens]
-        strong = [(str(t), [floor(config, kind, r, t / r, per_host=per_host) for r in ranks]) for t in asked.totals]
+        weak = [(str(t), [least(config, kind, r, t, asked) for r in ranks]) for t in asked.tokens]
+        strong = [(str(t), [least(config, kind, r, t / r, asked) for r in ranks]) for t in asked.totals]
         title = f"{name}, {kind.name}: floor in turn/overlapped, us"
-        console.print(floors_table(f"{title}, tokens per rank fixed", "T per rank", weak, ranks))
-        console.print(floors_table(f"{title}, tokens of the job fixed", "T of all", strong, ranks))
+        console.print(floors_table(f"{title}, tokens per rank fixed", "T per rank", weak, heads))
+        console.print(floors_table(f"{title}, tokens of the job fixed", "T of all", strong, heads))
+
+
+def print_hosts(console: Console, name: str, asked: argparse.Namespace) -> None:
+    """EP groups of several hosts, flat and in two levels."""
+    config, per_host = load_model_config(name).moe, asked.per_host
+    groups = [count for count in asked.ep if count > per_host]
+    for kind in KINDS.values() if groups else ():
+        found = Table(
+            title=f"{name}, {kind.name}, hosts of {per_host}: KiB per token that reach a rank, out + back, and "
+            f"floor in turn, us; flat / two levels"
+        )
+        for column in ("EP", "hosts", "slots", "NVLink", "network", "faster", *(f"T = {t}" for t in asked.tokens)):
+            found.add_column(column, no_wrap=True, justify="right")
+        for count in groups:
+            redundant = redundant_of(config, count, asked)
+            ways = [way(config, count, per_host, redundant) for way in (deduplicated, two_level)]
+            row = sum(row_bytes(config, kind.wire, config.top_k)) / 1024
+            both = two_levels_beside_flat(config, kind, count, per_host, redundant)
+            times = [
+                [least(config, kind, count, t, asked, way) for way in (deduplicated, two_level)] for t in asked.tokens
+            ]
+            found.add_row(
+                f"{count} + {redundant}" if redundant else str(count),
+                str(count // per_host),
+                str(-(-(config.num_experts + redundant) // count)),
+                " / ".join(f"{one.near * row:.1f}" for one in ways),
+                " / ".join(f"{one.far * row:.1f}" for one in ways),
+                both.two_level_pays,
+                *(f"{flat.in_turn:.0f} / {two.in_turn:.0f}" for flat, two in times),
+            )
+        console.print(found)
+    if groups:
+        console.print(f"faster: tokens per rank at which two levels are, if they cost {SECOND_LEVEL_US:g} us more")
 
 
 def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespace) -> None:
@@ -158,10 +208,11 @@ def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespac
         config = load_model_config(name).moe
         for kind in KINDS.values():
             for count in ranks:
-                rows = [way(config, count, asked.per_host) for way in (deduplicated, per_route, gathered)]
+                redundant = redundant_of(config, count, asked)
+                rows = [way(config, count, asked.per_host, redundant) for way in (deduplicated, per_route, gathered)]
                 sizes = (f"{sum(one.bytes(config, kind.wire)) / 1024:.1f}" for one in rows)
-                saved = saved_by_dedup(config, kind, count, asked.per_host)
-                reached = f"{remote_ranks(config.num_experts, config.top_k, count):.3f}"
+                saved = saved_by_dedup(config, kind, count, asked.per_host, redundant)
+                reached = f"{remote_ranks(config.num_experts, config.top_k, count, redundant):.3f}"
                 pays = (tokens_text(faster_between(us, saved)) for us in asked.extra_us)
                 found.add_row(name, kind.name, str(count), reached, *sizes, f"{saved * 1e3:.1f}", *pays)
     console.print(found)
@@ -196,21 +247,40 @@ def print_measured(console: Console, file: Path, asked: argparse.Namespace) -> N
 
 
 def lines_of(models: Sequence[str], asked: argparse.Namespace) -> list[dict[str, object]]:
-    """Of the CSV: each model, kind, R and T of both tables."""
+    """Of the CSV: each model, kind, R and T of all tables; in two levels too, where R ranks are several hosts. Bytes
+    are those that a rank receives in a call."""
     found: list[dict[str, object]] = []
     for name in models:
         config = load_model_config(name).moe
         for kind in KINDS.values():
-            for ranks in asked.ranks:
-                for tokens in sorted({*asked.tokens, *(total / ranks for total in asked.totals)}):
-                    own = floor(config, kind, ranks, tokens, per_host=asked.per_host)
-                    out, back = deduplicated(config, ranks, asked.per_host).bytes(config, kind.wire)
-                    line = {"model": name, "weights": kind.name, "ranks": ranks, "tokens": tokens}
-                    sizes = {"out_bytes": tokens * out, "back_bytes": tokens * back}
-                    us = {f"{key}_us": value for key, value in dataclasses.asdict(own).items()}
-                    ends = {"in_turn_us": own.in_turn, "overlapped_us": own.overlapped, "bound": own.bound}
-                    found.append({**line, **sizes, **us, **ends})
+            for ranks in sorted({*asked.ranks, *asked.ep}):
+                tokens = sorted({*asked.tokens, *(total / ranks for total in asked.totals if ranks in asked.ranks)})
+                ways = {"flat": deduplicated} | ({"two_level": two_level} if ranks > asked.per_host else {})
+                found += [
+                    {
+                        "model": name,
+                        "weights": kind.name,
+                        **line_of(config, kind, ranks, count, asked, way),
+                        "all2all": which,
+                    }
+                    for which, way in ways.items()
+                    for count in tokens
+                ]
     return found
+
+
+def line_of(
+    config: MoEConfig, kind: Kind, ranks: int, tokens: float, asked: argparse.Namespace, way: Way
+) -> dict[str, object]:
+    redundant = redundant_of(config, ranks, asked)
+    rows, own = way(config, ranks, asked.per_host, redundant), least(config, kind, ranks, tokens, asked, way)
+    out, back = row_bytes(config, kind.wire, rows.routes)
+    return {
+        "ranks": ranks, "redundant": redundant, "tokens": tokens,
+        "nvlink_bytes": tokens * rows.near * (out + back), "nic_bytes": tokens * rows.far * (out + back),
+        "weights_us": own.weights, "products_us": own.products, "out_us": own.out, "back_us": own.back,
+        "in_turn_us": own.in_turn, "overlapped_us": own.overlapped, "bound": own.bound,
+    }  # fmt: skip
 
 
 def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
@@ -224,7 +294,7 @@ def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
         for row, kind in enumerate(KINDS.values()):
             axes = grid[row][column]
             for index, tokens in enumerate(asked.tokens):
-                found = [floor(config, kind, r, tokens, per_host=asked.per_host) for r in ranks]
+                found = [least(config, kind, r, tokens, asked) for r in ranks]
                 axes.plot(ranks, [one.overlapped for one in found], f"C{index}-", label=f"T = {tokens}")
                 axes.plot(ranks, [one.in_turn for one in found], f"C{index}:")
                 for count, one in zip(ranks, found, strict=True):
@@ -244,6 +314,10 @@ def main() -> list[dict[str, object]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--ranks", nargs="+", type=positive, default=RANKS)
+    parser.add_argument("--ep", nargs="*", type=positive, default=EP, help="EP groups of several hosts")
+    parser.add_argument(
+        "--redundant", type=natural, help="slots beyond one per expert; default: as many as fill all ranks"
+    )
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS, help="of each rank")
     parser.add_argument("--totals", nargs="+", type=positive, default=TOTALS, help="tokens of the whole job")
     parser.add_argument("--per-host", type=positive, default=PER_HOST, help="ranks that NVLink joins")
@@ -258,6 +332,7 @@ def main() -> list[dict[str, object]]:
     console = Console(width=140)
     for name in asked.models:
         print_model(console, name, asked)
+        print_hosts(console, name, asked)
     print_wire(console, asked.models, asked)
     for file in asked.measured:
         try:

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from ep_moe.bench.fit import SECOND_LEVEL_US, Crossover, Found, Question, answer, best, crossover
+from ep_moe.bench.expected_time import FEW_TOKENS, ITSELF, Expected, held_back
+from ep_moe.bench.fit import Found, Question, answer, crossover
+from ep_moe.bench.fit_layouts import best
+from ep_moe.bench.floors import SECOND_LEVEL_US, Crossover
 from ep_moe.config import ONE_SCALE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import ConfigError
 from ep_moe.quant.schemes import scheme_of
@@ -143,11 +146,11 @@ def run(options: FitOptions) -> dict[str, Any]:
             "name": gpu.name, "compute_capability": list(gpu.capability), "memory_bytes": gpu.memory_bytes,
             "rates": dataclasses.asdict(gpu.rates), "nic_bytes_per_s": asked.nic, "nic_source": _NIC_SOURCE,
         },
-        "layout": _layout(found),
+        "layout": _layout(found) | {"idle_ranks_of_an_ep_group": asked.idle_ranks(found.layout)},
         "backends": {"all2all": found.choice.all2all, "experts": found.choice.experts, "reason": found.choice.reason},
         "memory": _memory(asked, model, found),
         "layer_time": _time(found),
-        "wire": _wire(found),
+        "wire": _wire(asked, found),
         "crossover": _crossover(crossover(asked, found.layout)),
         "best": {
             "criteria": _CRITERIA,
@@ -194,17 +197,36 @@ def _time(found: Found) -> dict[str, Any]:
         "floor_us": time.floor_us,
         "floor_parts_us": {name: getattr(floor, name) for name in names} | {"tp_and_etp": time.groups},
         "bound": {"w": "weights read", "p": "matrix products", "n": "the wire"}[floor.bound],
-        "expected_us": time.expected_us,
-        "ratio": None if time.ratio is None else time.ratio.value,
-        "source": "floor only, not measured" if time.ratio is None else time.ratio.source,
+        "expected_us": None if time.expected is None else time.expected.us,
+        "launches_us": None if time.expected is None else time.expected.launches_us,
+        "ratio": None if time.expected is None else time.expected.us / time.floor_us,
+        "source": "floor only, not measured" if time.expected is None else time.expected.source,
+        "accuracy": None if time.expected is None else _accuracy(time.expected),
     }
 
 
-def _wire(found: Found) -> dict[str, Any]:
-    time = found.time
+def _accuracy(expected: Expected) -> dict[str, Any]:
+    """Of predictions of this kind, from measured lines that were held back."""
+    if expected.basis == ITSELF:
+        return {"predicted_from": None}
+    held = held_back(expected.basis)
     return {
-        "nvlink_bytes_per_token": None if time is None else time.nvlink_bytes,
-        "nic_bytes_per_token": None if time is None else time.nic_bytes,
+        "predicted_from": expected.basis,
+        "held_back_lines": len(held.errors),
+        "within_20_percent": held.within(0.2),
+        "median_error": held.median,
+        "worst_error": held.worst(held.errors),
+        f"worst_error_to_{FEW_TOKENS}_tokens": held.worst(held.few),
+    }
+
+
+def _wire(asked: Question, found: Found) -> dict[str, Any]:
+    time, tokens = found.time, asked.dispatched(found.layout)
+    links = {} if time is None else {"nvlink": time.nvlink_bytes, "nic": time.nic_bytes}
+    return {
+        "tokens_sent_by_a_rank": tokens,
+        **{f"{link}_bytes_per_token": links.get(link) for link in ("nvlink", "nic")},
+        **{f"{link}_bytes_per_call": links[link] * tokens if links else None for link in ("nvlink", "nic")},
     }
 
 
@@ -228,6 +250,10 @@ def print_answer(answered: dict[str, Any], say: Callable[[str], None]) -> None:
     sizes = ", ".join(f"{name} {layout[name]}" for name in ("dp", "tp", "ep", "etp"))
     say(f"{asked['model']} on {asked['gpus']} x {gpu['name']}, {asked['per_host']} a host: {sizes}")
     say(f"  experts in {asked['quantization']}, {asked['tokens']} tokens of each GPU in a call")
+    if layout["idle_ranks_of_an_ep_group"]:
+        idle = layout["idle_ranks_of_an_ep_group"]
+        more = asked["redundant"] + idle
+        say(f"  {idle} of {layout['ep']} ranks hold no expert; --redundant {more} gives each of them a replica")
     say(f"backends  {chosen['all2all']} with {chosen['experts']}: {chosen['reason']}")
     _print_memory(answered["memory"], gpu, say)
     _print_time(answered, say)
@@ -278,20 +304,39 @@ def _print_time(answered: dict[str, Any], say: Callable[[str], None]) -> None:
     if time["expected_us"] is None:
         say(f"  expected  {time['source']}")
     else:
-        say(f"  expected  {time['expected_us']:.1f} us = floor x {time['ratio']:.2f}")
-        say(f"            {time['source']}")
+        _print_expected(time, say)
     say(
-        f"  a rank receives {wire['nvlink_bytes_per_token'] / 2**10:.2f} KiB over NVLink and "
-        f"{wire['nic_bytes_per_token'] / 2**10:.2f} KiB over its network card for each token of every rank, both ways"
+        f"  bytes     {wire['nvlink_bytes_per_call'] / 2**10:.0f} KiB over NVLink and "
+        f"{wire['nic_bytes_per_call'] / 2**10:.0f} KiB over its network card reach a rank in a call, both ways"
     )
     cross = answered["crossover"]
     if cross is None:
         say("  flat or in two levels: the EP group is on one host, which has one level")
         return
+    pays = cross["two_level_pays"] + (" tokens per rank on" if cross["two_level_pays"].startswith("from") else "")
     say(
         f"  flat {cross['flat_us'] * 1e3:.1f} ns, in two levels {cross['two_level_us'] * 1e3:.1f} ns a token; two "
-        f"levels pay {cross['two_level_pays']} tokens per rank, if they cost {cross['second_level_costs_us']:g} us "
-        f"more ({cross['source']})"
+        f"levels are faster: {pays}, if they cost {cross['second_level_costs_us']:g} us more ({cross['source']})"
+    )
+
+
+def _print_expected(time: dict[str, Any], say: Callable[[str], None]) -> None:
+    accuracy = time["accuracy"]
+    if accuracy["predicted_from"] is None:
+        say(f"  expected  {time['expected_us']:.1f} us, measured: this layer (floor x {time['ratio']:.2f})")
+        say(f"            {time['source']}")
+        return
+    launches = f"of which {time['launches_us']:.0f} us for launches, whatever the size"
+    say(f"  expected  {time['expected_us']:.1f} us (floor x {time['ratio']:.2f}), {launches}")
+    say(f"            {time['source']}")
+    kind, few = accuracy["predicted_from"].removeprefix("a "), accuracy[f"worst_error_to_{FEW_TOKENS}_tokens"]
+    say(
+        f"            from another {kind}: within 20 % on {accuracy['within_20_percent']} of "
+        f"{accuracy['held_back_lines']} measured lines that were held back, half of them within"
+    )
+    say(
+        f"            {accuracy['median_error']:.0%}, the worst {accuracy['worst_error']:+.0%}, and {few:+.0%} up to "
+        f"{FEW_TOKENS} tokens"
     )
 
 

@@ -22,6 +22,7 @@ from ep_moe.bench import all2all, breakdown, floors, harness, layer, layer_repor
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.layer_report import Line
 from ep_moe.bench.overlap import beside
+from ep_moe.bench.wire_rows import remote_ranks
 from ep_moe.config import load_model_config
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
@@ -52,7 +53,7 @@ FLOORS = {
 def expected_load(num_experts: int, top_k: int, ranks: int, tokens: int) -> floors.Load:
     """Under uniform routing, of any rank."""
     touched = floors.experts_touched(num_experts, top_k, num_experts // ranks, ranks * tokens)
-    rows = tokens * floors.remote_ranks(num_experts, top_k, ranks)
+    rows = tokens * remote_ranks(num_experts, top_k, ranks)
     return floors.Load(touched, tokens * top_k, rows, 2 * rows)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,18 +21,25 @@ from ep_moe.bench import all2all, scaling
 from ep_moe.bench.floors import (
     KINDS,
     Floor,
-    deduplicated,
     experts_touched,
     faster_between,
     floor,
-    gathered,
-    hit,
-    per_route,
-    remote_ranks,
-    row_bytes,
     saved_by_dedup,
     tokens_text,
+    two_levels_beside_flat,
     wire_bound_from,
+)
+from ep_moe.bench.wire_rows import (
+    WAYS,
+    deduplicated,
+    filling,
+    gathered,
+    gathered_in_turn,
+    per_route,
+    reached,
+    remote_ranks,
+    row_bytes,
+    two_level,
 )
 from ep_moe.config import Wire, load_model_config
 from ep_moe.eplb.cost import Machine
@@ -43,6 +51,11 @@ SMALL = [(6, 2, 2), (8, 3, 4), (7, 3, 4), (9, 2, 4), (5, 4, 4), (6, 1, 6), (5, 5
 
 def config_of(experts: int, top_k: int) -> MoEConfig:
     return MoEConfig(hidden_size=256, intermediate_size=128, num_experts=experts, top_k=top_k)
+
+
+def hit(experts: int, held: int, top_k: int) -> float:
+    """Probability that a token has one of `held` experts, in closed form."""
+    return 1 - math.comb(experts - held, top_k) / math.comb(experts, top_k)
 
 
 def owners(experts: int, ranks: int) -> torch.Tensor:
@@ -100,6 +113,54 @@ def test_experts_touched_are_the_mean_over_all_choices_of_all_tokens(experts, to
     held = int((owners(experts, ranks) == 0).sum())
     counts = [len({e for one in all_ for e in one if e < held}) for all_ in itertools.product(choices, repeat=tokens)]
     assert experts_touched(experts, top_k, held, tokens) == pytest.approx(sum(counts) / len(counts), rel=1e-12)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ranks"), [(6, 2, 4), (4, 2, 6), (4, 3, 6), (3, 1, 4), (5, 2, 2)])
+@pytest.mark.parametrize("redundant", [0, 2, 3])
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_token_takes_any_replica_equally_often(experts, top_k, ranks, redundant, together):
+    expert_map = ExpertMap.redundant(experts, ranks, redundant)
+    slots = expert_map.slots_per_rank * together
+    shares = [Fraction(0)] * (ranks // together)
+    choices = list(itertools.combinations(expert_map.logical_to_physical, top_k))
+    for choice in choices:
+        for replicas in itertools.product(*choice):
+            for there in {slot // slots for slot in replicas}:
+                shares[there] += Fraction(1, math.prod(map(len, choice)))
+    expected = tuple(float(share / len(choices)) for share in shares)
+    assert reached(experts, top_k, ranks, redundant, together) == expected
+
+
+def test_ranks_without_experts_change_nothing_for_the_others():
+    config = load_model_config("deepseek-v3").moe
+    few, many = deduplicated(config, 256, 8), deduplicated(config, 320, 8)
+    assert many.near == few.near
+    assert many.far / (320 - 8) == pytest.approx(few.far / (256 - 8), rel=1e-12)
+    assert reached(256, 8, 320, 0, together=1)[256:] == (0,) * 64
+    idle, filled = floor(config, KINDS["fp8"], 320, 128), floor(config, KINDS["fp8"], 320, 128, redundant=64)
+    assert (idle.weights, idle.products) == (filled.weights, filled.products)  # the other 192 experts have one replica
+    assert remote_ranks(256, 8, 320, 64) == pytest.approx(remote_ranks(256, 8, 320), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "slots"), [(256, 320, 320), (256, 144, 288), (256, 64, 256), (128, 320, 320)]
+)
+def test_filling_gives_all_ranks_as_many_slots(experts, ranks, slots):
+    assert filling(experts, ranks) == slots - experts
+    expert_map = ExpertMap.redundant(experts, ranks, slots - experts)
+    assert {expert_map.num_slots(rank) for rank in range(ranks)} == {slots // ranks}
+
+
+def test_replicas_share_the_work_of_an_expert():
+    """Two ranks, two experts: with two replicas of each, a rank holds both, and has half of the routes of each."""
+    config = config_of(2, 1)
+    one, two = floor(config, KINDS["bf16"], 2, 50), floor(config, KINDS["bf16"], 2, 50, redundant=2)
+    assert two.products == pytest.approx(one.products)
+    assert two.weights == pytest.approx(2 * one.weights, rel=1e-6)
+    few = floor(config, KINDS["bf16"], 2, 0.5, redundant=2)  # one token, of both ranks together
+    assert few.weights == pytest.approx(
+        floor(config, KINDS["bf16"], 2, 0.5).weights
+    )  # one expert is read, in one place
 
 
 # --- by simulation, at real sizes ----------------------------------------------------------------------------------
@@ -208,6 +269,21 @@ def test_links_work_side_by_side_and_the_slower_counts():
     assert rows.us(config, Wire(), slow) == pytest.approx((0.25 * out / 1, 0.25 * back / 1))
 
 
+def test_levels_in_turn_take_their_sum():
+    config = config_of(8, 1)
+    machine = Machine(hbm_bytes_per_s=1, flops=1, link_bytes_per_s=100e6, node_link_bytes_per_s=10e6)
+    out, back = row_bytes(config, Wire(), 1)
+    rows = two_level(config, 4, 2)  # 1/4 of a row from the 2 ranks of another number, 1/2 over the rail
+    assert (rows.near, rows.far) == (0.5, 0.5)
+    assert rows.us(config, Wire(), machine) == pytest.approx((0.55 * out / 10, 0.55 * back / 10))
+    assert rows.busy_us(config, Wire(), machine) == pytest.approx(0.5 * (out + back) / 10)
+    kind = dataclasses.replace(KINDS["bf16"], machine=machine)
+    found = floor(config, kind, 4, 3, per_host=2, way=two_level)
+    assert found.wire == pytest.approx(3 * 0.55 * (out + back) / 10)
+    assert dataclasses.replace(found, weights=0, products=0).overlapped == pytest.approx(3 * 0.5 * (out + back) / 10)
+    assert sum(gathered_in_turn(config, 4, 2).us(config, Wire(), machine)) == pytest.approx(1.2 * (out + back) / 10)
+
+
 def test_one_rank_has_no_wire_and_what_binds_is_named():
     config = load_model_config("qwen3-30b-a3b").moe
     assert floor(config, KINDS["bf16"], 1, 16).wire == 0
@@ -215,11 +291,9 @@ def test_one_rank_has_no_wire_and_what_binds_is_named():
     assert str(Floor(2, 3, 2, 2)) == "7/4 n"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "per_host", "field"), [(0, 8, "ranks"), (65, 8, "ranks"), (12, 8, "per_host"), (4, 0, "per_host")]
-)
+@pytest.mark.parametrize(("ranks", "per_host", "field"), [(0, 8, "ranks"), (12, 8, "per_host"), (4, 0, "per_host")])
 def test_ranks_that_cannot_be_are_refused(ranks, per_host, field):
-    for way in (deduplicated, per_route, gathered):
+    for way in {*WAYS.values()}:
         with pytest.raises(ConfigError, match=f"^{field}"):
             way(config_of(64, 2), ranks, per_host)
 
@@ -262,6 +336,21 @@ def test_deduplication_saves_within_a_host_but_not_across_few():
     out, back = row_bytes(config, Wire(), 8)
     saved = (3 - remote_ranks(256, 8, 4)) * (out + back) / KINDS["bf16"].machine.link_bytes_per_s * 1e6
     assert saved_by_dedup(config, KINDS["bf16"], 4) == pytest.approx(saved, rel=1e-9)
+
+
+def test_two_levels_pay_until_a_host_holds_few_experts():
+    """A token of DeepSeek-V3 has 8 experts, which 32 hosts or more seldom have two of."""
+    config = load_model_config("deepseek-v3").moe
+    found = {
+        ranks: two_levels_beside_flat(config, KINDS["fp8"], ranks, 8, filling(256, ranks))
+        for ranks in (16, 32, 64, 128, 144, 256, 320)
+    }
+    pays = {ranks: one.two_level_us < one.flat_us for ranks, one in found.items()}
+    assert pays == {16: True, 32: True, 64: True, 128: True, 144: True, 256: False, 320: False}
+    for ranks, one in found.items():
+        assert (one.two_level_pays == "never") == (not pays[ranks])
+        tokens = 10 / (one.flat_us - one.two_level_us)
+        assert one.two_level_pays == ("never" if tokens < 0 else f"from {math.ceil(tokens)}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -375,22 +464,27 @@ def test_a_file_without_a_column_or_none_is_refused(tmp_path):
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_command_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
-    table, picture = tmp_path / "scaling.csv", tmp_path / "scaling.png"
-    words = ["scaling", "--models", "qwen3-30b-a3b", "--ranks", "1", "4", "--tokens", "128", "--totals", "64"]
-    files = [str(DOCS / name) for name in ("layer-h200.csv", "all2all-h200.csv")]
-    monkeypatch.setattr(sys, "argv", [*words, "--measured", *files, "--csv", str(table), "--plot", str(picture)])
+def run(monkeypatch, *words: object) -> list[dict[str, str]]:
+    """Lines of the CSV that the command writes to the last of `words`."""
+    monkeypatch.setattr(sys, "argv", ["scaling", *map(str, words)])
     scaling.main()
+    with Path(words[-1]).open(newline="") as text:
+        return list(csv.DictReader(text))
+
+
+def test_command_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
+    picture = tmp_path / "scaling.png"
+    words = ["--models", "qwen3-30b-a3b", "--ranks", 1, 4, "--ep", "--tokens", 128, "--totals", 64]
+    files = [DOCS / name for name in ("layer-h200.csv", "all2all-h200.csv")]
+    lines = run(monkeypatch, *words, "--measured", *files, "--plot", picture, "--csv", tmp_path / "scaling.csv")
     printed = capsys.readouterr().out
     config = load_model_config("qwen3-30b-a3b").moe
     for kind in KINDS.values():
         for ranks, tokens in ((1, 128), (4, 128), (1, 64), (4, 16)):
             assert str(floor(config, kind, ranks, tokens)) in printed
     assert "flashinfer_mega_bf16" in printed
-    with table.open(newline="") as text:
-        lines = list(csv.DictReader(text))
-    assert [(line["weights"], line["ranks"], float(line["tokens"])) for line in lines] == [
-        (weights, ranks, tokens)
+    assert [(line["weights"], line["ranks"], float(line["tokens"]), line["all2all"]) for line in lines] == [
+        (weights, ranks, tokens, "flat")
         for weights in ("bf16", "fp8")
         for ranks, both in (("1", (64, 128)), ("4", (16, 128)))
         for tokens in both
@@ -399,3 +493,40 @@ def test_command_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
         parts = [float(line[name]) for name in ("weights_us", "products_us", "out_us", "back_us")]
         assert float(line["in_turn_us"]) == pytest.approx(max(parts[:2]) + sum(parts[2:]))
     assert picture.stat().st_size > 0
+
+
+def test_command_answers_for_320_ranks_in_two_levels(tmp_path, monkeypatch, capsys):
+    words = ["--models", "deepseek-v3", "--ranks", 8, "--ep", 16, 320, "--tokens", 128, "--totals", 64]
+    lines = run(monkeypatch, *words, "--csv", tmp_path / "scaling.csv")
+    printed = capsys.readouterr().out
+    assert "320 + 64" in printed
+    config = load_model_config("deepseek-v3").moe
+    (line,) = (one for one in lines if (one["ranks"], one["all2all"], one["weights"]) == ("320", "two_level", "fp8"))
+    rows, row = two_level(config, 320, 8, 64), sum(row_bytes(config, KINDS["fp8"].wire, 8))
+    assert line["redundant"] == "64"
+    assert float(line["nvlink_bytes"]) == pytest.approx(128 * rows.near * row)
+    assert float(line["nic_bytes"]) == pytest.approx(128 * rows.far * row)
+    flat, two = (
+        floor(config, KINDS["fp8"], 320, 128, way=way, redundant=64).in_turn for way in (deduplicated, two_level)
+    )
+    assert f"{flat:.0f} / {two:.0f}" in printed
+    assert {one["ranks"] for one in lines} == {"8", "16", "320"}
+    assert [one["all2all"] for one in lines if one["ranks"] == "8"] == ["flat"] * 4
+    fixed = run(monkeypatch, *words, "--redundant", 0, "--csv", tmp_path / "fixed.csv")
+    assert {one["redundant"] for one in fixed} == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ep", "12"], "per_host=8 must divide ranks=12 or be larger"),
+        (["--redundant", "-1"], "--redundant: must be an integer of at least 0, got '-1'"),
+        (["--ranks", "2", "--ep", "--redundant", "999"], "num_redundant=999"),
+    ],
+)
+def test_command_refuses_groups_that_cannot_be(words, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scaling", "--models", "deepseek-v3", *words])
+    with pytest.raises(SystemExit) as end:
+        scaling.main()
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err

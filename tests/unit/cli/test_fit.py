@@ -1,9 +1,7 @@
 """`ep-moe fit`, and `ep-moe explain --gpu`: GPUs that are not here."""
 
 import dataclasses
-import itertools
 import json
-import statistics
 
 import pytest
 import torch
@@ -20,8 +18,10 @@ from ep_moe import (
     load_model_config,
     registry,
 )
-from ep_moe.bench import fit, measured_ratios
-from ep_moe.bench.floors import deduplicated
+from ep_moe.bench import fit, fit_layouts
+from ep_moe.bench.expected_time import ITSELF, RANKS, held_back
+from ep_moe.bench.measured_lines import measured
+from ep_moe.bench.wire_rows import two_level
 from ep_moe.cli.app import app
 from ep_moe.cli.fit import FitOptions, read_model
 from ep_moe.cli.fit import run as run_fit
@@ -125,77 +125,82 @@ def test_the_rest_of_a_model_is_counted_from_its_folder():
 # --- bytes and time ------------------------------------------------------------------------------------------------
 
 
-def test_two_levels_by_counting():
-    """Every choice of 2 of 8 experts, from every rank: 2 hosts of 2 ranks."""
-    near = far = flat_far = 0
-    choices = list(itertools.combinations(range(8), 2))
-    for sender, chosen in itertools.product(range(4), choices):
-        ranks = {expert // 2 for expert in chosen}
-        hosts = {rank // 2 for rank in ranks}
-        far += sum(host != sender // 2 for host in hosts)  # over the rail, to the rank of the same number
-        near += sum(rank % 2 != sender % 2 for rank in ranks)
-        flat_far += sum(rank // 2 != sender // 2 for rank in ranks)
-    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2)
-    found, flat = fit.two_level(config, 4, 2), deduplicated(config, 4, 2)
-    assert (found.near, found.far) == pytest.approx((near / len(choices) / 4, far / len(choices) / 4))
-    assert flat.far == pytest.approx(flat_far / len(choices) / 4)
-    assert found.far < flat.far
+def test_a_layer_that_was_measured_gets_its_time():
+    """Of all lines that the command can ask for: the files' own layers, on one host."""
+    asked = 0
+    for line in measured():
+        experts, _, all2all = line.pair.partition(" + ")
+        if line.file != "layer-h200.csv" or all2all != "nvlink_p2p" or line.rows.endswith("/ fp8"):
+            continue
+        dispatch = (
+            {"fp8_static": "fp8_tensor", "fp8_block": "fp8_block"}[line.scheme] if "fp8" in line.rows else "plain"
+        )
+        wire = Wire(dispatch=dispatch, input_scale=1.0 if dispatch == "fp8_tensor" else None)
+        one = question(
+            config=line.config, layers=1, gpus=line.ranks, tokens=line.tokens, scheme=scheme_of(line.scheme), wire=wire,
+            all2all=all2all, experts=experts,
+        )  # fmt: skip
+        layout = one.layout(ParallelConfig(dp=line.ranks))
+        time = fit.layer_time(one, layout, one.choose(layout))
+        assert time.expected.us == line.us
+        assert time.expected.basis == ITSELF
+        assert f"{line.file}: {line.model}, {line.ranks} ranks" in time.expected.source
+        asked += 1
+    assert asked >= 20
+    assert "us, measured: this layer" in ask("fit", "qwen3-30b-a3b", "--gpus", 4, "--tokens", 128)
 
 
-def test_time_is_the_floor_times_what_was_measured():
-    found = run_fit(FitOptions(**ANSWER))
-    time = found["layer_time"]
-    assert found["backends"]["all2all"] == "nvlink_p2p"
-    assert found["backends"]["experts"] == "bf16_triton"
-    (line,) = (
-        one
-        for one in measured_ratios.measured()
-        if (one.file, one.tokens, one.pair) == ("layer-h200.csv", 128, "bf16_triton + nvlink_p2p")
-    )
-    assert time["ratio"] == pytest.approx(line.ratio)
-    assert time["expected_us"] == pytest.approx(line.us)
-    assert "layer-h200.csv: qwen3-30b-a3b, 4 ranks" in time["source"]
+def test_a_prediction_says_how_far_off_such_predictions_are():
+    answered = run_fit(FitOptions(**ANSWER | {"gpus": 8}))["layer_time"]
+    held = held_back(RANKS)
+    assert answered["accuracy"] == {
+        "predicted_from": RANKS, "held_back_lines": len(held.errors), "within_20_percent": held.within(0.2),
+        "median_error": held.median, "worst_error": max(held.errors, key=abs),
+        "worst_error_to_16_tokens": max(held.few, key=abs),
+    }  # fmt: skip
+    assert "4 ranks for 8" in answered["source"]
+    output = ask("fit", "qwen3-30b-a3b", "--gpus", 8)
+    assert f"within 20 % on {held.within(0.2)} of {len(held.errors)} measured lines that were held back" in output
 
 
 def test_what_was_not_measured_is_said():
-    for more in ({"gpus": 16}, {"gpu": "b200"}, {"all2all": "allgather"}, {"tp": 2}):
+    for more in ({"gpus": 16}, {"gpu": "b200"}, {"all2all": "allgather"}, {"tp": 2}, {"redundant": 4}):
         time = run_fit(FitOptions(**ANSWER | more))["layer_time"]
         assert time["expected_us"] is None
+        assert time["accuracy"] is None
         assert time["source"] == "floor only, not measured"
     other = run_fit(FitOptions(**ANSWER | {"model": "mixtral-8x7b"}))["layer_time"]
-    assert "experts of another size" in other["source"]
+    assert "experts of another size or number" in other["source"]
 
 
-def errors(held_back) -> list[float]:
-    """Predicted over measured for each line of our kernels over `nvlink_p2p`, by lines of its GPU, kernel and scheme
-    that `held_back(line, other)` leaves."""
-    found = []
-    for line in measured_ratios.measured():
-        if not line.pair.endswith("_triton + nvlink_p2p"):
-            continue
-        alike = [
-            other
-            for other in measured_ratios.measured()
-            if (other.gpu, other.pair, other.scheme, other.rows) == (line.gpu, line.pair, line.scheme, line.rows)
-            and not held_back(line, other)
-        ]
-        wire = Wire(
-            dispatch="fp8_block" if line.rows.startswith("fp8") else "plain",
-            combine="fp8" if line.rows.endswith("fp8") else "plain",
-        )
-        config = load_model_config(line.model).moe
-        ratio = measured_ratios.ratio_of(alike, wire, config, line.ranks, line.tokens)
-        if ratio is not None:
-            found.append(ratio.value / line.ratio - 1)
-    return found
+def test_bytes_of_a_call_are_those_of_its_tokens():
+    found = run_fit(FitOptions(**ANSWER | {"gpus": 16, "tp": 2, "tokens": 64}))["wire"]
+    assert found["tokens_sent_by_a_rank"] == 64
+    rows = two_level(load_model_config("qwen3-30b-a3b").moe, 16, 8)
+    row = 2048 * 2 * 2 + 8 * 8
+    for link, count in (("nvlink", rows.near), ("nic", rows.far)):
+        assert found[f"{link}_bytes_per_token"] == pytest.approx(count * row)
+        assert found[f"{link}_bytes_per_call"] == pytest.approx(64 * count * row)
 
 
-def test_predictions_of_lines_that_were_held_back():
-    """The same model on other ranks: what docs/how-to/fit.md says."""
-    found = errors(lambda line, other: other.model != line.model or other.ranks == line.ranks)
-    assert len(found) == 46
-    assert statistics.median(map(abs, found)) < 0.09
-    assert sum(abs(one) < 0.2 for one in found) >= 38
+def test_320_ranks_hold_256_experts_with_and_without_replicas():
+    asked = {"model": "deepseek-v3", "gpus": 320, "quantization": "fp8_block"}
+    idle, filled = (run_fit(FitOptions(**asked, redundant=redundant)) for redundant in (0, 64))
+    assert idle["layout"]["idle_ranks_of_an_ep_group"] == 64
+    assert filled["layout"]["idle_ranks_of_an_ep_group"] == 0
+    assert filled["layout"]["ep"] == 320
+    assert filled["memory"]["layer_bytes"]["experts"] == idle["memory"]["layer_bytes"]["experts"]
+    assert filled["layer_time"]["floor_us"] == pytest.approx(idle["layer_time"]["floor_us"], rel=0.01)
+    line = "64 of 320 ranks hold no expert; --redundant 64 gives each of them a replica"
+    args = ["fit", "deepseek-v3", "--gpus", 320, "--quantization", "fp8_block"]
+    assert line in ask(*args)
+    assert "hold no expert" not in ask(*args, "--redundant", 64)
+
+
+def test_redundant_experts_count_in_the_floor():
+    plain, more = (run_fit(FitOptions(**ANSWER | {"redundant": redundant})) for redundant in (0, 128))
+    weights = [one["layer_time"]["floor_parts_us"]["weights"] for one in (plain, more)]
+    assert weights[1] == pytest.approx(2 * weights[0], rel=0.01)  # a rank reads 64 slots instead of 32
 
 
 def test_crossover_needs_two_hosts():
@@ -203,6 +208,7 @@ def test_crossover_needs_two_hosts():
     found = run_fit(FitOptions(**ANSWER | {"gpus": 16}))
     cross, hierarchical = found["crossover"], found["wire"]
     assert cross["two_level_us"] < cross["flat_us"]
+    assert "two levels are faster: from" in ask("fit", "qwen3-30b-a3b", "--gpus", 16)
     tokens = int(cross["two_level_pays"].removeprefix("from "))
     gain = cross["flat_us"] - cross["two_level_us"]
     assert (tokens - 1) * gain < cross["second_level_costs_us"] <= tokens * gain
@@ -216,9 +222,9 @@ def test_crossover_needs_two_hosts():
 
 def test_best_layout_is_the_least_floor_that_fits():
     asked = question(config=load_model_config("qwen3-30b-a3b").moe, layers=48, tokens=64, all2all="auto")
-    found = fit.best(asked)
+    found = fit_layouts.best(asked)
     every = []
-    for parallel in fit.layouts(asked):
+    for parallel in fit_layouts.layouts(asked):
         try:
             one = fit.answer(asked, parallel)
         except ConfigError:
@@ -234,8 +240,8 @@ def test_layouts_that_do_not_fit_are_left_out():
     asked = question(
         config=load_model_config("deepseek-v3").moe, layers=58, scheme=scheme_of("fp8_block"), all2all="auto"
     )
-    assert fit.best(asked) == []
-    found = fit.best(dataclasses.replace(asked, gpus=8))
+    assert fit_layouts.best(asked) == []
+    found = fit_layouts.best(dataclasses.replace(asked, gpus=8))
     assert found
     assert all(one.layout.ep * one.layout.etp == 8 for one in found)
 
@@ -245,7 +251,8 @@ def test_layouts_that_do_not_fit_are_left_out():
 
 def test_json_is_one_object_and_nothing_else():
     found = json.loads(ask("fit", "qwen3-30b-a3b", "--gpus", 4, "--quantization", "fp8_block", "--json"))
-    assert found["layout"] == {"dp": 4, "tp": 1, "ep": 4, "etp": 1, "replicas": 1, "hosts_of_an_ep_group": 1}
+    sizes = {"dp": 4, "tp": 1, "ep": 4, "etp": 1, "replicas": 1}
+    assert found["layout"] == {**sizes, "hosts_of_an_ep_group": 1, "idle_ranks_of_an_ep_group": 0}
     assert found["backends"]["experts"] == "fp8_block_triton"
     assert set(found["memory"]["layer_bytes"]) >= {"experts", "router", "placement", "workspace", "transport"}
 
@@ -273,7 +280,7 @@ def test_text_names_the_source_of_each_number():
         (["demo", "--gpus", "4", "--dtype", "int8"], ["--dtype must be one of bfloat16", "int8"]),
         (["demo", "--gpus", "4", "--redundant", "-1"], ["--redundant", "-1"]),
         (["demo", "--gpus", "16", "--tp", "16", "--ep", "1", "--etp", "16"], ["tp must divide the 8 GPUs", "16"]),
-        (["mixtral-8x7b", "--gpus", "16"], ["ep must be at most num_experts=8, got 16"]),
+        (["demo", "--gpus", "4", "--redundant", "999"], ["--redundant must be at most", "999"]),
         (["demo", "--gpus", "4", "--experts", "flashinfer_trtllm"], ["compute capability"]),
     ],
 )

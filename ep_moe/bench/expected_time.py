@@ -1,0 +1,254 @@
+"""How long a layer takes that was not measured, from layers that were; and how far off such predictions are.
+
+    expected = launches + multiple * work
+
+launches    of a kernel over a transport: what its layers of one token took more than their floors, the median
+work        the floor, with reads and products beside each other (`measured_lines.work_us`)
+multiple    measured, of the run that is nearest; between its lines by the logarithm of the rows per expert
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import log2
+from typing import NamedTuple
+
+from ep_moe.bench.floors import Floor
+from ep_moe.bench.measured_lines import (
+    FOLDER,
+    Line,
+    expert_numbers,
+    layer_sizes,
+    log_rows,
+    measured,
+    work_us,
+)
+from ep_moe.config import MoEConfig
+
+ITSELF, RANKS, TOKENS, MODEL = "itself", "a number of ranks", "a number of tokens", "a model"
+FEW_TOKENS = 16  # of a rank, up to which errors are told apart
+
+
+class Layer(NamedTuple):
+    """What is asked for.
+
+    gpu: its name; pair: kernel and transport, as in `Line`; scheme: of the experts; rows: `rows_text`; tokens: of each
+    rank; floor: of the busiest rank
+    """
+
+    gpu: str
+    pair: str
+    scheme: str
+    rows: str
+    config: MoEConfig
+    ranks: int
+    tokens: int
+    floor: Floor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Time of one routed layer.
+
+    Args:
+        us: Microseconds.
+        launches_us: The part that does not depend on its size.
+        source: The file and its lines, and what differs from what was asked.
+        basis: What differs most: ITSELF for nothing, RANKS, TOKENS or MODEL. A key of `held_back`, but for ITSELF.
+    """
+
+    us: float
+    launches_us: float
+    source: str
+    basis: str
+
+
+def expected_time(layer: Layer) -> Expected | None:
+    """Predict a layer, or look it up where it was measured.
+
+    Args:
+        layer: What is asked for.
+
+    Returns:
+        The time, None where no layer of this GPU, kernel, transport and scheme was measured.
+    """
+    lines = measured()
+    alike = [one for one in lines if (one.gpu, one.pair, one.scheme) == (layer.gpu, layer.pair, layer.scheme)]
+    if not alike:
+        return None
+    found = _prediction(layer, alike, lines)
+    basis = _basis(layer, found.used)
+    us = found.used[0].us if basis == ITSELF else found.us(work_us(layer.floor))
+    return Expected(us, found.launches_us, _source(layer, found), basis)
+
+
+class _Prediction(NamedTuple):
+    """used: one line, or two to go between; multiples: of each, of its work; weight: of the last one."""
+
+    launches_us: float
+    used: list[Line]
+    multiples: list[float]
+    weight: float
+
+    def us(self, work: float) -> float:
+        first, last = self.multiples[0], self.multiples[-1]
+        return self.launches_us + (first + (last - first) * self.weight) * work
+
+
+def _prediction(layer: Layer, alike: Iterable[Line], lines: Iterable[Line]) -> _Prediction:
+    """alike: of the same GPU, kernel, transport and scheme; lines: to take launches from."""
+    x = log_rows(layer.config, layer.ranks, layer.tokens)
+    used, launches = _neighbours(_nearest_run(layer, alike), x), _launches_us(layer, lines)
+    multiples = [max(0.0, line.us - launches) / line.work_us for line in used]
+    low, high = used[0].log_rows, used[-1].log_rows
+    return _Prediction(launches, used, multiples, (x - low) / (high - low) if len(used) == 2 else 0.0)
+
+
+def _nearest_run(layer: Layer, lines: Iterable[Line]) -> list[Line]:
+    """Lines by rows per expert: of the run whose rows on the wire, expert size, ranks and rows per expert are nearest,
+    in this order."""
+    runs: dict[tuple[str, str, int, str], list[Line]] = defaultdict(list)
+    for line in lines:
+        runs[line.file, line.model, line.ranks, line.rows].append(line)
+    x = log_rows(layer.config, layer.ranks, layer.tokens)
+
+    def distance(run: list[Line]) -> tuple[bool, float, bool, float, float]:
+        first = run[0]
+        size = abs(log2(expert_numbers(first.config) / expert_numbers(layer.config)))
+        other = first.layer != layer_sizes(layer.config)
+        return (
+            first.rows != layer.rows,
+            size,
+            other,
+            abs(log2(first.ranks / layer.ranks)),
+            min(abs(line.log_rows - x) for line in run),
+        )
+
+    nearest: list[Line] = min(list(runs.values()), key=distance)
+    return sorted(nearest, key=lambda line: line.log_rows)
+
+
+def _neighbours(run: list[Line], x: float) -> list[Line]:
+    """The last line at or below x, unless it is the line itself, and the first one above."""
+    below = [line for line in run if line.log_rows <= x]
+    above = [line for line in run if line.log_rows > x]
+    return below[-1:] if below and below[-1].log_rows == x else [*below[-1:], *above[:1]]
+
+
+def _launches_us(layer: Layer, lines: Iterable[Line]) -> float:
+    """Of this GPU, kernel, transport and scheme, else of the kernel and transport elsewhere, else of the transport."""
+    small = [line for line in lines if line.tokens == 1]
+    transport = layer.pair.partition(" + ")[2]
+    wanted: tuple[Callable[[Line], bool], ...] = (
+        lambda line: (line.gpu, line.pair, line.scheme) == (layer.gpu, layer.pair, layer.scheme),
+        lambda line: line.pair == layer.pair,
+        lambda line: line.pair.endswith(f" + {transport}"),
+    )
+    for wants in wanted:
+        found = [line.us - line.floor.in_turn * line.drawn for line in small if wants(line)]
+        if found:
+            return max(0.0, statistics.median(found))
+    return 0.0
+
+
+def _basis(layer: Layer, used: list[Line]) -> str:
+    first = used[0]
+    if first.layer != layer_sizes(layer.config) or first.rows != layer.rows:
+        return MODEL
+    if first.ranks != layer.ranks:
+        return RANKS
+    return ITSELF if len(used) == 1 and first.tokens == layer.tokens else TOKENS
+
+
+def _source(layer: Layer, found: _Prediction) -> str:
+    used, first = found.used, found.used[0]
+    points = ", ".join(f"{line.us:.1f} us at {line.tokens} tokens" for line in used)
+    text = f"{FOLDER}/{first.file}: {first.model}, {first.ranks} ranks, {first.pair}, rows {first.rows}: {points}"
+    other = []
+    if first.layer != layer_sizes(layer.config):
+        other.append("experts of another size or number")
+    if first.ranks != layer.ranks:
+        other.append(f"{first.ranks} ranks for {layer.ranks}")
+    if first.rows != layer.rows:
+        other.append(f"rows {first.rows} for {layer.rows}")
+    if len(used) == 1 and first.log_rows != log_rows(layer.config, layer.ranks, layer.tokens):
+        other.append(f"beyond the measured {2**first.log_rows:g} rows per expert")
+    return text + (f" ({'; '.join(other)})" if other else "")
+
+
+# --- how far off ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldBack:
+    """Predictions of measured lines from other lines.
+
+    Args:
+        errors: Predicted over measured, less 1, of each line that other lines predict.
+        few: Those of at most FEW_TOKENS tokens per rank.
+    """
+
+    errors: tuple[float, ...]
+    few: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of the sizes of errors."""
+        return statistics.median(map(abs, self.errors))
+
+    def within(self, share: float) -> int:
+        """How many errors are smaller."""
+        return sum(abs(error) < share for error in self.errors)
+
+    @staticmethod
+    def worst(errors: Iterable[float]) -> float:
+        """The largest, with its sign."""
+        return max(errors, key=abs)
+
+
+def _same(one: Line, other: Line, basis: str) -> bool:
+    """Whether a line must be hidden when another one is predicted."""
+    if basis == MODEL:
+        return one.model == other.model
+    same = one.model == other.model and one.ranks == other.ranks
+    return same and (basis == RANKS or one.tokens == other.tokens)
+
+
+def _near(one: Line, other: Line, basis: str) -> bool:
+    """Whether a run is of those that the basis is about."""
+    if basis == MODEL:
+        return one.rows == other.rows
+    return one.rows == other.rows and one.model == other.model and (basis == RANKS or one.ranks == other.ranks)
+
+
+@cache
+def held_back(basis: str) -> HeldBack:
+    """Hide each measured line and its like, and predict it from what is left.
+
+    A line is predicted with the floor of the routes that its run drew.
+
+    Args:
+        basis: RANKS: a line is predicted from the same layer on other ranks; TOKENS: from other numbers of tokens of
+            the same layer and ranks; MODEL: from another model.
+
+    Returns:
+        The errors.
+    """
+    errors, few = [], []
+    for line in measured():
+        left = [other for other in measured() if not _same(line, other, basis)]
+        alike = [
+            other
+            for other in left
+            if (other.gpu, other.pair, other.scheme) == (line.gpu, line.pair, line.scheme) and _near(line, other, basis)
+        ]
+        if alike:
+            layer = Layer(line.gpu, line.pair, line.scheme, line.rows, line.config, line.ranks, line.tokens, line.floor)
+            error = _prediction(layer, alike, left).us(line.work_us) / line.us - 1
+            errors.append(error)
+            few += [error] if line.tokens <= FEW_TOKENS else []
+    return HeldBack(tuple(errors), tuple(few))
