@@ -169,8 +169,11 @@ def _source(layer: Layer, found: _Prediction) -> str:
     points = ", ".join(f"{line.us:.1f} us at {line.tokens} tokens" for line in used)
     text = f"{FOLDER}/{first.file}: {first.model}, {first.ranks} ranks, {first.pair}, rows {first.rows}: {points}"
     other = []
-    if first.layer != layer_sizes(layer.config):
-        other.append("experts of another size or number")
+    size = expert_numbers(layer.config) / expert_numbers(first.config)
+    if size != 1:
+        other.append(f"for experts of {size:.2g} times the size")
+    elif first.layer != layer_sizes(layer.config):
+        other.append("for another number of experts or top-k, or other shapes")
     if first.ranks != layer.ranks:
         other.append(f"{first.ranks} ranks for {layer.ranks}")
     if first.rows != layer.rows:

@@ -14,6 +14,7 @@ from ep_moe.bench.expected_time import FEW_TOKENS, ITSELF, Expected, held_back
 from ep_moe.bench.fit import Found, Question, answer, crossover
 from ep_moe.bench.fit_layouts import best
 from ep_moe.bench.floors import SECOND_LEVEL_US, Crossover
+from ep_moe.checks import check_count
 from ep_moe.config import ONE_SCALE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import ConfigError
 from ep_moe.quant.schemes import scheme_of
@@ -138,8 +139,7 @@ def run(options: FitOptions) -> dict[str, Any]:
         all2all=options.all2all, experts=options.experts,
         rest_bytes=None if model.rest is None else model.rest * dtype.itemsize,
     )  # fmt: skip
-    dp = options.gpus // options.tp if options.dp is None and options.tp >= 1 else options.dp
-    found = answer(asked, ParallelConfig(dp=dp or 0, tp=options.tp, ep=options.ep, etp=options.etp))
+    found = answer(asked, _parallel(options))
     return {
         "asked": dataclasses.asdict(options),
         "gpu": {
@@ -164,6 +164,20 @@ def run(options: FitOptions) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _parallel(options: FitOptions) -> ParallelConfig:
+    for name in ("dp", "tp", "ep", "etp"):
+        if getattr(options, name) is not None:
+            check_count(f"--{name}", getattr(options, name), at_least=1)
+    dp = options.gpus // options.tp if options.dp is None else options.dp
+    if dp * options.tp != options.gpus:
+        asked = f"--tp {options.tp}" if options.dp is None else f"--dp {dp} and --tp {options.tp}"
+        raise ConfigError(
+            f"dp * tp must be all --gpus, got {asked} for {options.gpus} GPUs; give a --tp that divides --gpus, and "
+            f"leave --dp out"
+        )
+    return ParallelConfig(dp=dp, tp=options.tp, ep=options.ep, etp=options.etp)
+
+
 def _layout(found: Found) -> dict[str, int]:
     layout = found.layout
     return {name: getattr(layout, name) for name in ("dp", "tp", "ep", "etp", "replicas")} | {
@@ -174,6 +188,7 @@ def _layout(found: Found) -> dict[str, int]:
 def _memory(asked: Question, model: Model, found: Found) -> dict[str, Any]:
     kv = None if model.kv_numbers is None else model.kv_numbers * asked.dtype.itemsize
     left = asked.gpu.memory_bytes - found.memory.total
+    unknown = [name for name, size in found.memory.layer.items() if size is None]
     return {
         "layer_bytes": found.memory.layer,
         "moe_layers": model.layers,
@@ -183,7 +198,7 @@ def _memory(asked: Question, model: Model, found: Found) -> dict[str, Any]:
         "fits": found.fits(asked),
         "kv_bytes_per_token": kv,
         "kv_tokens_in_what_is_left": None if not kv else max(0, left // kv),
-        "not_counted": _NOT_COUNTED,
+        "not_counted": ", ".join([*(f"{name} (only the library tells, on a GPU)" for name in unknown), _NOT_COUNTED]),
     }
 
 
@@ -270,7 +285,7 @@ def _print_memory(memory: dict[str, Any], gpu: dict[str, Any], say: Callable[[st
     shared = ("workspace", "transport")
     for name, size in memory["layer_bytes"].items():
         if size is None:
-            say(f"  {name:24} not known: only the library tells, on a GPU")
+            say(f"  {name:24} {'not known':>12}  and not in the total")
         else:
             times = "once" if name in shared else f"x {memory['moe_layers']} MoE layers"
             say(f"  {name:24} {_gib(size):>12}  {times}")

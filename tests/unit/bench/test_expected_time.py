@@ -69,9 +69,13 @@ def test_rows_and_sizes_that_differ_are_said(predict):
     found = predict(layer(4, 4, 40, rows="fp8 / bf16"))
     assert found.basis == MODEL
     assert "rows bf16 / bf16 for fp8 / bf16" in found.source
-    found = predict(layer(4, 4, 40, config=replace(CONFIG, num_experts=32)))
-    assert found.basis == MODEL
-    assert "experts of another size or number" in found.source
+    for change, says in (
+        ({"num_experts": 32}, "for another number of experts or top-k, or other shapes"),
+        ({"intermediate_size": 16}, "for experts of 0.25 times the size"),
+    ):
+        found = predict(layer(4, 4, 40, config=replace(CONFIG, **change)))
+        assert found.basis == MODEL
+        assert says in found.source
 
 
 @pytest.mark.parametrize("other", [{"gpu": "h100"}, {"pair": "k + u"}, {"scheme": "mxfp4"}])

@@ -122,6 +122,26 @@ def test_the_rest_of_a_model_is_counted_from_its_folder():
     assert "left out: this configuration has MoE layers alone" in ask("fit", "demo", "--gpus", 2)
 
 
+def test_a_model_of_the_hub_comes_from_the_cache(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--org--small" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text((DEMO / "config.json").read_text())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = json.loads(ask("fit", "org/small", "--gpus", 2, "--json"))
+    folder = json.loads(ask("fit", DEMO, "--gpus", 2, "--json"))
+    assert found["memory"] == folder["memory"]
+    assert "org/other" in ask("fit", "org/other", "--gpus", 2, code=2)
+
+
+def test_what_only_a_library_knows_is_not_in_the_total(monkeypatch):
+    monkeypatch.setattr(fit, "_workspace_bytes", lambda *_: None)
+    output = ask("fit", "demo", "--gpus", 2, "--experts", "flashinfer_cutlass")
+    assert "not counted: workspace (only the library tells, on a GPU), CUDA context" in output
+
+
 # --- bytes and time ------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +190,7 @@ def test_what_was_not_measured_is_said():
         assert time["accuracy"] is None
         assert time["source"] == "floor only, not measured"
     other = run_fit(FitOptions(**ANSWER | {"model": "mixtral-8x7b"}))["layer_time"]
-    assert "experts of another size or number" in other["source"]
+    assert "for experts of 4 times the size" in other["source"]
 
 
 def test_bytes_of_a_call_are_those_of_its_tokens():
@@ -275,7 +295,13 @@ def test_text_names_the_source_of_each_number():
         (["demo", "--gpus", "4", "--gpu", "a100"], ["--gpu must be one of h100, h200, b200", "a100"]),
         (["demo", "--gpus", "4", "--tokens", "0"], ["--tokens", "at least 1"]),
         (["demo", "--gpus", "4", "--nic-gb-s", "0"], ["--nic-gb-s"]),
-        (["demo", "--gpus", "4", "--tp", "3"], ["tp", "3"]),
+        (["demo", "--gpus", "4", "--tp", "3"], ["dp * tp must be all --gpus", "--tp 3 for 4 GPUs"]),
+        (["demo", "--gpus", "4", "--dp", "3"], ["dp * tp must be all --gpus", "--dp 3 and --tp 1 for 4 GPUs"]),
+        *(
+            (["demo", "--gpus", "4", f"--{name}", "0"], [f"--{name} must be an integer of at least 1, got 0"])
+            for name in ("dp", "tp", "ep", "etp", "per-host")
+        ),
+        (["demo", "--gpus", "4", "--ep", "3"], ["ep * etp must divide dp * tp, got ep=3"]),
         (["demo", "--gpus", "4", "--quantization", "fp7"], ["quantization", "fp7"]),
         (["demo", "--gpus", "4", "--dtype", "int8"], ["--dtype must be one of bfloat16", "int8"]),
         (["demo", "--gpus", "4", "--redundant", "-1"], ["--redundant", "-1"]),
