@@ -61,7 +61,8 @@ class ConnectedRanks:
         self._seeds = None if store is None else PrefixStore(f"seeds/stage{layout.pp_rank}", store)
         peers = layout.group("lockstep")
         scope = None if store is None else PrefixStore(f"block{peers[0]}", store)
-        self.consensus = StoreConsensus(scope, peers, layout.rank, flight_recorder.deadline_s)
+        held = "" if layout.nodes is None else layout.nodes.store
+        self.consensus = StoreConsensus(scope, peers, layout.rank, flight_recorder.deadline_s, held)
 
     @classmethod
     def from_torchrun(

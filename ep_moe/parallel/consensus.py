@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
@@ -23,6 +22,9 @@ from ep_moe.errors import (
     OutOfMemory,
     PeerTimeout,
 )
+from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
+
+_PATIENCE_S = 30.0  # of a store that must only answer
 
 _ERRORS: dict[str, type[EPMoEError]] = {
     error.__name__: error
@@ -31,13 +33,16 @@ _ERRORS: dict[str, type[EPMoEError]] = {
 
 
 class StoreConsensus:
-    """Agreements among `ranks`, in the order of their calls. With one rank every call returns at once."""
+    """Agreements among `ranks`, in the order of their calls. With one rank every call returns at once.
 
-    def __init__(self, store: Store | None, ranks: Sequence[int], rank: int, deadline_s: float) -> None:
-        self._store = store
+    held: what holds the store, in words. Where the store is lost, every call raises PeerTimeout with them.
+    """
+
+    def __init__(self, store: Store | None, ranks: Sequence[int], rank: int, deadline_s: float, held: str = "") -> None:
+        self._store = None if store is None else AnsweringStore(store, min(deadline_s, _PATIENCE_S), held)
         self._ranks = list(ranks)
         self._rank = rank
-        self._deadline = timedelta(seconds=deadline_s)
+        self._deadline_s = deadline_s
         self._calls = 0
         self._mark = object()  # of the errors that it raised; an error may be pickled
 
@@ -74,20 +79,20 @@ class StoreConsensus:
         owner: its index among the ranks; deadline_s: for work that may take longer than other agreements"""
         found, problem = None, None
         maker = self._ranks[owner]
-        deadline = self._at_least(deadline_s)
+        longest_s = self._at_least(deadline_s)
         if self._rank == maker:
             try:
                 found = make()
             except Exception as error:
                 problem = error
-        self._settle({"what": what}, problem, deadline)
+        self._settle({"what": what}, problem, longest_s)
         if len(self._ranks) == 1 or self._store is None:
             return found
         number, self._calls = self._calls, self._calls + 1
         key = f"agree/{number}/shared"
         if self._rank == maker:
             self._store.set(key, json.dumps(found))
-        return json.loads(self._await(key, what, self._deadline))
+        return json.loads(self._await(key, what, self._deadline_s))
 
     def first(self, what: str, value: str) -> str:
         """The value that was given first for `what` by any rank: the same answer on all ranks, also where some of them
@@ -95,20 +100,20 @@ class StoreConsensus:
         if len(self._ranks) == 1 or self._store is None:
             return value
         try:
-            return bytes(self._store.compare_set(f"first/{what}", "", value)).decode()
-        except RuntimeError as error:
-            raise PeerTimeout(f"{what}: the store is gone, and with it what the ranks decided") from error
+            return self._store.first(f"first/{what}", value).decode()
+        except StoreLost as lost:
+            raise PeerTimeout(f"{what}: what the ranks decided is not known. {lost}") from lost
 
     def first_here(self, what: str, place: str) -> bool:
         """Whether this rank is the first of its place, such as a host, to come here. All ranks call it, with another
         agreement between two calls."""
         return self.first(f"{self._calls}/{what} on {place}", str(self._rank)) == str(self._rank)
 
-    def _at_least(self, deadline_s: float | None) -> timedelta:
-        return self._deadline if deadline_s is None else max(self._deadline, timedelta(seconds=deadline_s))
+    def _at_least(self, deadline_s: float | None) -> float:
+        return self._deadline_s if deadline_s is None else max(self._deadline_s, deadline_s)
 
-    def _settle(self, facts: dict[str, Any], problem: Exception | None, deadline: timedelta | None = None) -> None:
-        deadline = deadline or self._deadline
+    def _settle(self, facts: dict[str, Any], problem: Exception | None, deadline_s: float | None = None) -> None:
+        deadline_s = deadline_s or self._deadline_s
         kind = type(problem).__name__ if isinstance(problem, EPMoEError) else ConfigError.__name__
         if len(self._ranks) == 1 or self._store is None:
             if problem is not None:
@@ -119,8 +124,8 @@ class StoreConsensus:
         entry = {"facts": facts, "problem": None if problem is None else str(problem), "kind": kind}
         self._store.set(f"{key}/{self._rank}", json.dumps(entry, sort_keys=True, default=str))
         if self._rank == self._ranks[0]:
-            self._store.set(f"{key}/verdict", json.dumps(self._judge(key, facts["what"], deadline)))
-        verdict = json.loads(self._await(f"{key}/verdict", facts["what"], deadline))
+            self._store.set(f"{key}/verdict", json.dumps(self._judge(key, facts["what"], deadline_s)))
+        verdict = json.loads(self._await(f"{key}/verdict", facts["what"], deadline_s))
         if verdict is not None:
             raise self._agreed(*verdict) from problem
 
@@ -129,27 +134,22 @@ class StoreConsensus:
         error.agreed_by = self._mark
         return error
 
-    def _await(self, key: str, what: str, deadline: timedelta) -> bytes:
+    def _await(self, key: str, what: str, deadline_s: float) -> bytes:
         assert self._store is not None
-        try:
-            # the comparing rank may itself wait one deadline for a missing peer before it can publish that
-            self._store.wait([key], 2 * deadline)
-        except RuntimeError as error:  # DistStoreError, but FileStore has no type of its own
+        # the comparing rank may itself wait one deadline for a missing peer before it can publish that
+        if not self._store.wait([key], 2 * deadline_s):
             raise PeerTimeout(
-                f"{what}: no verdict from rank {self._ranks[0]} within {2 * deadline.total_seconds():g} s; "
-                f"it died or never got here"
-            ) from error
-        return bytes(self._store.get(key))
+                f"{what}: no verdict from rank {self._ranks[0]} within {2 * deadline_s:g} s; it died or never got here"
+            )
+        return self._store.get(key)
 
-    def _judge(self, key: str, what: str, deadline: timedelta) -> tuple[str, str] | None:
+    def _judge(self, key: str, what: str, deadline_s: float) -> tuple[str, str] | None:
         assert self._store is not None
         keys = [f"{key}/{rank}" for rank in self._ranks]
-        try:
-            self._store.wait(keys, deadline)
-        except RuntimeError:
-            missing = [rank for rank, k in zip(self._ranks, keys, strict=True) if not self._store.check([k])]
+        if not self._store.wait(keys, deadline_s):
+            missing = [rank for rank, k in zip(self._ranks, keys, strict=True) if not self._store.has(k)]
             return PeerTimeout.__name__, (
-                f"{what}: {_ranks(missing)} did not arrive within {deadline.total_seconds():g} s; all ranks must "
+                f"{what}: {_ranks(missing)} did not arrive within {deadline_s:g} s; all ranks must "
                 f"make the same calls in the same order"
             )
         entries = {rank: json.loads(self._store.get(k)) for rank, k in zip(self._ranks, keys, strict=True)}

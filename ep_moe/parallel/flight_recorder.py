@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ import torch
 from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
+from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
 from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, with_cause
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.parallel.step_board import DeviceMark, HostExchange, PeerBoard, StepBoard
@@ -83,7 +83,7 @@ class FlightRecorder:
     abort: called once when a step outlasts its deadline or a peer's call failed, to free a thread that waits on a
         device; None where the transport has a timeout of its own (gloo).
     device: of the layers, for what is said of its memory
-    nodes: of the ranks, for the names of hosts that are lost
+    nodes: of the ranks, for the names of hosts that are lost, that of the store too
     """
 
     def __init__(
@@ -121,11 +121,16 @@ class FlightRecorder:
         self._mark: DeviceMark | None = None
         self._marked = 0.0
         self._shared: dict[object, int] = {}  # calls of `share` and `meet`, by what names them
-        self._store = store
-        if store is not None and len(self._ranks) > 1:
+        self._store: AnsweringStore | None = None
+        self._watched = True  # whether the store answered the watch the last time
+        if store is not None:
+            patience_s, held = max(2.0, 2.5 * self._period), "" if nodes is None else nodes.store
+            self._store = AnsweringStore(store, patience_s, held)
+        if store is not None and self._store is not None and len(self._ranks) > 1:
+            clone = store.clone()  # type: ignore[attr-defined]  # a waiting call holds its connection's lock
+            own = AnsweringStore(clone, patience_s, held)
             self._board = StepBoard.made()
-            store.set(f"board/{rank}", "" if self._board is None else self._board.address)
-            own = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a waiting call holds its lock
+            self._store.set(f"board/{rank}", "" if self._board is None else self._board.address)
             self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True, name="ep_moe ledger")
             self._thread.start()
 
@@ -233,15 +238,15 @@ class FlightRecorder:
         text = failure_text(error, self._rank, self._step, self.where or where, self._device, memory=memory)
         failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
         if self._store is not None and not self.alone:
-            with suppress(RuntimeError):  # the store is gone, and with it the job
+            with suppress(StoreLost):  # the peers find that out too
                 entry = json.dumps({"memory": memory, "text": text})
                 # of two ranks that fail the first one is the cause
-                failure = _failure(self._store.compare_set("failed", "", entry)) or failure
+                failure = _failure(self._store.first("failed", entry)) or failure
             self._failure = failure
         return failure
 
-    def _failed_elsewhere(self, store: Store | None) -> EPMoEError | None:
-        if store is None or not store.check(["failed"]):
+    def _failed_elsewhere(self, store: AnsweringStore) -> EPMoEError | None:
+        if not store.has("failed"):
             return None
         return _failure(store.get("failed"))
 
@@ -274,10 +279,8 @@ class FlightRecorder:
         key = f"text/{'-'.join(map(str, group))}/{number}"
         if self._rank == owner:
             self._store.set(key, text or "")
-        try:
-            self._store.wait([key], timedelta(seconds=self.deadline_s))
-        except RuntimeError as error:
-            raise self._diagnose(f"rank {owner} did not say what is wrong there") from error
+        if not self._store.wait([key], self.deadline_s):
+            raise self._diagnose(f"rank {owner} did not say what is wrong there")
         return self._store.get(key).decode()
 
     def meet(self, key: str, ranks: Sequence[int], what: str) -> None:
@@ -293,21 +296,20 @@ class FlightRecorder:
         self._store.set(f"{key}/{self._rank}", "")
         keys = {rank: f"{key}/{rank}" for rank in ranks}
         for seconds in (min(_PATIENCE_S, self.deadline_s), self.deadline_s):
-            try:
-                self._store.wait(list(keys.values()), timedelta(seconds=seconds))
+            if self._store.wait(list(keys.values()), seconds):
                 return
-            except RuntimeError:  # DistStoreError, but FileStore has no type of its own
-                missing = [rank for rank, own in keys.items() if not self._store.check([own])]
-                text = f"{what} needs rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} too"
-                if seconds < self.deadline_s:
-                    warnings.warn(f"{text}; rank {self._rank} waits up to {self.deadline_s:g} s", stacklevel=2)
+            missing = [rank for rank, own in keys.items() if not self._store.has(own)]
+            text = f"{what} needs rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} too"
+            if seconds < self.deadline_s:
+                warnings.warn(f"{text}; rank {self._rank} waits up to {self.deadline_s:g} s", stacklevel=2)
         raise PeerTimeout(f"{text}, which did not call it within {self.deadline_s:g} s; call it on all ranks")
 
     def refuse(self, text: str) -> None:
         """This rank cannot go on: raise `text` as InputError at every rank's next step, here and on the peers."""
         self._failure = self._failure or InputError(text)
         if self._store is not None and len(self._ranks) > 1:
-            self._store.set("refusal", text)
+            with suppress(StoreLost):  # the peers find that out too
+                self._store.set("refusal", text)
 
     def close(self, *, wait: bool = True) -> None:
         """End the watch. wait: until its thread has ended"""
@@ -323,26 +325,38 @@ class FlightRecorder:
 
     # --- the watch ---------------------------------------------------------------------------------------------
 
-    def _watch(self, store: Store) -> None:
-        try:
-            while not self._stop.wait(self._period):
+    def _watch(self, store: AnsweringStore) -> None:
+        """Go on without the store, which may be lost with a peer: what waits for that peer is still to be freed. That
+        the store is gone is no failure by itself, because the rank that holds it may end its part of the job first."""
+        while not self._stop.wait(self._period):
+            try:
                 self._beat(store)
-                if self._failure is None and store.check(["refusal"]):
-                    self._failure = InputError(store.get("refusal").decode())
-                if self._failure is None and (found := self._failed_elsewhere(store)) is not None:
-                    self._failure = found
-                    self._free()
-                late = max(self._late_on_host(), self._late_on_device())
-                self._say_slow(late)
-                if late > self.deadline_s and self._failure is None and self._abort is not None:
-                    self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
-                    self._free()
-                if self._late_on_device() > 2 * self.deadline_s:
-                    self._end("The device still waits")
-                if self._late_on_host() > 2 * self.deadline_s and self._abort is not None:
-                    self._end("The host still waits")
-        except RuntimeError:  # DistError, but FileStore has no type of its own
-            pass  # the store is gone, and with it the job
+                self._hear(store)
+                self._watched = True
+            except StoreLost as lost:
+                self._say_unwatched(lost)
+            late = max(self._late_on_host(), self._late_on_device())
+            self._say_slow(late)
+            if late > self.deadline_s and self._failure is None and self._abort is not None:
+                self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
+                self._free()
+            if self._late_on_device() > 2 * self.deadline_s:
+                self._end("The device still waits")
+            if self._late_on_host() > 2 * self.deadline_s and self._abort is not None:
+                self._end("The host still waits")
+
+    def _hear(self, store: AnsweringStore) -> None:
+        """Take over what a peer says that cannot go on."""
+        if self._failure is None and store.has("refusal"):
+            self._failure = InputError(store.get("refusal").decode())
+        if self._failure is None and (found := self._failed_elsewhere(store)) is not None:
+            self._failure = found
+            self._free()
+
+    def _say_unwatched(self, lost: StoreLost) -> None:
+        if self._watched:
+            _log.info("rank %d cannot watch its peers: %s", self._rank, lost)
+        self._watched = False
 
     def _free(self) -> None:
         """A thread that waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait
@@ -378,15 +392,15 @@ class FlightRecorder:
         sys.stderr.flush()
         os._exit(1)
 
-    def _beat(self, store: Store) -> None:
+    def _beat(self, store: AnsweringStore) -> None:
         self._beats += 1
         store.set(f"beat/{self._rank}", json.dumps({"beat": self._beats, "at": time.time(), **self._step._asdict()}))
 
-    def _read(self, store: Store) -> dict[int, tuple[int, Step] | None]:
+    def _read(self, store: AnsweringStore) -> dict[int, tuple[int, Step] | None]:
         found: dict[int, tuple[int, Step] | None] = {}
         for rank in self._ranks:
             key = f"beat/{rank}"
-            if not store.check([key]):
+            if not store.has(key):
                 found[rank] = None
                 continue
             entry = json.loads(store.get(key))
@@ -399,7 +413,7 @@ class FlightRecorder:
         found = {rank: board.read() for rank, board in list(self._boards.items())}
         return {rank: Step(one[0], *one[1], one[2]) for rank, one in found.items() if one is not None}
 
-    def _diagnose(self, cause: str, store: Store | None = None) -> EPMoEError:
+    def _diagnose(self, cause: str, store: AnsweringStore | None = None) -> EPMoEError:
         """What a rank that failed says of itself; else compare two readings of all heartbeats. The first rank to reach
         a verdict publishes it, because its own exit is what the others see next. A later failure, of ranks that went on
         after this one, has another key: by then the one that is furthest behind is not where it was."""
@@ -420,9 +434,9 @@ class FlightRecorder:
                 return failed
             verdict = _compare(step, self._rank, before, after, self._exact(), self._heard, self._nodes)
             behind = min([step.number, *(entry[1].number for entry in after.values() if entry is not None)])
-            verdict = store.compare_set(f"verdict/{behind}", "", verdict).decode() or verdict
-        except RuntimeError:
-            return PeerTimeout(f"{text} The store is gone too, so that no rank can be named.")
+            verdict = store.first(f"verdict/{behind}", verdict).decode() or verdict
+        except StoreLost as lost:
+            return PeerTimeout(f"{text} {lost}")
         return PeerTimeout(f"{text} {verdict} Raise deadline_s (now {self.deadline_s:g} s) if it was only slow.")
 
 

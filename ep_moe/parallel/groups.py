@@ -24,6 +24,7 @@ from ep_moe._version import __version__
 from ep_moe.checks import INT32, as_number, as_whole, deadline_problem, shown
 from ep_moe.config import ParallelConfig
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.answering_store import holder
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.layout import RankLayout
@@ -149,14 +150,14 @@ def agreed_layout(
     patience = seconds_or_default(deadline_s)
     rank = dist.get_rank()
     consensus = StoreConsensus(PrefixStore("create", store), sorted(ranks), rank, patience)
-    store.set(f"host/{rank}", json.dumps(host_identity()))  # there once the ranks have agreed
+    store.set(f"host/{rank}", json.dumps([*host_identity(), holder(store)]))  # there once the ranks have agreed
     consensus.same("EPContext", facts, problem)
     # equal facts, so that this raises on all ranks or on none
     layout = RankLayout.from_config(parallel, world=len(ranks), rank=rank, ranks=ranks)
-    if (size := as_whole(ranks_per_node)) is not None:
-        return replace(layout, nodes=NodeLayout.counted(ranks, size))
-    hosts = consensus.share("EPContext hosts", lambda: [json.loads(store.get(f"host/{rank}")) for rank in ranks])
-    return replace(layout, nodes=NodeLayout.found(ranks, hosts))
+    found = consensus.share("EPContext hosts", lambda: [json.loads(store.get(f"host/{rank}")) for rank in ranks])
+    size, hosts = as_whole(ranks_per_node), [(identity, name) for identity, name, _ in found]
+    nodes = NodeLayout.found(ranks, hosts) if size is None else NodeLayout.counted(ranks, size)
+    return replace(layout, nodes=nodes.with_store([kind for _, _, kind in found]))
 
 
 def make_group(

@@ -24,12 +24,14 @@ class NodeLayout:
         nodes: The node of each, counted from 0 in the order in which nodes appear.
         hosts: A name for each node, for messages.
         gpus: GPUs of each node where the nodes are on paper; None where they are here, and the driver knows.
+        store: What holds the store of torch.distributed, in words; "" where that is not known.
     """
 
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     hosts: tuple[str, ...]
     gpus: int | None = None
+    store: str = ""
 
     @classmethod
     def found(cls, ranks: Sequence[int], hosts: Sequence[tuple[str, str]]) -> NodeLayout:
@@ -147,6 +149,28 @@ class NodeLayout:
             Such as "a (ranks 0, 1), b (ranks 2, 3)".
         """
         return ", ".join(f"{self.host(part[0])} ({named(part)})" for part in self.split(group))
+
+    def with_store(self, holders: Sequence[str]) -> NodeLayout:
+        """Say what holds the store of torch.distributed.
+
+        Args:
+            holders: What each rank found on its host, in the order of `ranks`: "rank" for itself, "agent" for the agent
+                of torchrun that started it, "" for neither.
+
+        Returns:
+            The same nodes with `store`.
+        """
+        found = [(rank, kind) for rank, kind in zip(self.ranks, holders, strict=True) if kind]
+        if not found:
+            return self
+        rank, kind = found[0]
+        mates = named([mate for mate in self.ranks if self.node(mate) == self.node(rank)])
+        held = f"the process of rank {rank}" if kind == "rank" else f"the agent that started {mates}"
+        lost = "this process"
+        if len(self.hosts) > 1:
+            held += f" on host {self.host(rank)}" + (f" ({mates})" if kind == "rank" else "")
+            lost += ", its host or the way to it"
+        return replace(self, store=f"{held} held it, so {lost} is lost")
 
     def lost(self, silent: Sequence[int], group: Sequence[int]) -> list[str]:
         """Say on which hosts the silent ranks of a group are.
