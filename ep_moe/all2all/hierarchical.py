@@ -11,60 +11,20 @@ A rank's seat is node * (ranks of a node) + local rank. On one node this is `tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
-from ep_moe.all2all.torch_collectives import spread, summed
+from ep_moe.all2all.fan_out import Fan, Hop, Rows, wanted_places
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Levels, RankGroup, all_to_all_rows, as_bytes, as_rows
+from ep_moe.parallel.rank_group import Levels, RankGroup, all_to_all_rows, as_bytes
 from ep_moe.quant.row_format import ROW_FORMATS
-from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting
+from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting
 
 _HIGH = 32  # bits of a count; two travel in one number
-
-# Rows grouped by destination, and how many go to and come from each rank of a group, to rows grouped by source.
-# Backward carries their gradients the other way.
-Hop: TypeAlias = "Callable[[Tensor, list[int], list[int]], Pending[Tensor]]"
-
-
-@dataclass(frozen=True)
-class Fan:
-    """Rows that go to several places: nodes of a rail, or ranks of a node.
-
-    place, row: int64 [copies], of each copy; places ascending, and rows within them
-    slots: int64 [rows, M], where each row's copies lie among these, places ascending, `copies` for none
-    """
-
-    place: Tensor
-    row: Tensor
-    slots: Tensor
-
-    @classmethod
-    def out(cls, wanted: Tensor, copies: int, top_k: int) -> Fan:
-        """wanted: bool [rows, places], which rows go where; copies: how many are True, so that nothing waits for the
-        device; top_k: in how many places a row is at most."""
-        rows, places = wanted.shape
-        first = wanted.t().flatten()
-        place = first.to(torch.uint8).argsort(descending=True, stable=True)[:copies]  # a sort of bool is CPU's alone
-        at = (first.long().cumsum(0) - 1).view(places, rows).t().where(wanted, copies)
-        width = min(top_k, places)
-        nth = (wanted.long().cumsum(1) - 1).where(wanted, width)  # behind all: a column for places without a copy
-        slots = at.new_full((rows, width + 1), copies).scatter_(1, nth, at)[:, :width]
-        return cls(place // max(rows, 1), place % max(rows, 1), slots)
-
-    def copies(self, x: Tensor) -> Tensor:
-        """x [rows, ...] to [copies, ...]. Bytes have no gradient."""
-        return spread(x, self.row, self.slots) if x.is_floating_point() else x[self.row]
-
-    def sums(self, copies: Tensor) -> Tensor:
-        """[copies, ...] to [rows, ...], added in float32 and in the order of places."""
-        return summed(copies, self.row, self.slots)
 
 
 @dataclass(frozen=True)
@@ -75,32 +35,6 @@ class Counts:
     from_nodes: list[int]
     to_ranks: list[int]
     from_ranks: list[int]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What travels. x [rows, ...], scale [rows, ...] or None: numbers of one byte as bytes; ids: int64 [rows, K] among
-    those of the place that the rows are at, -1 for none of its own; weights: float32 [rows, K]"""
-
-    x: Tensor
-    scale: Tensor | None
-    ids: Tensor
-    weights: Tensor
-
-    def start(self, fan: Fan, ids_per_place: int, hop: Hop, send: list[int], receive: list[int]) -> Pending[_Rows]:
-        """Send a copy to each place that has an expert of a row."""
-        x = hop(fan.copies(self.x), send, receive)
-        scale = None if self.scale is None else hop(self.scale[fan.row], send, receive)
-        ids = self.ids[fan.row] - fan.place.unsqueeze(1) * ids_per_place
-        ids = ids.where((ids >= 0) & (ids < ids_per_place), -1)
-        # ids are far below 2**24, so that float32 holds them exactly and both travel in one message
-        meta = hop(torch.cat([ids.float(), fan.copies(self.weights)], dim=1), send, receive)
-
-        def finish() -> _Rows:
-            ids, weights = meta.wait().chunk(2, dim=1)
-            return _Rows(x.wait(), None if scale is None else scale.wait(), ids.detach().long(), weights)
-
-        return Pending(finish)
 
 
 @dataclass(frozen=True)
@@ -133,7 +67,7 @@ class HierarchicalDispatcher(Dispatcher):
         self._over_rail: Hop = partial(all_to_all_rows, rank_group=levels.rail)
         # a transport of one host can stand here: nothing else knows how rows move within a node
         self._within_node: Hop = partial(all_to_all_rows, rank_group=levels.node)
-        self._shifts: dict[torch.device, Tensor] = {}
+        self._seats = Seats(levels, dispatch_shape.slots_per_rank)
 
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
@@ -156,7 +90,7 @@ class HierarchicalDispatcher(Dispatcher):
         if problem is not None:
             self.rank_group.agree([0] * (ranks + 1), problem, x.device)
         ids = self._seated(routing.ids.long())
-        wanted = _wanted(ids, slots_per_rank, ranks)  # [T, R], by seat
+        wanted = wanted_places(ids, slots_per_rank, ranks)  # [T, R], by seat
         per_node = wanted.view(len(ids), self._nodes, self._locals)
         by_node = per_node.any(2)
         packed = per_node.sum(0)
@@ -168,23 +102,15 @@ class HierarchicalDispatcher(Dispatcher):
         counts = self._counts([row[1:] for row in facts])
 
         rail = Fan.out(by_node, sum(counts.to_nodes), self.dispatch_shape.top_k)
-        rows = _Rows(as_bytes(x), None if x_scale is None else as_bytes(x_scale), ids, routing.weights)
+        rows = Rows(as_bytes(x), None if x_scale is None else as_bytes(x_scale), ids, routing.weights)
         over_rail = rows.start(rail, self._locals * slots_per_rank, self._over_rail, counts.to_nodes, counts.from_nodes)
 
         def finish() -> Received:
             arrived = over_rail.wait()  # with ids among those of the node
-            wanted = _wanted(arrived.ids, slots_per_rank, self._locals)
+            wanted = wanted_places(arrived.ids, slots_per_rank, self._locals)
             node = Fan.out(wanted, sum(counts.to_ranks), self.dispatch_shape.top_k)
             here = arrived.start(node, slots_per_rank, self._within_node, counts.to_ranks, counts.from_ranks).wait()
-            return Received(
-                x=as_rows(here.x, x.dtype),
-                x_scale=None if here.scale is None else as_rows(here.scale, self.dispatch_shape.row_format.scale),
-                layout=RowLayout.RANK_MAJOR,
-                weighting=Weighting.EXPERTS,
-                handle=_Handle(counts, rail, node),
-                local_ids=LocalIds(here.ids.int()),
-                weights=here.weights,
-            )
+            return here.received(self.dispatch_shape, x.dtype, _Handle(counts, rail, node))
 
         return Pending(finish)
 
@@ -199,15 +125,7 @@ class HierarchicalDispatcher(Dispatcher):
         return Pending(finish)
 
     def _seated(self, ids: Tensor) -> Tensor:
-        """Physical ids, numbered as if the ranks of a node followed each other."""
-        seats, slots_per_rank = self._levels.seats, self.dispatch_shape.slots_per_rank
-        if seats == tuple(range(len(seats))):
-            return ids
-        if ids.device not in self._shifts:
-            shifts = [(seat - rank) * slots_per_rank for rank, seat in enumerate(seats)]
-            self._shifts[ids.device] = torch.tensor([*shifts, 0], device=ids.device)
-        valid = (ids >= 0) & (ids < self.dispatch_shape.num_physical)
-        return ids + self._shifts[ids.device][(ids // slots_per_rank).where(valid, len(seats))]
+        return self._seats.of(ids)
 
     def _counts(self, rows: list[list[int]]) -> Counts:
         """rows: of each rank, how many of its tokens go to each seat, and above `_HIGH` bits in the first seat of each
@@ -230,11 +148,23 @@ class HierarchicalDispatcher(Dispatcher):
         )
 
 
-def _wanted(ids: Tensor, slots_per_rank: int, ranks: int) -> Tensor:
-    """bool [rows, ranks]: which ranks hold an expert of which row; ids of no expert are of no rank."""
-    owner = (ids // slots_per_rank).where((ids >= 0) & (ids < ranks * slots_per_rank), ranks)
-    wanted = torch.zeros(len(ids), ranks + 1, dtype=torch.bool, device=ids.device)
-    return wanted.scatter_(1, owner, True)[:, :ranks]
+class Seats:
+    """Physical ids, numbered as if the ranks of a node followed each other."""
+
+    def __init__(self, levels: Levels, slots_per_rank: int) -> None:
+        self._seats, self._slots_per_rank = levels.seats, slots_per_rank
+        self._shifts: dict[torch.device, Tensor] = {}
+
+    def of(self, ids: Tensor) -> Tensor:
+        """ids: int [T, K]; those of no expert stay as they are"""
+        seats, slots_per_rank = self._seats, self._slots_per_rank
+        if seats == tuple(range(len(seats))):
+            return ids
+        if ids.device not in self._shifts:
+            shifts = [(seat - rank) * slots_per_rank for rank, seat in enumerate(seats)]
+            self._shifts[ids.device] = torch.tensor([*shifts, 0], dtype=ids.dtype, device=ids.device)
+        valid = (ids >= 0) & (ids < len(seats) * slots_per_rank)
+        return ids + self._shifts[ids.device][(ids // slots_per_rank).where(valid, len(seats))]
 
 
 def without_rails(name: str, layout: RankLayout) -> str | None:

@@ -9,26 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
+from ep_moe.all2all.fan_out import in_order
 from ep_moe.all2all.hierarchical import levels_of, without_rails
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import RankGroup, all_gather_single
+from ep_moe.parallel.rank_group import RankGroup, all_to_all_rows, gather_rows
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
+# A message to rows, ids of the EP group, weights and scales
+Unpacked: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor | None]]"
+
 
 @dataclass(frozen=True)
-class _Handle:
-    """tokens: of this rank; bound: of every rank; invalid: bool [T, 1], which have an id of no expert."""
+class StaticHandle:
+    """tokens: of this rank; bound: of every rank; invalid: bool [T, 1], which have an id of no expert; node: what a
+    transport of its own within the node received."""
 
     tokens: int
     bound: int
     invalid: Tensor
+    node: Received | None = None
 
 
 class HierarchicalStaticDispatcher(Dispatcher):
@@ -77,30 +84,37 @@ class HierarchicalStaticDispatcher(Dispatcher):
         widths = [part.shape[1] for part in in_bytes]
         message = torch.full((bound, sum(widths)), 255, dtype=torch.uint8, device=x.device)
         torch.cat(in_bytes, dim=1, out=message[: len(x)])
-        over_rail = _gather(message, self._levels.rail)
+        over_rail = _everybodys(message, self._levels.rail)
 
         def finish() -> Received:
-            found = _columns(_gather(over_rail(), self._levels.node)(), widths)
-            rows, ids, weights, *scale = (column.view(part.dtype) for column, part in zip(found, parts, strict=True))
-            local = ids - self._first
-            return Received(
-                x=rows,
-                x_scale=scale[0] if scale else None,
-                layout=RowLayout.RANK_MAJOR,
-                weighting=Weighting.EXPERTS,
-                handle=_Handle(len(x), bound, invalid),
-                local_ids=LocalIds(local.where((local >= 0) & (local < self.dispatch_shape.slots_per_rank), -1)),
-                weights=weights,
-            )
+            handle = StaticHandle(len(x), bound, invalid)
+            return self._within_node(over_rail.wait(), handle, partial(_unpacked, widths=widths, like=parts))
 
         return Pending(finish)
 
-    def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        within_node = _exchange(y.contiguous(), self._levels.node)
+    def _within_node(self, message: Tensor, handle: StaticHandle, unpacked: Unpacked) -> Received:
+        """Pass on what came over the rail. message: uint8 [nodes * bound, bytes of a row]"""
+        found = _everybodys(message, self._levels.node)
+        rows, ids, weights, scale = unpacked(found.wait())
+        local = ids - self._first
+        return Received(
+            x=rows,
+            x_scale=scale,
+            layout=RowLayout.RANK_MAJOR,
+            weighting=Weighting.EXPERTS,
+            handle=handle,
+            local_ids=LocalIds(local.where((local >= 0) & (local < self.dispatch_shape.slots_per_rank), -1)),
+            weights=weights,
+        )
+
+    def _combine(self, y: Tensor, handle: StaticHandle, out: Tensor | None) -> Pending[Tensor]:
+        return self._over_rail(_returned(y, self._levels.node), handle)
+
+    def _over_rail(self, of_node: Pending[Tensor], handle: StaticHandle) -> Pending[Tensor]:
+        """Send sums of the node [nodes * bound, H] back, and add those of all nodes."""
 
         def finish() -> Tensor:
-            of_node = _sum(within_node(), self._levels.node.size)
-            total = _sum(_exchange(of_node, self._levels.rail)(), self._levels.rail.size)
+            total = _returned(of_node.wait(), self._levels.rail).wait()
             # nothing has waited for the device to refuse such an id; its token must not look like a result
             return total[: handle.tokens].masked_fill(handle.invalid, torch.nan)
 
@@ -114,10 +128,14 @@ class HierarchicalStaticDispatcher(Dispatcher):
         x, x_scale = g.no_rows(device)
         ids = torch.empty(0, g.top_k, dtype=torch.int32, device=device)
         received = self._send(x, x_scale, PhysicalRouting(PhysicalIds(ids), ids.float()), bound).wait()
+        self._combine(self._nans(received), received.handle, None).wait()
+
+    def _nans(self, received: Received) -> Tensor:
+        """What an expert that refuses returns: NaN for its rows, and nothing for others."""
         assert received.local_ids is not None
         here = (received.local_ids >= 0).any(1, keepdim=True)
-        y = torch.zeros(len(here), g.hidden_size, dtype=g.dtype, device=device).masked_fill(here, torch.nan)
-        self._combine(y, received.handle, None).wait()
+        y = torch.zeros(len(here), self.dispatch_shape.hidden_size, dtype=self.dispatch_shape.dtype, device=here.device)
+        return y.masked_fill(here, torch.nan)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -125,6 +143,13 @@ def _bytes(x: Tensor) -> Tensor:
     dtype refuses."""
     x = x.contiguous()
     return (x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
+def _unpacked(message: Tensor, widths: list[int], like: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Rows, ids, weights and scales of a message, which were written as `like`."""
+    columns = zip(_columns(message, widths), like, strict=True)
+    rows, ids, weights, *scale = (column.view(part.dtype) for column, part in columns)
+    return rows, ids, weights, scale[0] if scale else None
 
 
 def _columns(message: Tensor, widths: list[int]) -> list[Tensor]:
@@ -135,34 +160,14 @@ def _columns(message: Tensor, widths: list[int]) -> list[Tensor]:
     return [column.clone(memory_format=torch.contiguous_format) for column in columns]
 
 
-def _gather(x: Tensor, rank_group: RankGroup) -> Callable[[], Tensor]:
-    """[rows, ...] of every rank, one behind the other, once it is called."""
-    if rank_group.size == 1:
-        return lambda: x
-    out = x.new_empty(rank_group.size * len(x), *x.shape[1:])
-    work = all_gather_single(out, x, group=rank_group.group, async_op=True)
-    return lambda: _waited(out, work)
+def _everybodys(x: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
+    """As many rows of every rank, one behind the other."""
+    return gather_rows(x, [len(x)] * rank_group.size, rank_group)
 
 
-def _exchange(x: Tensor, rank_group: RankGroup) -> Callable[[], Tensor]:
-    """As many rows to every rank; what comes back is in the order of ranks."""
-    if rank_group.size == 1:
-        return lambda: x
-    out = torch.empty_like(x)
-    work = dist.all_to_all_single(out, x, group=rank_group.group, async_op=True)
-    return lambda: _waited(out, work)
-
-
-def _waited(out: Tensor, work: dist.Work | None) -> Tensor:
-    if work is not None:
-        work.wait()
-    return out
-
-
-def _sum(x: Tensor, parts: int) -> Tensor:
-    """[parts * rows, H] to [rows, H]: added in float32, in their order."""
-    first, *rest = x.view(parts, -1, x.shape[1])
-    total: Tensor = first.float()
-    for part in rest:
-        total = total + part
-    return total.to(x.dtype)
+def _returned(y: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
+    """As many rows to every rank, and the sum of what comes back in the order of ranks."""
+    size = rank_group.size
+    each = [len(y) // size] * size
+    pending = all_to_all_rows(y, each, each, rank_group)
+    return Pending(lambda: in_order(pending.wait().reshape(size, -1, y.shape[1])))

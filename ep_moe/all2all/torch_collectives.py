@@ -15,16 +15,24 @@ torch_a2a   each token goes once to each rank that holds one of its experts, by 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities
+from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
+from ep_moe.all2all.fan_out import Fan, Hop, Rows, wanted_places
 from ep_moe.errors import InputError
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import all_to_all_rows, as_bytes, as_rows, gather_rows, reduce_scatter_rows
+from ep_moe.parallel.rank_group import (
+    RankGroup,
+    all_to_all_rows,
+    as_bytes,
+    as_rows,
+    gather_rows,
+    reduce_scatter_rows,
+)
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
@@ -131,13 +139,11 @@ class AllGatherDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class _Handle:
-    """sent, received: rows per peer. token: int64 [sum(sent)], of each row that goes; slots: [T, M], where each token's
-    rows lie among these, and among those that come back, in rank order, `sum(sent)` for none."""
+    """sent, received: rows per peer. fan: which of this rank's tokens go to whom"""
 
     sent: list[int]
     received: list[int]
-    token: Tensor
-    slots: Tensor
+    fan: Fan
 
 
 class TorchAll2AllDispatcher(Dispatcher):
@@ -154,6 +160,10 @@ class TorchAll2AllDispatcher(Dispatcher):
         dispatch_formats=frozenset(ROW_FORMATS),
     )
 
+    def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
+        super().__init__(dispatch_shape, rank_group)
+        self._over_ranks: Hop = partial(all_to_all_rows, rank_group=rank_group)
+
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         if top_k >= layout.ep:
@@ -168,107 +178,26 @@ class TorchAll2AllDispatcher(Dispatcher):
             self.rank_group.agree([0] * (ranks + 1), problem, x.device)
         ids = routing.ids.long()
         bad = self._out_of_range(routing)
-        wanted = self._wanted(ids)
+        wanted = wanted_places(ids, self.dispatch_shape.slots_per_rank, ranks)
         gradients = {"x": x, "routing.weights": routing.weights}
-        rows = self.rank_group.agree([bad, wanted.sum(0)], None, x.device, gradients=gradients)
-        self._check_ids([row[0] for row in rows])
-        sent = rows[self.rank_group.rank][1:]
-        received = [row[1 + self.rank_group.rank] for row in rows]
+        facts = self.rank_group.agree([bad, wanted.sum(0)], None, x.device, gradients=gradients)
+        self._check_ids([row[0] for row in facts])
+        sent = facts[self.rank_group.rank][1:]
+        received = [row[1 + self.rank_group.rank] for row in facts]
 
-        peer, token = wanted.t().nonzero(as_tuple=True)  # grouped by peer, tokens ascending
-        handle = _Handle(sent, received, token, _slots(wanted, token, self.dispatch_shape.top_k))
-        copies = spread(x, token, handle.slots) if x.dtype.itemsize > 1 else as_bytes(x)[token]
-        pending_x = all_to_all_rows(copies, sent, received, self.rank_group)
-        pending_scale, scale_dtype = None, self.dispatch_shape.row_format.scale
-        if x_scale is not None:
-            pending_scale = all_to_all_rows(as_bytes(x_scale)[token], sent, received, self.rank_group)
-        weights = spread(routing.weights, token, handle.slots)
-        pending_meta = all_to_all_rows(self._meta(ids[token], weights, peer), sent, received, self.rank_group)
+        fan = Fan.out(wanted, sum(sent), self.dispatch_shape.top_k)
+        rows = Rows(as_bytes(x), None if x_scale is None else as_bytes(x_scale), ids, routing.weights)
+        pending = rows.start(fan, self.dispatch_shape.slots_per_rank, self._over_ranks, sent, received)
 
         def finish() -> Received:
-            local, weights = pending_meta.wait().chunk(2, dim=1)
-            return Received(
-                x=as_rows(pending_x.wait(), x.dtype),
-                x_scale=None if pending_scale is None else as_rows(pending_scale.wait(), scale_dtype),
-                layout=RowLayout.RANK_MAJOR,
-                weighting=Weighting.EXPERTS,
-                handle=handle,
-                local_ids=LocalIds(local.detach().int()),
-                weights=weights,
-            )
+            return pending.wait().received(self.dispatch_shape, x.dtype, _Handle(sent, received, fan))
 
         return Pending(finish)
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        pending = all_to_all_rows(y, handle.received, handle.sent, self.rank_group)
+        pending = self._over_ranks(y, handle.received, handle.sent)
 
         def finish() -> Tensor:
-            return summed(pending.wait(), handle.token, handle.slots)
+            return handle.fan.sums(pending.wait())
 
         return Pending(finish)
-
-    def _wanted(self, ids: Tensor) -> Tensor:
-        """bool [T, R]: which ranks hold an expert of which token."""
-        ranks = self.rank_group.size
-        valid = (ids >= 0) & (ids < self.dispatch_shape.num_physical)
-        owner = torch.where(valid, ids // self.dispatch_shape.slots_per_rank, ranks)
-        wanted = torch.zeros(ids.shape[0], ranks + 1, dtype=torch.bool, device=ids.device)
-        return wanted.scatter_(1, owner, True)[:, :ranks]
-
-    def _meta(self, ids: Tensor, weights: Tensor, peer: Tensor) -> Tensor:
-        """float32 [rows, 2K]: local ids for the receiving rank, -1 for "not yours", and weights. Ids are far below
-        2**24, so that float32 holds them exactly and both travel in one message."""
-        local = ids - peer.unsqueeze(1) * self.dispatch_shape.slots_per_rank
-        mine = (local >= 0) & (local < self.dispatch_shape.slots_per_rank)
-        return torch.cat([local.where(mine, -1).float(), weights], dim=1)
-
-
-def _slots(wanted: Tensor, token: Tensor, top_k: int) -> Tensor:
-    """[T, M]: positions of each token's rows in (rank, token) order, M = min(K, R), padded with len(token)."""
-    tokens, ranks = wanted.shape
-    width = min(top_k, ranks)
-    order = token.argsort(stable=True)  # grouped by token, ranks ascending
-    nth = (wanted.long().cumsum(1) - 1)[wanted]  # in the same (token, rank) order
-    slots = torch.full((tokens, width), len(token), device=token.device)
-    slots[token[order], nth] = order
-    return slots
-
-
-class _Spread(Function):
-    """Each is the other's adjoint: torch's own adjoint of an index sorts rows, or adds them in any order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(token, slots)
-        return x[token]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return summed(grad, *ctx.saved_tensors), None, None
-
-
-class _Summed(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(token, slots)
-        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        total = padded[slots[:, 0]].float()
-        for column in slots.unbind(1)[1:]:
-            total += padded[column]
-        return total.to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return spread(grad, *ctx.saved_tensors), None, None
-
-
-def spread(x: Tensor, token: Tensor, slots: Tensor) -> Tensor:
-    """x[token], [rows, ...]. token, slots: as `_Handle`"""
-    found: Tensor = _Spread.apply(x, token, slots)
-    return found
-
-
-def summed(rows: Tensor, token: Tensor, slots: Tensor) -> Tensor:
-    """The sum of each token's rows, in float32 and the order of ranks, [T, ...]."""
-    found: Tensor = _Summed.apply(rows, token, slots)
-    return found

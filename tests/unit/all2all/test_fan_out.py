@@ -2,7 +2,7 @@
 
 import torch
 
-from ep_moe.all2all.torch_collectives import _slots, spread, summed
+from ep_moe.all2all.fan_out import Fan, spread, summed
 
 TOKENS, RANKS = 7, 3
 
@@ -10,8 +10,10 @@ TOKENS, RANKS = 7, 3
 def routes():
     wanted = torch.rand(TOKENS, RANKS, generator=torch.Generator().manual_seed(1)) < 0.6
     wanted[2] = False  # a token that goes nowhere
-    _, token = wanted.t().nonzero(as_tuple=True)
-    return token, _slots(wanted, token, RANKS)
+    fan = Fan.out(wanted, int(wanted.sum()), RANKS)
+    place, token = wanted.t().nonzero(as_tuple=True)
+    assert (fan.place.tolist(), fan.row.tolist()) == (place.tolist(), token.tolist())
+    return fan.row, fan.slots
 
 
 def integers(*shape, seed):
