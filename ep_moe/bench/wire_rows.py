@@ -132,10 +132,17 @@ def gathered_in_turn(config: MoEConfig, ranks: int, per_host: int, redundant: in
     return Rows(rows.near, rows.far, rows.routes, in_turn=True)
 
 
+def gathered_over_rails(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
+    """A token to every host, and there once to each rank that has an expert of it."""
+    spread = two_level(config, ranks, per_host, redundant)
+    return Rows(spread.near, gathered(config, ranks, per_host, redundant).far, config.top_k, in_turn=True)
+
+
 WAYS: Mapping[str, Way] = {  # of transports
     **dict.fromkeys(("local", "nvlink_p2p", "flashinfer_nvlink", "torch_a2a", "deepep", "deepep_static"), deduplicated),
     "allgather": gathered,
     "hierarchical": two_level,
+    "hierarchical_nvlink": gathered_over_rails,
     "hierarchical_static": gathered_in_turn,
     "pplx": per_route,
 }

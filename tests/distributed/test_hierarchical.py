@@ -13,17 +13,20 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.hierarchical import HierarchicalDispatcher
+from ep_moe.all2all.hierarchical_nvlink import HierarchicalNVLinkDispatcher
 from ep_moe.all2all.hierarchical_static import HierarchicalStaticDispatcher
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, expected, identity, moved, rounded, routes, rows
+from ep_moe.testing.transport_promises import one_token_too_many
 from ep_moe.types import PhysicalRouting, Routing
 from tests.fixtures.counted_links import counted_links
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 from tests.fixtures.helpers import moved as moved_routing
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 BF16, F32 = torch.bfloat16, torch.float32
 CONFIG = MoEConfig(
@@ -33,22 +36,43 @@ COUNTS = ((7, 5, 1, 3, 0, 2, 9, 4), (0, 4, 0, 0, 0, 0, 0, 0), (0,) * 8, (9, 0, 2
 TOP_K = 4
 
 
-BOTH = pytest.mark.parametrize(
-    "kind", [HierarchicalDispatcher, HierarchicalStaticDispatcher], ids=lambda kind: kind.name
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [HierarchicalDispatcher, HierarchicalStaticDispatcher, HierarchicalNVLinkDispatcher],
+    ids=lambda kind: kind.name,
+)
+FIXED = pytest.mark.parametrize(
+    "kind", [HierarchicalStaticDispatcher, HierarchicalNVLinkDispatcher], ids=lambda kind: kind.name
 )
 
 
 @distributed(4, deadline_s=120)
-@BOTH
+@KINDS
 def test_contract_on_2_nodes_of_2(kind, world_size):
-    check_dispatcher(kind, top_ks=(1, 3), dtypes=(BF16,), ranks_per_node=2)
+    with p2p_on_cpu():
+        check_dispatcher(kind, top_ks=(1, 3), dtypes=(BF16,), ranks_per_node=2)
 
 
 @distributed(8, deadline_s=240)
-@BOTH
+@KINDS
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_contract_on_8_ranks(ranks_per_node, kind, world_size):
-    check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), ranks_per_node=ranks_per_node)
+    with p2p_on_cpu():
+        check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), ranks_per_node=ranks_per_node)
+
+
+class GivesNumbers(HierarchicalStaticDispatcher):
+    """What a rank with too many tokens gives to its peers looks like a result."""
+
+    def _nans(self, received):
+        return super()._nans(received).nan_to_num(0)
+
+
+@distributed(4, deadline_s=120)
+def test_numbers_of_a_call_that_does_not_fit_are_seen(world_size):
+    """By the contract, which the transports of fixed room pass."""
+    with pytest.raises(AssertionError, match="rows that miss a rank's experts must be NaN"):
+        one_token_too_many(GivesNumbers, dispatch_shape(4, 3, BF16), rank_device(), 2)
 
 
 # --- the layer ------------------------------------------------------------------------------------------------------
@@ -157,20 +181,24 @@ def test_uneven_nodes_are_refused_on_all_ranks(world_size):
 
 
 @distributed(4, deadline_s=120)
-def test_the_layer_with_fixed_room(world_size):
+@pytest.mark.parametrize("name", ["hierarchical_static", "hierarchical_nvlink"])
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_the_layer_with_fixed_room(hosts, name, world_size):
     rank = dist.get_rank()
-    with EPContext.from_groups(device=rank_device(), ranks_per_node=2, max_tokens=9) as context:
-        for name, expert_map in maps(4).items():
+    os.environ["NCCL_HOSTID"] = hosts[rank]
+    with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), max_tokens=9) as context:
+        for what, expert_map in maps(4).items():
             for counts in COUNTS:
-                check_layer(context, expert_map, counts[rank], rank, f"{name} T={counts}", "hierarchical_static")
+                check_layer(context, expert_map, counts[rank], rank, f"{what} T={counts}", name)
 
 
 @distributed(4, deadline_s=120)
-def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(world_size):
+@FIXED
+def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(kind, world_size):
     """Its bytes are those of the bound, and a token with such an id is NaN, as nothing could be raised in time."""
     ranks, rank, device, bound = 4, dist.get_rank(), rank_device(), 11
-    with EPContext.from_groups(device=device, ranks_per_node=2) as context:
-        dispatcher = HierarchicalStaticDispatcher(dispatch_shape(ranks, TOP_K, BF16), context.rank_groups["ep"])
+    with p2p_on_cpu(), EPContext.from_groups(device=device, ranks_per_node=2) as context:
+        dispatcher = kind(dispatch_shape(ranks, TOP_K, BF16), context.rank_groups["ep"])
         x, routing = rows(rank, 5 + rank, BF16), routes(rank, 5 + rank, ranks, TOP_K)
         wanted = expected(x, routing)
         routing.ids[1, 2], routing.ids[4, 0] = ranks * CAP, -2
@@ -288,7 +316,7 @@ def test_the_host_waits_once(world_size):
 def check_order(kind: type[Dispatcher], dtype: torch.dtype) -> None:
     """In float32: ranks of a node in order, rounded for the rail; nodes in order, rounded."""
     ranks, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
-    with EPContext.from_groups(device=device, ranks_per_node=2) as context:
+    with p2p_on_cpu(), EPContext.from_groups(device=device, ranks_per_node=2) as context:
         dispatcher = kind(dispatch_shape(ranks, 8, dtype), context.rank_groups["ep"])
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(20, HIDDEN, generator=generator).to(dtype)
@@ -312,7 +340,7 @@ def check_order(kind: type[Dispatcher], dtype: torch.dtype) -> None:
 
 
 @distributed(8, deadline_s=120)
-@BOTH
+@KINDS
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_sums_have_one_order(dtype, kind, world_size):
     check_order(kind, dtype)
