@@ -126,6 +126,7 @@ class MoELayer(LayerParts):
         try:
             return self._call(x, routing, mask)
         except BaseException as error:
+            self._checks.note_eager()
             self._left_alone(error)
             raise
 
@@ -147,6 +148,7 @@ class MoELayer(LayerParts):
             replayed = self._graphs.replay(self, x, routing, mask)
             if replayed is not None:
                 return replayed
+        self._checks.note_eager()
         self._checks.first_call(self)
         problem = call_problem(self, x, routing, mask)
         if problem is not None:

@@ -29,6 +29,7 @@ class DispatcherCapabilities:
     dtypes: of the layer, None for any; devices: device types
     dispatch_formats, combine_formats: of `Wire`
     scale_alignment_bytes: that the scales of a row must be a multiple of
+    to_all: every row goes to every rank, whatever the routing
     rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
     static: its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come
     grows: it is static, and without `max_tokens` its buffers grow: the ranks agree on the most tokens of each call
@@ -54,6 +55,7 @@ class DispatcherCapabilities:
     dispatch_formats: frozenset[str] = frozenset({"plain"})
     combine_formats: frozenset[str] = frozenset({"plain"})
     scale_alignment_bytes: int = 4
+    to_all: bool = False
     rounds: frozenset[str] = frozenset()
     static: bool = False
     grows: bool = False

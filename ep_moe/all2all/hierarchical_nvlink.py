@@ -30,6 +30,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
         alignment_bytes=NVLinkP2PDispatcher.capabilities.alignment_bytes,
         dtypes=NVLinkP2PDispatcher.capabilities.dtypes,
         devices=NVLinkP2PDispatcher.capabilities.devices,
+        to_all=False,
         peer_out=True,
     )
 

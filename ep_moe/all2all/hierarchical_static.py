@@ -51,6 +51,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
         adjoint=True,
         dispatch_formats=frozenset(ROW_FORMATS),
         static=True,
+        to_all=True,
     )
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:

@@ -91,6 +91,7 @@ class AllGatherDispatcher(Dispatcher):
         weighting=Weighting.EXPERTS,
         dedup=True,
         cuda_graph=False,
+        to_all=True,
         host_sync=True,
         deterministic=True,
         differentiable=True,

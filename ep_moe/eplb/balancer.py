@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ep_moe.eplb.config import EPLBConfig
+from ep_moe.eplb.cost import Price
 from ep_moe.eplb.load import LoadWindow
 from ep_moe.eplb.migration.background import (
     Background,
@@ -110,7 +111,8 @@ class ExpertBalancer:
         self._epoch = 0
         self._counts = dict.fromkeys(("rebalances", "commits", "rollbacks", "skipped", "restarts", "received_bytes"), 0)
         self._window: Callable[[], tuple[LayerStats, ...]] = tuple
-        self._price = self._error = ""
+        self._price: Price | None = None
+        self._error = ""
         for layer in self.layers:
             layer.placement.choose(self.config.replicas, ranks_per_node=self._per_node)
 
@@ -193,7 +195,8 @@ class ExpertBalancer:
             steps=self._steps,
             staging_bytes=self._mover.staging.bytes,
             layers=self._window(),
-            price=self._price,
+            price="" if self._price is None else str(self._price),
+            predicted=self._price,
             error=self._error,
             **self._counts,
         )
@@ -364,7 +367,7 @@ class ExpertBalancer:
             self._sums_are_in(sums)
         elif self._state is State.PLANNING:
             assert self._decision is not None
-            self._price = str(self._decision.price or "")
+            self._price = self._decision.price
             self._queue = self._changes(self._decision)
             self._counts["rebalances"] += bool(self._queue)
             self._say(

@@ -132,6 +132,7 @@ class CallGraphs:
             return None
         context, device, routed = self._context, x.device, routing is not None
         bound, stream, tokens = context._current_limit, current_stream(device), x.numel() // self._hidden
+        stages = context._stage_times
         for mode in (CopiedInputs, CallerInputs):
             copied = mode is CopiedInputs
             key = (mode, bound, routed) if copied else (mode, bound, _ids_dtype(routing), stream)
@@ -141,7 +142,8 @@ class CallGraphs:
                 call = agreeing.like
             if call is None or not call.form.fits(x, routing, tokens):
                 continue
-            busy = call.stream != stream or not context._idle or context._stage_times is not None or capturing(device)
+            busy = call.stream != stream or not context._idle or capturing(device)
+            busy = busy or (stages is not None and stages.timed)
             gone = False
             for buffer_slot in call.buffer_slots:
                 busy, gone = busy or buffer_slot.busy, gone or buffer_slot.given_back
@@ -163,7 +165,12 @@ class CallGraphs:
                     self._agreeing[key[2:]] = agreeing._replace(like=call)  # the next one has its bound, as a rule
             flight_recorder = context.flight_recorder
             flight_recorder.check()
-            number, out = flight_recorder.number, call.launch(layer, x, routing, mask, tokens)
+            number = flight_recorder.number
+            if stages is None:
+                out = call.launch(layer, x, routing, mask, tokens)
+            else:
+                with stages.span("replay", layer.name):
+                    out = call.launch(layer, x, routing, mask, tokens)
             if out is None:
                 continue
             # as `MoELayer.run` leaves it: peers that run theirs must find this rank neither behind nor elsewhere

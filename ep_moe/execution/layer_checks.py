@@ -61,12 +61,20 @@ class RankChecks:
         self._done = layer.context.layout.lockstep == 1  # nothing to compare
         self.saw_ids = False  # valid ones, in some call
         self.forwards = 0  # that began, of which some may have ended by an exception
+        self.eager = 0  # of these, that no graph served, those too that ended before
+        self._newest_eager = 0  # its number among `forwards`
         self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
         self._wrapper: weakref.ref[Any] | None = None
         self._backwards = 0
         if layer.context.layout.stage > 1:
             own = weakref.ref(layer)  # the layer holds what it hands this to
             layer.expert_weights.gradient_sum.each_backward = lambda: self.after_steps(own())
+
+    def note_eager(self) -> None:
+        """Of the newest of `forwards`: it was not replayed. Replays count nothing themselves."""
+        if self._newest_eager != self.forwards:
+            self._newest_eager = self.forwards
+            self.eager += 1
 
     def wrapper_problem(self, layer: ComparedLayer) -> str | None:
         """None, or what the wrapper that calls this layer does to its experts."""

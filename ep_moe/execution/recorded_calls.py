@@ -229,8 +229,8 @@ def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) 
             f"in this layout ({context.layout}) all ranks exchange their numbers of tokens before each call, which a "
             f"replay passes by; use ParallelConfig(tokens=Tokens.SHARDED, etp=1), or {_INSTEAD}"
         )
-    if context._stage_times is not None:
-        return "stage_times must be None: events of a graph have no times"
+    if context._stage_times is not None and context._stage_times.timed:
+        return "stages are timed, and events of a graph have no times; leave metrics.stages first"
     if any(buffer_slot.busy for buffer_slot in slots_of(layer)):
         return f"a call of all2all={transport.name} is under way; finish it first"
     return None

@@ -108,6 +108,7 @@ class FlightRecorder:
         self._failure: EPMoEError | None = None
         self._keeps, self._more_s = True, 0.0  # of the step under way
         self._said_slow = -1  # the step of which it was logged
+        self.longest_wait: dict[str, float] = {}  # seconds in a step that the watch saw, by layer; the watch writes it
         self._abort = abort
         self._device = torch.device("cpu") if device is None else device
         self._stop = threading.Event()
@@ -336,6 +337,7 @@ class FlightRecorder:
             except StoreLost as lost:
                 self._say_unwatched(lost)
             late = max(self._late_on_host(), self._late_on_device())
+            self._note_wait(late)
             self._say_slow(late)
             if late > self.deadline_s and self._failure is None and self._abort is not None:
                 self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
@@ -363,6 +365,11 @@ class FlightRecorder:
         for the lost peer. Once, with the first failure: there is no other."""
         if self._abort is not None:
             threading.Thread(target=self._abort, daemon=True, name="ep_moe abort").start()
+
+    def _note_wait(self, late: float) -> None:
+        where = self._step.where
+        if late > self.longest_wait.get(where, 0.0):
+            self.longest_wait[where] = late
 
     def _say_slow(self, late: float) -> None:
         """Log a wait that is long and not yet past the deadline, once for each step."""

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import ep_moe
-from ep_moe import config, eplb, registry, router, testing, training, types
+from ep_moe import config, eplb, metrics, registry, router, testing, training, types
 from ep_moe.quant import fp8, kernels, microscale, row_format, schemes
 from ep_moe.selection import backend_table, explain, resolve, tuned
 
 QUANT = (fp8, kernels, microscale, row_format, schemes)
 SELECTION = (backend_table, explain, resolve, tuned)
 WHOLE = (config, registry, router, types, *QUANT, *SELECTION)  # all that they define is public
-EXPORTS = (ep_moe, eplb, testing, training)
+EXPORTS = (ep_moe, eplb, metrics, testing, training)
 
 
 def public() -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ def made(etp: int = 1) -> tuple[ExpertBalancer, list[Any]]:
     balancer, planned = cast("Any", object.__new__(ExpertBalancer)), list[Any]()
     balancer.config, balancer.layers, balancer._planner = EPLBConfig(), layers, None
     balancer._mover = Some(store=lambda _: Some(row_bytes=8), staging=Some(bytes=0))
-    balancer._state, balancer._steps, balancer._price, balancer._error = State.SUMMING, 0, "", ""
+    balancer._state, balancer._steps, balancer._price, balancer._error = State.SUMMING, 0, None, ""
     balancer._counts = dict.fromkeys(("rebalances", "commits", "rollbacks", "skipped", "restarts", "received_bytes"), 0)
     balancer._plan, balancer._window = planned.append, tuple
     return balancer, planned

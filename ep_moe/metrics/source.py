@@ -1,0 +1,294 @@
+"""One snapshot of a context's layers and of balancers, read where it is asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe import registry
+from ep_moe.checks import check_flag, check_kind
+from ep_moe.context import EPContext
+from ep_moe.eplb.balancer import ExpertBalancer
+from ep_moe.eplb.stats import BalancerStats
+from ep_moe.errors import BackendUnavailable, ConfigError, InputError
+from ep_moe.experts.fused.base import INSIDE
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.runtime.devices import on_device_of
+from ep_moe.runtime.profiling import StageTimes, balancedness
+from ep_moe.types import capturing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMetrics:
+    """What one layer did on one rank, or its load over the whole EP group.
+
+    Args:
+        name: The layer's; of several with one name the later ones get their number behind it, as "name (2)".
+        all2all: Its transport; for the most tokens, where tuned.
+        experts: Its kernel.
+        calls: Of `forward` and `forward_routed`, those that failed too. A graph that holds the layer's call, recorded
+            by `torch.cuda.graph` or `torch.compile`, counts none.
+        replayed: Those of `calls` that a CUDA graph of the layer served.
+        tokens: Counted routes / top_k, rounded up. Padding is not counted. None where the kernel counts no load.
+        expert_load: [E], routes to each logical expert since `reset_load`. None where the kernel counts no load.
+        rank_load: [R], routes to each EP rank since `reset_load`, or since another map came into force. None where the
+            kernel counts no load.
+        sent_bytes: An estimate of the bytes of dispatched rows to other ranks, since `rank_load` began. A row counts
+            for each route to another rank, or, with a transport that sends every row to all ranks, R - 1 times for each
+            token. A transport that sends a token once to a rank sends less. Padding, ids, weights and the way back are
+            not counted. None where the kernel counts no load.
+        stage_ms: Milliseconds by stage, of calls within `stages`. Empty outside.
+        deadline_margin_s: The deadline less the longest wait within a step that this rank's watch saw. The watch looks
+            every eighth of the deadline, and at least every 5 s. None without peers.
+    """
+
+    name: str
+    all2all: str
+    experts: str
+    calls: int
+    replayed: int
+    tokens: int | None
+    expert_load: tuple[int, ...] | None
+    rank_load: tuple[int, ...] | None
+    sent_bytes: int | None
+    stage_ms: dict[str, float]
+    deadline_margin_s: float | None
+
+    @property
+    def balancedness(self) -> float | None:
+        """Mean of `rank_load` / its maximum: 1 is even. In a snapshot of one rank it is that of its own tokens."""
+        return None if self.rank_load is None else balancedness(list(self.rank_load))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What the layers of a context and balancers did.
+
+    Args:
+        rank: Of the world.
+        etp_rank: Within the ranks that cut each expert. These count the same routes.
+        whole: Whether the load is that of the whole EP group; else that of this rank's tokens.
+        deadline_s: Of the context. None without peers.
+        layers: In the order of their making.
+        balancers: As `ExpertBalancer.stats` gives them.
+    """
+
+    rank: int
+    etp_rank: int
+    whole: bool
+    deadline_s: float | None
+    layers: tuple[LayerMetrics, ...]
+    balancers: tuple[BalancerStats, ...] = ()
+
+
+def snapshot(context: EPContext, *balancers: ExpertBalancer, whole: bool = False) -> Snapshot:
+    """Read what the layers of a context did. Waits for the device once.
+
+    Args:
+        context: The layers'.
+        *balancers: Those to report.
+        whole: Sum the load over the EP group. Collective then: all its ranks call it.
+
+    Returns:
+        The snapshot, in host memory.
+
+    Raises:
+        InputError: within the capture of a CUDA graph.
+        ContextClosed: after `EPContext.destroy`.
+        ConfigError: an argument is of another kind.
+    """
+    check_kind("snapshot: context", context, EPContext)
+    check_flag("snapshot: whole", whole)
+    for balancer in balancers:
+        check_kind("snapshot: balancer", balancer, ExpertBalancer)
+    context._check_alive()
+    if capturing(context.device):
+        raise InputError("metrics.snapshot waits for the device; call it outside the capture of a CUDA graph")
+    layers = _layers(context)
+    return Snapshot(
+        rank=context.layout.rank,
+        etp_rank=context.layout.etp_rank,
+        whole=whole,
+        deadline_s=None if context.flight_recorder.alone else context.flight_recorder.deadline_s,
+        layers=_layer_metrics(context, layers, whole),
+        balancers=tuple(balancer.stats() for balancer in balancers),
+    )
+
+
+class Source:
+    """The newest snapshot, for exporters, which read it from threads of their own.
+
+    A thread that reads the device would wait where a peer hangs, and would break the capture of a CUDA graph. So
+    `update` reads it, in the thread of the model, between two calls.
+
+    Args:
+        context: The layers'.
+        *balancers: Those to report.
+
+    Raises:
+        ConfigError: an argument is of another kind.
+    """
+
+    def __init__(self, context: EPContext, *balancers: ExpertBalancer) -> None:
+        self._newest = snapshot(context, *balancers), [layer.name for layer in _layers(context)]
+        self._context, self._balancers = weakref.ref(context), [weakref.ref(balancer) for balancer in balancers]
+
+    def update(self) -> Snapshot:
+        """Read the load of this rank. Waits for the device once; not collective.
+
+        Returns:
+            The snapshot.
+
+        Raises:
+            InputError: within the capture of a CUDA graph.
+            ContextClosed: after `EPContext.destroy`.
+            ConfigError: the context is garbage.
+        """
+        context = self._context()
+        if context is None:
+            raise ConfigError("metrics.Source: its EPContext is gone; make another Source for another context")
+        living = [balancer for one in self._balancers if (balancer := one()) is not None]
+        self._newest = snapshot(context, *living), [layer.name for layer in _layers(context)]
+        return self._newest[0]
+
+    def newest(self) -> Snapshot:
+        """Give the last `update`, with the deadline margins of this moment. Any thread may call it; it waits for
+        nothing.
+
+        Returns:
+            The snapshot.
+        """
+        (found, names), context = self._newest, self._context()
+        if context is None:
+            return found
+        margins = [_margin(name, context.flight_recorder) for name in names]
+        layers = [replace(one, deadline_margin_s=margin) for one, margin in zip(found.layers, margins, strict=True)]
+        return replace(found, layers=tuple(layers))
+
+
+@contextmanager
+def stages(context: EPContext, *, times: bool = True, nvtx: bool = False) -> Iterator[StageTimes]:
+    """Watch the stages of calls within the block.
+
+    Args:
+        context: The layers'.
+        times: Measure the stages: `snapshot` has them as `stage_ms`. Calls then run eagerly, not as CUDA graphs.
+        nvtx: Mark stages, and replays of CUDA graphs, as NVTX ranges for Nsight Systems.
+
+    Yields:
+        The times, which stay readable after the block: `by_layer()` and `milliseconds()`.
+
+    Raises:
+        ConfigError: `nvtx` on a context without a GPU, or a block within another.
+        BackendUnavailable: this build of torch has no NVTX.
+    """
+    check_kind("stages: context", context, EPContext)
+    if context._stage_times is not None:
+        raise ConfigError("metrics.stages: the stages of this context are watched already; leave that block first")
+    if check_flag("stages: nvtx", nvtx):
+        _check_nvtx(context.device)
+    watched = StageTimes(context.device, lambda: context._inside or "", timed=check_flag("times", times), nvtx=nvtx)
+    context._stage_times = watched
+    try:
+        yield watched
+    finally:
+        context._stage_times = None
+
+
+def _check_nvtx(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError(f"metrics.stages: nvtx=True marks the work of a GPU, and this context is on {device}")
+    try:
+        torch.cuda.nvtx.mark("ep_moe::stages")
+    except RuntimeError as error:
+        raise BackendUnavailable(f"metrics.stages: nvtx=True needs a torch with NVTX: {error}") from error
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _layers(context: EPContext) -> list[MoELayer]:
+    return [layer for _, layer in sorted(context._layers.items())]
+
+
+@on_device_of(lambda context, *_: context.device)
+def _layer_metrics(context: EPContext, layers: Sequence[MoELayer], whole: bool) -> tuple[LayerMetrics, ...]:
+    times = {} if context._stage_times is None else context._stage_times.by_layer()
+    return tuple(
+        LayerMetrics(
+            name=name,
+            all2all=layer.choice.all2all,
+            experts=layer.choice.experts,
+            calls=layer._checks.forwards,
+            replayed=layer._checks.forwards - layer._checks.eager,  # nothing is under way: this is the model's thread
+            stage_ms=times.get(name, {}),  # those of several layers of one name are with the first
+            deadline_margin_s=_margin(layer.name, context.flight_recorder),
+            **facts,
+        )
+        for layer, name, facts in zip(layers, _names(layers), _load_facts(context, layers, whole), strict=True)
+    )
+
+
+def _names(layers: Sequence[MoELayer]) -> list[str]:
+    """A name for each: a series of Prometheus has one value."""
+    found, names = Counter[str](), []
+    for layer in layers:
+        found[layer.name] += 1
+        names.append(layer.name if found[layer.name] == 1 else f"{layer.name} ({found[layer.name]})")
+    return names
+
+
+def _margin(layer: str, flight_recorder: FlightRecorder) -> float | None:
+    if flight_recorder.alone:
+        return None
+    return flight_recorder.deadline_s - flight_recorder.longest_wait.get(layer, 0.0)
+
+
+_UNKNOWN: dict[str, Any] = dict.fromkeys(("tokens", "expert_load", "rank_load", "sent_bytes"))
+
+
+def _load_facts(context: EPContext, layers: Sequence[MoELayer], whole: bool) -> list[dict[str, Any]]:
+    """Of each layer, by one copy to the host."""
+    counted = [layer for layer in layers if not layer._routes_inside and not layer.placement.counting.is_meta]
+    if not counted:
+        return [_UNKNOWN] * len(layers)
+    counts = torch.cat([part for layer in counted for part in _counts(layer)])
+    group = context.rank_groups["ep"]
+    if whole and group.size > 1:
+        with group.flight_recorder.step("metrics"):
+            rows = group.exchange(counts)
+        numbers = [sum(column) for column in zip(*rows, strict=True)]
+    else:
+        numbers = counts.tolist()
+    found: dict[int, dict[str, Any]] = {}
+    for layer in counted:
+        experts, ranks = layer.config.num_experts, layer.placement.expert_map.num_ranks
+        load, by_rank, rows_sent = numbers[:experts], numbers[experts : experts + ranks], numbers[experts + ranks]
+        numbers = numbers[experts + ranks + 1 :]
+        shape = layer._dispatch_shape()
+        found[id(layer)] = {
+            "tokens": -(-sum(load) // layer.config.top_k),
+            "expert_load": tuple(load),
+            "rank_load": tuple(by_rank),
+            "sent_bytes": rows_sent * (shape.row_bytes + shape.scale_bytes),
+        }
+    return [found.get(id(layer), _UNKNOWN) for layer in layers]
+
+
+def _counts(layer: MoELayer) -> list[Tensor]:
+    """int64 [E], [R] and [1]: routes by expert and by EP rank, and rows sent to other ranks."""
+    placement, ranks = layer.placement, layer.placement.expert_map.num_ranks
+    by_rank, transport = placement.rank_load(), layer.choice.all2all
+    if transport != INSIDE and registry.load("dispatchers", transport).capabilities.to_all:
+        sent = (by_rank.sum() + layer.config.top_k - 1) // layer.config.top_k * (ranks - 1)
+    else:
+        sent = by_rank.sum() - by_rank[layer.context.layout.ep_rank]
+    return [placement.expert_load, by_rank, sent.reshape(1)]
