@@ -10,7 +10,6 @@ from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from ep_moe.checkpoint.declared import Declared, foreign_refusal
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked, find_format, wrong_tensors
@@ -28,6 +27,7 @@ from ep_moe.parallel.layout import share
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.router import Router
+from ep_moe.runtime.progress import Progress
 
 
 def load_layers(
@@ -48,7 +48,7 @@ def load_layers(
         layers: number in the checkpoint -> layer.
         path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub.
         family: a name in `ep_moe.checkpoint.model_names.FAMILIES`, or names of the caller's.
-        progress: show a bar on rank 0.
+        progress: show on rank 0 how far it is: a bar on a terminal, else lines on stderr.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     Returns:
@@ -77,7 +77,7 @@ def load_layers(
     total = sum(_slots(layer) for layer, *_ in plan)
     with (
         loading(folder, consensus),
-        tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar,
+        Progress(total, "loading", "expert", shown=progress and first) as bar,
     ):
         for layer, block, form, _ in plan:
             read_experts(layer, source, block, form, bar)

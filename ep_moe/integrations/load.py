@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.checkpoint.conversion import in_file
@@ -26,6 +25,7 @@ from ep_moe.integrations.config_file import class_of, read_whole_config
 from ep_moe.integrations.families import FAMILIES, Family, checked_config
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import ExpertParallelExperts
+from ep_moe.runtime.progress import Progress
 
 
 def described(
@@ -154,7 +154,7 @@ def load_model(
         files: of the model as it was before.
         device: where all of it goes.
         dtype: of the model.
-        progress: show a bar on rank 0.
+        progress: show on rank 0 how far it is.
         fresh: names that the files may not have.
 
     Returns:
@@ -172,7 +172,7 @@ def load_model(
     missing = load_skeleton(model, files, apart, device=device, dtype=dtype, fresh=fresh)
     first = next(iter(replaced.values())).moe.context.layout.place == 0
     total = sum(len(one.local_experts) for one in replaced.values())
-    with tqdm(total=total, unit="expert", desc="experts", disable=None if progress and first else True) as bar:
+    with Progress(total, "loading", "expert", shown=progress and first) as bar:
         for name, one in replaced.items():
             _fill(one, name, files, bar)
     return missing

@@ -221,7 +221,7 @@ def load_pretrained(
             head that the checkpoint has not is drawn anew, equal on all ranks, with a warning. Default: a causal
             language model.
         num_labels: of a head that classifies. Default: what config.json says.
-        progress: show a bar on rank 0.
+        progress: show on rank 0 how far it is: a bar on a terminal, else lines on stderr.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     The other arguments are `MoELayer`'s.
