@@ -34,10 +34,10 @@ Config = TypeVar("Config")
 class RoutingMethod(enum.Enum):
     """From logits [T, E] to ids and weights [T, K].
 
-    SOFTMAX_TOPK   softmax over all experts, then top-k (Mixtral, Qwen3-MoE)
-    TOPK_SOFTMAX   top-k of the logits, then softmax over the K (GPT-OSS)
-    TOPK_SIGMOID   top-k of the logits, then sigmoid (Llama-4, K = 1)
-    SIGMOID_TOPK   sigmoid, correction bias for the choice only, groups, top-k (DeepSeek-V3, Kimi-K2)
+    - `SOFTMAX_TOPK`: softmax over all experts, then top-k (Mixtral, Qwen3-MoE).
+    - `TOPK_SOFTMAX`: top-k of the logits, then softmax over the K (GPT-OSS).
+    - `TOPK_SIGMOID`: top-k of the logits, then sigmoid (Llama-4, K = 1).
+    - `SIGMOID_TOPK`: sigmoid, correction bias for the choice only, groups, top-k (DeepSeek-V3, Kimi-K2).
     """
 
     SOFTMAX_TOPK = "softmax_topk"
@@ -184,18 +184,18 @@ class Wire:
     """How rows are written while they travel.
 
     Formats of `dispatch`:
-        "plain": The layer's dtype.
-        "fp8_block": E4M3 with a float32 scale for each 128 columns (DeepSeek-V3's activations): half the bytes. Rounded
-            once, before the wire: a kernel that takes such rows (`fp8_block_triton`) gives the same bits as from plain
-            ones, which it would round alike; others widen them.
-        "fp8_row": E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton` and
-            `fp8_channel_triton`.
-        "fp8_tensor": E4M3 under one scale and none beside the rows, for `fp8_static` with calibrated scales.
-        "mxfp8": E4M3 with an E8M0 scale for each 32 columns, for Blackwell's kernels of this format.
-        "nvfp4": E2M1 with an E4M3 scale for each 16 columns, for Blackwell's kernels of this format.
+
+    - `"plain"`: the layer's dtype.
+    - `"fp8_block"`: E4M3 with a float32 scale for each 128 columns (DeepSeek-V3's activations): half the bytes. Rows
+      are rounded once, before the wire. A kernel that takes such rows (`fp8_block_triton`) gives the same bits as from
+      plain rows, which it rounds alike. Other kernels widen them.
+    - `"fp8_row"`: E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton` and `fp8_channel_triton`.
+    - `"fp8_tensor"`: E4M3 under one scale and none beside the rows, for `fp8_static` with calibrated scales.
+    - `"mxfp8"`: E4M3 with an E8M0 scale for each 32 columns, for Blackwell's kernels of this format.
+    - `"nvfp4"`: E2M1 with an E4M3 scale for each 16 columns, for Blackwell's kernels of this format.
 
     Args:
-        dispatch: The format of rows on their way to the experts.
+        dispatch: The format of rows on their way to the experts, one of those above.
         combine: "plain", or "fp8", E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
             (2**-4 of its size) and clamped to 448.
         input_scale: Of "fp8_tensor" and "nvfp4" rows, and only of these: the factor of their numbers (of these times
@@ -239,8 +239,8 @@ PLAIN_WIRE = Wire()
 class Tokens(enum.Enum):
     """How tokens arrive across the tp ranks of a dp rank.
 
-    REPLICATED  every tp rank passes the same tokens; each dispatches its share, outputs are gathered
-    SHARDED     every rank passes tokens of its own (sequence parallel); nothing is gathered
+    - `REPLICATED`: every tp rank passes the same tokens. Each dispatches its share, and outputs are gathered.
+    - `SHARDED`: every rank passes tokens of its own (sequence parallel). Nothing is gathered.
     """
 
     REPLICATED = "replicated"

@@ -7,12 +7,9 @@ import torch
 
 
 class EPMoEError(Exception):
-    """Base of all errors that `ep_moe` raises on purpose.
+    """Base of all errors that `ep_moe` raises on purpose."""
 
-    agreed_by: mark of the agreement that raised it on all its ranks, None for an error of one rank
-    """
-
-    agreed_by: object | None = None
+    agreed_by: object | None = None  # mark of the agreement that raised it on all its ranks, None for one rank's error
 
 
 class ConfigError(EPMoEError, ValueError):

@@ -59,32 +59,7 @@ class LayerParts(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Choose backends together with the other ranks, and make the parameters.
-
-        Args:
-            config: The layer's shape and routing.
-            context: The ranks and what their layers share.
-            expert_map: Where experts are. Default: linear over the EP group.
-            router: Any callable x [T, H] -> Routing. Default: a `Router` of the configuration.
-            shared_experts: Any module [T, H] -> [T, H]. Default: by `config.shared_intermediate_size`.
-            all2all: A transport's name, or "auto".
-            experts: A kernel's name, or "auto". Fused kernels are named here too.
-            quantization: A name in `ep_moe.quant.schemes.SCHEMES`: how the experts are stored and computed.
-            wire: How rows are written while they travel. Default: plain, in the layer's dtype.
-            pipeline: Tokens of a part. A call of more tokens per rank travels in parts, of which one is computed while
-                the next one travels and the last one returns. Needs a transport with fixed buffers, which may then be
-                as small as a part. Default: one part.
-            options: How the expert kernel runs.
-            tuned: What `ep-moe tune` measured for this layer here. Transport, kernel and pipeline are then the fastest
-                for the bound on tokens (`EPContext(max_tokens=)`, `EPContext.token_limit`), and are not named.
-            name: What errors call this layer.
-            device: Of the parameters. Default: the context's device, or meta.
-            dtype: Of parameters and activations. Default: torch's default dtype.
-
-        Raises:
-            ConfigError: on all ranks, where the layer cannot be served or ranks ask for different layers.
-            BackendUnavailable: on all ranks, where a named backend cannot run here; it says why.
-        """
+        """Choose backends together with the other ranks, and make the parameters. Arguments: see `MoELayer`."""
         super().__init__()
         self.config, self.context = config, context
         self.wire, self.tuned = PLAIN_WIRE if wire is None else wire, tuned

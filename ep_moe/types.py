@@ -96,9 +96,9 @@ class PhysicalRouting:
 class RowLayout(enum.Enum):
     """How received rows are arranged.
 
-    RANK_MAJOR  [N, H], one row per (token, rank); carries local ids, -1 for "not mine", and weights
-    CONTIGUOUS  [N, H] grouped by local expert, `expert_offsets` [L + 1] on the device
-    BATCHED     [L, cap, H], `expert_counts` [L] on the device
+    - `RANK_MAJOR`: [N, H], one row per (token, rank); carries local ids, -1 for "not mine", and weights.
+    - `CONTIGUOUS`: [N, H] grouped by local expert, `expert_offsets` [L + 1] on the device.
+    - `BATCHED`: [L, cap, H], `expert_counts` [L] on the device.
     """
 
     RANK_MAJOR = "rank_major"
@@ -109,8 +109,8 @@ class RowLayout(enum.Enum):
 class Weighting(enum.Enum):
     """Who multiplies by the routing weight.
 
-    EXPERTS  the expert side does, and sums over the local experts of a row
-    COMBINE  the transport does, in combine
+    - `EXPERTS`: the expert kernel, which sums over the local experts of a row.
+    - `COMBINE`: the transport, in combine.
     """
 
     EXPERTS = "experts"
@@ -279,15 +279,16 @@ _TENSORS = ("x", "x_scale", "local_ids", "weights", "expert_offsets", "expert_co
 class Activation(enum.Enum):
     """What stands between the two expert matrices. `gate, up = (w13 @ x).chunk(2)`.
 
-    SWIGLU          silu(gate) * up
-    GEGLU           gelu(gate) * up, the exact (erf) gelu
-    SWIGLU_CLAMPED  GPT-OSS: (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both
-                    sides at `limit`
-    RELU2           relu(w13 @ x) ** 2, no gate: w13 is [I, H]
-    GEGLU_TANH      gelu(gate) * up, gelu by its tanh approximation (Gemma 4)
-    SWIGLU_LIMITED  DeepSeek-V4: silu(gate) * up, gate clamped above and up on both sides at `limit`
-    SWIGLU_LIMITED_AFTER  Step-3.7: min(silu(gate), limit) * up, up clamped on both sides at `limit`
-    SWIGLU_SOFTCAPPED  Inkling 2: cap(gate, alpha) * sigmoid(gate) * cap(up, limit), cap(x, c) = c * tanh(x / c)
+    - `SWIGLU`: `silu(gate) * up`.
+    - `GEGLU`: `gelu(gate) * up`, the exact (erf) gelu.
+    - `SWIGLU_CLAMPED` (GPT-OSS): `(up + 1) * gate * sigmoid(alpha * gate)`, gate clamped above and up on both sides at
+      `limit`.
+    - `RELU2`: `relu(w13 @ x) ** 2`, no gate: w13 is [I, H].
+    - `GEGLU_TANH` (Gemma 4): `gelu(gate) * up`, gelu by its tanh approximation.
+    - `SWIGLU_LIMITED` (DeepSeek-V4): `silu(gate) * up`, gate clamped above and up on both sides at `limit`.
+    - `SWIGLU_LIMITED_AFTER` (Step-3.7): `min(silu(gate), limit) * up`, up clamped on both sides at `limit`.
+    - `SWIGLU_SOFTCAPPED` (Inkling 2): `cap(gate, alpha) * sigmoid(gate) * cap(up, limit)`, with
+      `cap(x, c) = c * tanh(x / c)`.
     """
 
     SWIGLU = "swiglu"

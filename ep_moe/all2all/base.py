@@ -36,12 +36,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchShape:
-    """The shape of what travels; equal layers of a context share the dispatcher of their shape.
+    """The shape of what travels. Equal layers of a context share the dispatcher of their shape.
 
-    hidden_size H, top_k K, cap: slots per rank on the wire, num_ranks R, dtype: of the layer
-    max_tokens: the most tokens that a rank dispatches in one call; None: any number, on transports that are not static,
-        or grow
-    wire: how rows are written while they travel
+    Args:
+        hidden_size: H.
+        top_k: K.
+        slots_per_rank: L, slots of a rank.
+        num_ranks: R, ranks of the EP group.
+        dtype: Of the layer.
+        max_tokens: The most tokens that a rank dispatches in one call. None: any number, on transports that are not
+            static, or that grow.
+        wire: How rows are written while they travel.
     """
 
     hidden_size: int
@@ -60,10 +65,12 @@ class DispatchShape:
 
     @property
     def num_physical(self) -> int:
+        """P, physical experts."""
         return self.num_ranks * self.slots_per_rank
 
     @property
     def row_format(self) -> RowFormat:
+        """How a dispatched row is written."""
         return ROW_FORMATS[self.wire.dispatch]
 
     @property
@@ -92,7 +99,14 @@ class DispatchShape:
         return self.scales * self.row_format.scale.itemsize
 
     def no_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """x and x_scale of a call without tokens."""
+        """Make the rows of a call without tokens.
+
+        Args:
+            device: Where.
+
+        Returns:
+            x [0, columns], and x_scale [0, scales] or None where the format has no scales.
+        """
         x = torch.empty(0, self.columns, dtype=self.row_dtype, device=device)
         scale = torch.empty(0, self.scales, dtype=self.row_format.scale, device=device)
         return x, scale if self.scales else None
@@ -119,7 +133,15 @@ def whole_bound(tokens: int) -> int:
 
 
 class Dispatcher(ABC):
-    """One transport for one dispatch shape on one EP group. Made by `EPContext`, shared by equal layers."""
+    """One transport for one dispatch shape on one EP group. `EPContext` makes it, and equal layers share it.
+
+    A subclass defines `name`, `capabilities`, `_dispatch` and `_combine`. `run_on` names the machines that it was run
+    on.
+
+    Args:
+        dispatch_shape: The shape of what travels.
+        rank_group: The EP group.
+    """
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
@@ -156,7 +178,11 @@ class Dispatcher(ABC):
 
     @classmethod
     def available(cls) -> str | None:
-        """None, or why it cannot run in this installation. Touches no device and no group."""
+        """Say why the transport cannot run in this installation. Touches no device and no group.
+
+        Returns:
+            None if it can run, else the reason.
+        """
         return None
 
     @classmethod
@@ -169,18 +195,44 @@ class Dispatcher(ABC):
         max_tokens: int | None,
         wire: Wire = PLAIN_WIRE,
     ) -> str | None:
-        """None, or why it cannot carry rows of this shape."""
+        """Say why the transport cannot carry rows of a shape.
+
+        Args:
+            hidden_size: H.
+            top_k: K.
+            ranks: R, ranks of the EP group.
+            dtype: Of the layer.
+            max_tokens: The most tokens of a rank in one call, None for any number.
+            wire: How rows are written.
+
+        Returns:
+            None if it can, else the reason.
+        """
         return cls.capabilities.unsupported_reason(cls.name, hidden_size, top_k, ranks, dtype, max_tokens, wire)
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
-        """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
+        """Say why the transport cannot run on this machine with these ranks. Asks the driver at most; not collective.
+
+        Args:
+            layout: Of the ranks.
+
+        Returns:
+            None if it can, else the reason.
+        """
         return None
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """Rows that it keeps room for between calls, in bytes, for one call in flight; a library's own bookkeeping is
-        not counted."""
+        """Count the rows that the transport keeps room for between calls, for one call in flight. A library's own
+        bookkeeping is not counted.
+
+        Args:
+            dispatch_shape: The shape of what travels.
+
+        Returns:
+            Bytes.
+        """
         return 0
 
     @property
@@ -190,18 +242,41 @@ class Dispatcher(ABC):
 
     @classmethod
     def room_for(cls, bound: int) -> int:
-        """Tokens that buffers which grow are made for, at a call's bound."""
+        """Say for how many tokens growing buffers are made.
+
+        Args:
+            bound: The bound of a call.
+
+        Returns:
+            Tokens, at least `bound`.
+        """
         return bound
 
     def held_bytes(self) -> int:
-        """What a transport that grows has made room for by now, as `buffer_bytes` counts it."""
+        """Count the buffers of a transport that grows, as they are now.
+
+        Returns:
+            Bytes, counted as `buffer_bytes` does.
+        """
         return 0
 
     def call_bound(
         self, tokens: int, device: torch.device, problem: str | None = None, *, gradients: Gradients = NO_GRADIENTS
     ) -> int:
-        """`max_tokens` for a call of a transport that grows: a power of two that holds the most tokens of any rank, so
-        that kernels meet few sizes. Collective; raises InputError on all ranks where one has a problem."""
+        """Agree on `max_tokens` for a call of a transport that grows. Collective.
+
+        Args:
+            tokens: Of this rank.
+            device: Of the rows.
+            problem: A fault found on this rank, or None.
+            gradients: Tensors by name, for which all ranks must want gradients alike.
+
+        Returns:
+            A power of two that holds the most tokens of any rank, so that kernels meet few sizes.
+
+        Raises:
+            InputError: On all ranks, where one has a problem; or the call is being captured in a CUDA graph.
+        """
         if capturing(device):
             raise InputError(
                 f"{self.name} has buffers that grow with the calls, and a captured call has one size; say the most "
@@ -212,25 +287,56 @@ class Dispatcher(ABC):
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
-        """How many calls in flight a layer call in parts comes to."""
+        """Say how many calls are in flight when a layer call travels in parts.
+
+        Args:
+            dispatch_shape: The shape of what travels.
+
+        Returns:
+            Calls in flight.
+        """
         return 2
 
     def dispatch(
         self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
     ) -> Received:
-        """x, ids and weights [T, K] to this rank's received rows. x, x_scale: as `quant.kernels.round_to_travel` writes
-        them for the geometry's wire; or x [T, H] of the layer's dtype alone, where the format is one of
-        `capabilities.rounds`. The same numbers arrive."""
+        """Send rows to the ranks of their experts, and receive this rank's rows. Collective.
+
+        Args:
+            x: [T, columns] as `quant.kernels.round_to_travel` writes rows for the shape's wire; or [T, H] of the
+                layer's dtype where the format is one of `capabilities.rounds`. The same numbers arrive.
+            routing: ids and weights [T, K].
+            x_scale: [T, scales], scales of `x`; None for formats without scales and for plain rows.
+            max_tokens: The most tokens that any rank has in this call, the same on all. Default: the shape's.
+
+        Returns:
+            The received rows, valid until `combine`.
+        """
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
     def combine(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None = None) -> Tensor:
-        """The experts' rows, in the order received, to [T, H]: the sum over ranks. y: those rows, or
-        `Received.peer_out` if that is where they were written, by all ranks alike. out: [T, H] of the layer's dtype,
-        where to write the sum; what is returned then"""
+        """Return the experts' rows to their senders, and sum them over ranks. Collective.
+
+        Args:
+            y: [N, H], the experts' rows in the order received; or `Received.peer_out` if they were written there, by
+                all ranks alike.
+            handle: `Received.handle` of the same call.
+            out: [T, H] of the layer's dtype, where to write the sum. Default: a new tensor.
+
+        Returns:
+            [T, H], `out` if it was given.
+        """
         return self._begin_combine(y, handle, out).wait()
 
     def again(self, bound: int) -> RecordableCall | None:
-        """What calls launch, once there was one; None where launches are not all of it. bound: as `max_tokens`"""
+        """Give what a call launches, for automatic CUDA graphs.
+
+        Args:
+            bound: As `max_tokens`.
+
+        Returns:
+            The launches, once there was a call; None where launches are not all of a call.
+        """
         return None
 
     def dispatch_start(
@@ -242,16 +348,33 @@ class Dispatcher(ABC):
         x_scale: Tensor | None = None,
         max_tokens: int | None = None,
     ) -> Pending[Received]:
-        """Send; `wait()` receives. What the caller does in between runs beside it, where the transport can.
+        """Start `dispatch`. What the caller does before `wait()` runs beside it, where the transport can.
 
-        problem: a fault the caller found on this rank, raised on all of them
-        max_tokens: the most tokens that any rank has in this call, the same on all; default the geometry's, and for
-            transports that grow what `call_bound` finds. Fewer spare a static transport's receiver empty rows.
+        Args:
+            x: As `dispatch` takes it.
+            routing: ids and weights [T, K].
+            problem: A fault that the caller found on this rank, raised on all of them.
+            x_scale: As `dispatch` takes it.
+            max_tokens: The most tokens that any rank has in this call, the same on all. Default: the shape's, and for
+                transports that grow what `call_bound` finds. A smaller number spares a static transport's receiver
+                empty rows.
+
+        Returns:
+            The received rows, pending.
         """
         return self._beside(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
 
     def combine_start(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None = None) -> Pending[Tensor]:
-        """As `dispatch_start`, for the way back. y must not be written before `wait()`, nor out read."""
+        """Start `combine`. Do not write `y`, nor read `out`, before `wait()`.
+
+        Args:
+            y: As `combine` takes it.
+            handle: `Received.handle` of the same call.
+            out: As `combine` takes it.
+
+        Returns:
+            [T, H], pending.
+        """
         return self._beside(y.device, lambda: self._begin_combine(y, handle, out))
 
     def _beside(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
@@ -292,7 +415,7 @@ class Dispatcher(ABC):
         return self._guarded("combine", pending, partial(_placed, out))
 
     def destroy(self) -> None:
-        """Give back what was allocated. Collective, idempotent."""
+        """Free what was allocated. Collective, idempotent."""
         return
 
     @abstractmethod
@@ -361,8 +484,18 @@ class Dispatcher(ABC):
         return None
 
     def refuse(self, problem: str) -> NoReturn:
-        """For transports without an exchange to ride on: raise here at once, and on the peers when they hear of it, at
-        their next step."""
+        """Raise this rank's problem, for transports without an exchange that could carry it. The peers raise it at
+        their next step.
+
+        Args:
+            problem: What is wrong with the call.
+
+        Returns:
+            Never.
+
+        Raises:
+            InputError: Always.
+        """
         text = f"rank {self.rank_group.ranks[self.rank_group.rank]}: {problem}"
         self.rank_group.flight_recorder.refuse(text)
         raise InputError(text)

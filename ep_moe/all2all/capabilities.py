@@ -18,25 +18,33 @@ from ep_moe.types import RowLayout, Weighting, dtype_name
 class DispatcherCapabilities:
     """What a transport can do; one constant per class. Defaults promise nothing.
 
-    layout, weighting: what it delivers, and who multiplies by the routing weights
-    dedup: a token travels once to a rank, however many of its experts are there
-    cuda_graph: dispatch and combine can be captured; host_sync: they wait for the device
-    deterministic: equal inputs give equal bits; differentiable: autograd follows dispatch and combine
-    adjoint: it does not, and a layer's backward is a dispatch and a combine of its own (`execution.exchange`):
-        one call of the transport with the routes of the forward, whose rows arrive in the same order
-    max_ranks, max_top_k: of the EP group and of K, None for no limit
-    alignment_bytes: that a row must be a multiple of
-    dtypes: of the layer, None for any; devices: device types
-    dispatch_formats, combine_formats: of `Wire`
-    scale_alignment_bytes: that the scales of a row must be a multiple of
-    to_all: every row goes to every rank, whatever the routing
-    rounds: dispatch formats whose rounding is part of its own write: such rows may come plain
-    static: its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come
-    grows: it is static, and without `max_tokens` its buffers grow: the ranks agree on the most tokens of each call
-    peer_out: experts can write their rows straight to the ranks that wait for them (`Received.peer_out`)
-    places: a `DeferredRouting` need not be placed before it sets out
-    ahead_of: names of transports that it goes before where "auto" chooses, for transports of other packages; else they
-        come last
+    Args:
+        layout: How it delivers rows.
+        weighting: Who multiplies by the routing weights.
+        dedup: A token travels once to a rank, however many of its experts are there.
+        cuda_graph: A CUDA graph can hold dispatch and combine.
+        host_sync: Dispatch or combine waits for the device.
+        deterministic: Equal inputs give equal bits.
+        differentiable: Autograd follows dispatch and combine.
+        adjoint: Autograd does not follow them. A layer's backward is a dispatch and a combine of its own
+            (`execution.exchange`): one call of the transport with the routes of the forward, whose rows arrive in the
+            same order.
+        max_ranks: The most ranks of the EP group, None for no limit.
+        max_top_k: The largest K, None for no limit.
+        alignment_bytes: The bytes of a row must be a multiple of this.
+        dtypes: Of the layer, None for any.
+        devices: Device types.
+        dispatch_formats: Values of `Wire.dispatch`.
+        combine_formats: Values of `Wire.combine`.
+        scale_alignment_bytes: The bytes of a row's scales must be a multiple of this.
+        to_all: Every row goes to every rank, whatever the routing.
+        rounds: Dispatch formats whose rounding is part of its own write. Such rows may come plain.
+        static: Its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come.
+        grows: It is static, and without `max_tokens` its buffers grow. The ranks agree on the most tokens of each call.
+        peer_out: Experts can write their rows straight to the ranks that wait for them (`Received.peer_out`).
+        places: It takes a `DeferredRouting`, and places it while it sends.
+        ahead_of: For transports of other packages: names of transports that it goes before where "auto" chooses.
+            Without a name it comes last.
     """
 
     layout: RowLayout = RowLayout.RANK_MAJOR
@@ -64,8 +72,12 @@ class DispatcherCapabilities:
     ahead_of: frozenset[str] = frozenset()
 
     def check(self) -> None:
-        """Raise ConfigError for what makes no sense. The registry asks where a class is looked up, so that one
-        class leaves the others of its module alone."""
+        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
+        leaves the others usable.
+
+        Raises:
+            ConfigError: A field is of a wrong kind or out of range.
+        """
         check_fields(self, DispatcherCapabilities)
         check_count("DispatcherCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
         check_count("DispatcherCapabilities.scale_alignment_bytes", self.scale_alignment_bytes, at_least=1)
@@ -83,7 +95,20 @@ class DispatcherCapabilities:
         max_tokens: int | None,
         wire: Wire,
     ) -> str | None:
-        """None, or why the transport `name` cannot carry rows of this shape."""
+        """Say why a transport of these capabilities cannot carry rows of a shape.
+
+        Args:
+            name: Of the transport, for the sentence.
+            hidden_size: H.
+            top_k: K.
+            ranks: R, ranks of the EP group.
+            dtype: Of the layer.
+            max_tokens: The most tokens of a rank in one call, None for any number.
+            wire: How rows are written.
+
+        Returns:
+            None if it can, else the reason.
+        """
         for way, formats in (("dispatch", self.dispatch_formats), ("combine", self.combine_formats)):
             asked = getattr(wire, way)
             if asked not in formats:

@@ -197,7 +197,13 @@ class ExpertFormat(ABC):
 
 @dataclass(frozen=True)
 class PerExpert(ExpertFormat):
-    """A matrix per expert and projection: gate and up [I, H], down [H, I]. `{e}` stands for the expert."""
+    """One tensor per expert and projection: gate and up [I, H], down [H, I].
+
+    Args:
+        gate: Name of the gate projection, in which `{e}` stands for the expert.
+        up: Name of the up projection, in which `{e}` stands for the expert.
+        down: Name of the down projection, in which `{e}` stands for the expert.
+    """
 
     gate: str
     up: str
@@ -219,7 +225,13 @@ class PerExpert(ExpertFormat):
 
 @dataclass(frozen=True)
 class Stacked(ExpertFormat):
-    """All experts in one tensor per projection: gate and up [E, I, H], down [E, H, I]."""
+    """All experts in one tensor per projection: gate and up [E, I, H], down [E, H, I].
+
+    Args:
+        gate: Name of the gate projection.
+        up: Name of the up projection.
+        down: Name of the down projection.
+    """
 
     gate: str
     up: str
@@ -241,9 +253,12 @@ class Stacked(ExpertFormat):
 class Fused(ExpertFormat):
     """All experts in one tensor per matrix.
 
-    transposed: gate_up [E, H, 2I] and down [E, I, H], else [E, 2I, H] and [E, H, I]; a file may have it the other way
-    interleaved: gate and up alternate along 2I, else all of gate, then all of up
-    bias: gate_up + "_bias" [E, 2I] and down + "_bias" [E, H] belong to it
+    Args:
+        gate_up: Name of the gate and up matrices.
+        down: Name of the down matrices.
+        transposed: gate_up is [E, H, 2I] and down [E, I, H]; else [E, 2I, H] and [E, H, I]. A file may have either.
+        interleaved: gate and up alternate along 2I; else all of gate, then all of up.
+        bias: gate_up + "_bias" [E, 2I] and down + "_bias" [E, H] belong to it.
     """
 
     gate_up: str = "experts.gate_up_proj"

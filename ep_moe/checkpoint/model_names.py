@@ -19,12 +19,16 @@ from ep_moe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointNames:
-    """block: the MoE block's prefix, `{layer}` stands for the layer's number
-    resaved: that of a model that transformers saved under its own names (save_original_format=False), if another
-    experts: the formats in use, looked for in this order
-    router: a Router's tensor -> its name in the block
-    shared: the shared expert's prefix in the block, None without one
-    elsewhere: names and prefixes in the block that the caller loads; `load_layers` names them in its warning
+    """Where a checkpoint holds the tensors of a MoE block.
+
+    Args:
+        block: The block's prefix, in which `{layer}` stands for the layer's number.
+        experts: The formats in use, looked for in this order.
+        router: Names in the block, by the tensor of a `Router`.
+        shared: The shared expert's prefix in the block, None without one.
+        elsewhere: Names and prefixes in the block that the caller loads. `load_layers` names them in its warning.
+        resaved: The prefix in a model that transformers saved under its own names (save_original_format=False), if it
+            differs.
     """
 
     block: str

@@ -78,9 +78,15 @@ class LoadWindow:
 
 
 class LoadRecorder:
-    """Records a LoadTrace: one copy of the counters per step, on the device.
+    """Record a `LoadTrace`: one copy of the load counters per step, on the device.
 
-    layers: alike in E; lockstep: group of the ranks that run them together; steps: the most that are recorded
+    Args:
+        layers: Alike in E.
+        lockstep: Group of the ranks that run the layers together, `context.rank_groups["lockstep"]`.
+        steps: The most steps that are recorded.
+
+    Raises:
+        ConfigError: The layers have different numbers of experts.
     """
 
     @torch.inference_mode(False)  # or what is made within one could not be written outside
@@ -97,16 +103,25 @@ class LoadRecorder:
         self._resets = [self._reset_counts()]
 
     def step(self) -> None:
-        """After each forward, on all ranks. Beyond the last step nothing is recorded."""
+        """Count one forward. Call it after each forward, on all ranks. Steps beyond the last are not recorded."""
         number = len(self._resets)
         if number < len(self._rows):
             torch.stack([placement.expert_load for placement in self._placements], out=self._rows[number])
             self._resets.append(self._reset_counts())
 
     def finish(self, model: str = "") -> LoadTrace:
-        """What was recorded, summed over all ranks. Collective over that group; waits for the device.
+        """Sum what was recorded over all ranks. Collective over the lockstep group; waits for the device.
 
         A step's tokens are its routes / top_k, of the layer with the most, rounded up.
+
+        Args:
+            model: A name, which the trace keeps.
+
+        Returns:
+            The trace, the same on all ranks.
+
+        Raises:
+            InputError: On all ranks, where the ranks recorded different numbers of steps, or none.
         """
         with self._rank_group.flight_recorder.step("record load"):
             self._check_alike()

@@ -31,18 +31,26 @@ from ep_moe.weights.layouts.base import WeightLayout
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCapabilities:
-    """What any kernel says of itself. Defaults promise nothing.
+    """What any kernel can do. Defaults promise nothing.
 
-    schemes: names of `quant.schemes.SCHEMES` it computes with
-    biases, etp: of experts, and experts cut over ranks
-    min_compute_capability, max_compute_capability: of a GPU, e.g. (9, 0); None for any
-    run_on: compute capabilities that it was run on, None for any; elsewhere a layer that was given it without naming it
-        warns
-    deterministic: equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set
-    cuda_graph, host_sync, differentiable: as for a dispatcher; devices: device types
-    spare_sms: it heeds `ExpertsOptions.spare_sms`
-    ahead_of: names of kernels that it goes before where "auto" chooses, for kernels of other packages; else they come
-        last
+    Args:
+        activations: What stands between the two expert matrices.
+        dtypes: Of the layer.
+        biases: Experts may have biases.
+        etp: Experts may be cut over ranks.
+        cuda_graph: A CUDA graph can hold a call.
+        host_sync: A call waits for the device.
+        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
+        differentiable: A call has a backward.
+        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
+        spare_sms: It heeds `ExpertsOptions.spare_sms`.
+        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
+        max_compute_capability: Highest of a GPU; None for any.
+        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
+            without naming it warns.
+        devices: Device types.
+        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
+            name it comes last.
     """
 
     activations: frozenset[Activation]
@@ -62,14 +70,29 @@ class KernelCapabilities:
     ahead_of: frozenset[str] = frozenset()
 
     def check(self) -> None:
-        """Raise ConfigError for what makes no sense. The registry asks where a class is looked up, so that one
-        class leaves the others of its module alone."""
+        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
+        leaves the others usable.
+
+        Raises:
+            ConfigError: A field is of a wrong kind or out of range.
+        """
         check_fields(self, KernelCapabilities)
 
     def problem(
         self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
     ) -> str | None:
-        """None, or what of a layer's shape is not among them."""
+        """Say what of a layer the capabilities do not hold.
+
+        Args:
+            config: The layer.
+            dtype: Of the layer.
+            etp: Ranks over which an expert is cut.
+            scheme: Quantization of the experts.
+            options: How the kernel runs, None for the defaults.
+
+        Returns:
+            None if they hold all of it, else the reason.
+        """
         if scheme.name not in self.schemes:
             return f"quantization {scheme.name} is not among {', '.join(sorted(self.schemes))}"
         if options is not None and options.deterministic and not self.deterministic:
@@ -94,12 +117,30 @@ class KernelCapabilities:
 class ExpertsCapabilities(KernelCapabilities):
     """What an expert kernel can do; one constant per class.
 
-    layouts, weightings: row arrangements it accepts, and who multiplies by the routing weight. Any kernel for
-        RANK_MAJOR takes the others through `as_rank_major`
-    row_formats: of `Wire.dispatch` that it reads; any kernel takes the others widened to the layer's dtype
-    wire_ids: it reads `Received.wire_ids`; any kernel takes them localized
-    peer_out: it writes to `Received.peer_out`, of RANK_MAJOR rows
-    alignment_bytes: rows of H and I (its etp shard) must be multiples of this
+    Args:
+        activations: What stands between the two expert matrices.
+        dtypes: Of the layer.
+        biases: Experts may have biases.
+        etp: Experts may be cut over ranks.
+        cuda_graph: A CUDA graph can hold a call.
+        host_sync: A call waits for the device.
+        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
+        differentiable: A call has a backward.
+        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
+        spare_sms: It heeds `ExpertsOptions.spare_sms`.
+        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
+        max_compute_capability: Highest of a GPU; None for any.
+        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
+            without naming it warns.
+        devices: Device types.
+        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
+            name it comes last.
+        layouts: Row layouts that it takes. A kernel for RANK_MAJOR takes the others through `as_rank_major`.
+        weightings: Who multiplies by the routing weights.
+        alignment_bytes: The bytes of a row of H and of I (its etp shard) must be a multiple of this.
+        row_formats: Values of `Wire.dispatch` that it reads. Any kernel takes the others, widened to the layer's dtype.
+        wire_ids: It reads `Received.wire_ids`. Any kernel takes them as local ids.
+        peer_out: It writes to `Received.peer_out`, for RANK_MAJOR rows.
     """
 
     layouts: frozenset[RowLayout] = frozenset({RowLayout.RANK_MAJOR})
@@ -110,6 +151,12 @@ class ExpertsCapabilities(KernelCapabilities):
     peer_out: bool = False
 
     def check(self) -> None:
+        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
+        leaves the others usable.
+
+        Raises:
+            ConfigError: A field is of a wrong kind or out of range.
+        """
         check_fields(self, ExpertsCapabilities)
         check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
 
@@ -141,7 +188,17 @@ class ExpertsOptions:
 
 
 class Experts(ABC):
-    """One rank's experts of one layer. Holds no parameters of its own: it reads those of `ExpertWeights`."""
+    """One rank's experts of one layer. Holds no parameters: it reads those of `ExpertWeights`.
+
+    A subclass defines `name`, `capabilities` and `compute`. `weight_layout` is the layout in which it reads weights.
+    With `own_backward` it has `compute_saving` and `gradients`; else autograd follows `compute`.
+
+    Args:
+        config: The layer.
+        weights: This rank's experts.
+        workspaces: Scratch memory that layers share. Default: one on the CPU.
+        options: How the kernel runs, None for the defaults.
+    """
 
     name: ClassVar[str]
     capabilities: ClassVar[ExpertsCapabilities]
@@ -173,11 +230,19 @@ class Experts(ABC):
         return self.capabilities.row_formats
 
     def workspace_bytes(self) -> int:
-        """Scratch memory that one call needs, shared with other layers."""
+        """Count the scratch memory of one call, which layers share.
+
+        Returns:
+            Bytes.
+        """
         return 0
 
     def workspace(self) -> Tensor:
-        """The stream's scratch memory, uint8 [at least `workspace_bytes`]."""
+        """Give the stream's scratch memory.
+
+        Returns:
+            uint8 [at least `workspace_bytes`].
+        """
         # a compiled graph keeps the buffer of the eager call before it: the stream is not looked up inside the graph
         if self._scratch is None and torch.compiler.is_compiling():  # there was none: one of the graph's own
             return torch.empty(self.workspaces.reserved, dtype=torch.uint8, device=self.workspaces.device)
@@ -186,27 +251,57 @@ class Experts(ABC):
         return self._scratch
 
     def tune(self, rows: Sequence[int], cache: Path | None) -> list[int]:
-        """Find the fastest variant for each number of received rows, on this rank alone; integers that any rank's
-        kernel of this shape can be given by `use`. cache: a folder of earlier findings. Nothing to tune: []."""
+        """Find the fastest variant for each number of received rows, on this rank alone.
+
+        Args:
+            rows: Numbers of received rows.
+            cache: A folder with earlier findings, None for none.
+
+        Returns:
+            Integers for `use`, on any rank with a kernel of this shape; [] where there is nothing to tune.
+        """
         return []
 
     def use(self, tuned: list[int]) -> None:
-        """Run with what `tune` found."""
+        """Run with what `tune` found.
+
+        Args:
+            tuned: What `tune` returned.
+        """
         assert not tuned, f"{self.name} has nothing to tune"
 
     @classmethod
     def available(cls) -> str | None:
-        """None, or why it cannot run in this installation. Touches no device."""
+        """Say why the kernel cannot run in this installation. Touches no device.
+
+        Returns:
+            None if it can run, else the reason.
+        """
         return None
 
     @classmethod
     def compute_capability(cls, scheme: str) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-        """Lowest and highest of the GPUs on which it computes a scheme, e.g. ((9, 0), (10, 3)); None for any."""
+        """Give the GPUs on which the kernel computes a scheme.
+
+        Args:
+            scheme: Name of the quantization.
+
+        Returns:
+            Lowest and highest compute capability, such as ((9, 0), (10, 3)); None for any.
+        """
         return cls.capabilities.min_compute_capability, cls.capabilities.max_compute_capability
 
     @classmethod
     def unsupported_platform(cls, scheme: Scheme, device: torch.device | GPU) -> str | None:
-        """None, or why this device does not compute a scheme."""
+        """Say why a device does not compute a scheme.
+
+        Args:
+            scheme: Quantization of the experts.
+            device: A device of this machine, or a GPU that is not here.
+
+        Returns:
+            None if it does, else the reason.
+        """
         lowest, highest = cls.compute_capability(scheme.name)
         found = compute_capability(device) if device.type == "cuda" else (0, 0)
         if found >= (lowest or found) and found <= (highest or found):
@@ -226,7 +321,18 @@ class Experts(ABC):
         scheme: Scheme = PLAIN,
         options: ExpertsOptions | None = None,
     ) -> str | None:
-        """None, or why this kernel cannot serve a layer of this shape."""
+        """Say why the kernel cannot serve a layer.
+
+        Args:
+            config: The layer.
+            dtype: Of the layer.
+            etp: Ranks over which an expert is cut.
+            scheme: Quantization of the experts.
+            options: How the kernel runs, None for the defaults.
+
+        Returns:
+            None if it can, else the reason.
+        """
         can = cls.capabilities
         if (problem := can.problem(config, dtype, etp, scheme, options)) is not None:
             return problem
@@ -288,16 +394,40 @@ class Experts(ABC):
 
     @abstractmethod
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        """As `__call__`, for the layouts that the capabilities name; all tensors are contiguous."""
+        """Compute the experts, for the layouts that the capabilities name. All tensors are contiguous.
+
+        Under `Weighting.EXPERTS` a row's output is multiplied by the weights and summed over the row's local experts.
+        It is exactly zero where the row has no local expert. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are
+        undefined. Inputs stay as they were.
+
+        Args:
+            received: The rows that reached this rank.
+            out: [..., H] of the layer's dtype, where to write; None for a new tensor.
+
+        Returns:
+            [..., H] in the order of `received.x`, `out` if it was given.
+        """
 
     def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`compute`, and what `gradients` needs of it. received: RANK_MAJOR rows with local ids
+        """Compute, and keep what `gradients` needs. By default nothing is kept, and `gradients` computes anew.
 
-        By default nothing: `gradients` then computes anew."""
+        Args:
+            received: RANK_MAJOR rows with local ids.
+
+        Returns:
+            [N, H], and the tensors to keep.
+        """
         return self.compute(received, None), ()
 
     def saved_bytes(self, rows: int) -> int:
-        """What `compute_saving` keeps of so many received rows, with a uniform router."""
+        """Count what `compute_saving` keeps, with a uniform router.
+
+        Args:
+            rows: Received rows.
+
+        Returns:
+            Bytes.
+        """
         return 0
 
     def gradients(
@@ -308,11 +438,17 @@ class Experts(ABC):
         grad: Tensor,
         wanted: Mapping[str, bool],
     ) -> StepGradients:
-        """The backward of `compute_saving`. By default that of `compute`, by autograd.
+        """Compute the backward of `compute_saving`. By default autograd's, of `compute`.
 
-        received: as it was there; stored: the weights' stored tensors then
-        grad: [N, H]; what it has in rows without a local expert means nothing
-        wanted: of which stored tensors gradients are wanted
+        Args:
+            received: As `compute_saving` got it.
+            saved: What it kept.
+            stored: The weights' stored tensors at that time, by name.
+            grad: [N, H]. Rows without a local expert hold no meaningful number.
+            wanted: Of which stored tensors gradients are wanted, by name.
+
+        Returns:
+            Gradients of the rows, of the routing weights and of the stored tensors.
         """
         leaves = {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in stored.items()}
         x = received.x.detach().requires_grad_()
@@ -332,7 +468,15 @@ class Experts(ABC):
         return StepGradients(of(x), None if weights is None else of(weights), by_name)
 
     def compute_to_peers(self, received: Received, out: PeerRows) -> None:
-        """As `compute`, for kernels with `peer_out`."""
+        """Compute the experts and write each row to the rank that sent it, for kernels with `peer_out`.
+
+        Args:
+            received: The rows that reached this rank.
+            out: `received.peer_out`. Rows without a local expert are left as they are.
+
+        Raises:
+            AssertionError: The kernel states `peer_out` and does not define this.
+        """
         raise AssertionError(f"{self.name} writes no rows to peers")
 
 

@@ -13,7 +13,15 @@ from ep_moe.types import Activation
 
 
 def activate(h: Tensor, config: MoEConfig) -> Tensor:
-    """h: [M, 2I] with gate first, then up (or [M, I] without a gate). Returns [M, I]."""
+    """Compute what stands between the two expert matrices.
+
+    Args:
+        h: [M, 2I] with gate first, then up; [M, I] for activations without a gate.
+        config: The layer, for its activation and constants.
+
+    Returns:
+        [M, I].
+    """
     if config.activation is Activation.RELU2:
         return relu(h).square()
     gate, up = h.chunk(2, dim=-1)

@@ -238,7 +238,14 @@ class Borrower:
 
 
 def borrowing_layers(model: nn.Module) -> list[MoELayer]:
-    """The layers of a model that was loaded with `ep_implementation="ep_moe"`, in order; those with a backward too."""
+    """List the layers of a model that was loaded with `ep_implementation="ep_moe"`.
+
+    Args:
+        model: As `from_pretrained` returned it.
+
+    Returns:
+        Its layers in order, those for calls with gradients too.
+    """
     found = [one for module in model.modules() if isinstance(one := getattr(module, "ep_moe_borrower", None), Borrower)]
     return [layer for one in found for layer in (one.layer, one.trained) if layer is not None]
 

@@ -67,26 +67,32 @@ def expert_parallel(
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
 ) -> PreTrainedModel:
-    """Make the MoE layers of a model expert-parallel, in place. Made by all ranks alike.
+    """Make the MoE layers of a model expert-parallel, in place. All ranks call it alike.
 
-    A model of `FAMILIES` gets a `MoELayer` for each MoE block. Of every other model the experts alone are replaced,
-    where they are a module of their own; its router and the rest of its blocks stay.
+    A model of a known family gets a `MoELayer` for each MoE block. Of every other model the experts alone are replaced,
+    where they are a module of their own. Its router and the rest of its blocks stay.
 
-    A model in memory gives its weights (all ranks must hold the same ones), layer by layer; one on the meta device
-    stays there, for `load_pretrained` or your own loading. What is frozen stays so. `save_pretrained` is refused from
-    then on: each rank's `state_dict()` has its own experts.
+    A model in memory gives its weights layer by layer. All ranks must hold the same ones. A model on the meta device
+    stays there, for `load_pretrained` or your own loading. Frozen parameters stay frozen. The model's own
+    `save_pretrained` is refused from then on, because each rank's `state_dict()` has its own experts.
 
     Args:
-        model: of transformers, such as `AutoModelForCausalLM.from_pretrained` returns.
-        context: the ranks and what their layers share.
-
-    The other arguments are `MoELayer`'s.
+        model: Of transformers, such as `AutoModelForCausalLM.from_pretrained` returns.
+        context: The ranks, and what their layers share.
+        expert_map: As `MoELayer` takes it.
+        all2all: As `MoELayer` takes it.
+        experts: As `MoELayer` takes it.
+        quantization: As `MoELayer` takes it.
+        wire: As `MoELayer` takes it.
+        pipeline: As `MoELayer` takes it.
+        options: As `MoELayer` takes it.
+        tuned: As `MoELayer` takes it.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: on all ranks, where the model has no experts that can be replaced, or a layer cannot compute what
+        ConfigError: On all ranks, where the model has no experts that can be replaced, or a layer cannot compute what
             they do.
     """
     layer_options: dict[str, Any] = {
@@ -207,27 +213,36 @@ def load_pretrained(
     progress: bool = True,
     **hub: Unpack[HubOptions],
 ) -> PreTrainedModel:
-    """A model from a checkpoint, with expert-parallel blocks, in eval mode on the context's device.
+    """Load a model from a checkpoint, with expert-parallel MoE layers.
 
     Each rank reads its own experts and the whole of everything else. Code of the checkpoint's repository is not run.
 
     Args:
-        path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub, such as "org/model". One rank
+        path: The folder of a checkpoint, or the name of a model on the Hugging Face Hub, such as "org/model". One rank
             of each host downloads what the cache lacks.
-        context: of the ranks; all of them call this.
-        dtype: default that of config.json, float32 where it has none.
-        quantization: how the experts are stored; one that the checkpoint has already is loaded as it is, byte for byte.
-        model_class: an auto class of transformers, such as `AutoModelForSequenceClassification`, or a model's class. A
-            head that the checkpoint has not is drawn anew, equal on all ranks, with a warning. Default: a causal
-            language model.
-        num_labels: of a head that classifies. Default: what config.json says.
-        progress: show on rank 0 how far it is: a bar on a terminal, else lines on stderr.
+        context: Of the ranks. All of them call this.
+        dtype: Default: that of config.json, float32 where it has none.
+        expert_map: As `MoELayer` takes it.
+        all2all: As `MoELayer` takes it.
+        experts: As `MoELayer` takes it.
+        quantization: How the experts are stored. One that the checkpoint has already is loaded byte for byte.
+        wire: As `MoELayer` takes it.
+        pipeline: As `MoELayer` takes it.
+        options: As `MoELayer` takes it.
+        tuned: As `MoELayer` takes it.
+        model_class: An auto class of transformers, such as `AutoModelForSequenceClassification`, or a model's class. A
+            head that the checkpoint lacks is drawn anew, equal on all ranks, with a warning. Default: a causal language
+            model.
+        num_labels: Of a head that classifies. Default: what config.json says.
+        progress: Show on rank 0 how far it is: a bar on a terminal, else lines on stderr.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
-    The other arguments are `MoELayer`'s.
+    Returns:
+        The model in eval mode, on the context's device.
 
     Raises:
-        CheckpointError, ConfigError: on all ranks, when any of them cannot load.
+        CheckpointError: On all ranks, where a file of any of them is missing, unreadable or of another model.
+        ConfigError: On all ranks, where the model or an argument cannot be served.
     """
     folder = model_folder(path, context.consensus, **hub)
     layer_options: dict[str, Any] = {
@@ -275,9 +290,19 @@ def _load_family(
 
 
 def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptions]) -> MoEConfig:
-    """Our configuration of the MoE blocks of a checkpoint, by its folder or its name on the Hugging Face Hub.
+    """Read the configuration of a checkpoint's MoE blocks. Collective. Fetches no weights.
 
-    Raises CheckpointError or ConfigError on all ranks together.
+    Args:
+        path: A folder, or a name on the Hugging Face Hub.
+        context: Of the ranks. All of them call this.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        CheckpointError: On all ranks, where a rank finds no config.json.
+        ConfigError: On all ranks, where the model is of no known family.
     """
     folder = model_folder(path, context.consensus, weights=False, **hub)
     with loading(folder, context.consensus):
@@ -307,10 +332,23 @@ def calibrated_wire(
     combine: str = "plain",
     **hub: Unpack[HubOptions],
 ) -> Wire:
-    """For `load_pretrained` of a calibrated checkpoint: rows under the largest input scale of the model's experts.
+    """Make the wire of a calibrated checkpoint: rows under the largest input scale of the model's experts. Collective.
 
-    A checkpoint may have layers that the model has not, such as those that predict more tokens (MTP). Their scales do
-    not count. Raises CheckpointError on all ranks together.
+    A checkpoint may have layers that the model lacks, such as those that predict more tokens (MTP). Their scales do not
+    count.
+
+    Args:
+        path: A folder, or a name on the Hugging Face Hub.
+        context: Of the ranks. All of them call this.
+        dispatch: `Wire.dispatch`, a format with one scale.
+        combine: `Wire.combine`.
+        hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
+
+    Returns:
+        The wire, for `load_pretrained`.
+
+    Raises:
+        CheckpointError: On all ranks, where the checkpoint has no input scales.
     """
     folder = model_folder(path, context.consensus, **hub)
     with loading(folder, context.consensus):
@@ -328,7 +366,14 @@ def _largest_input_scale(folder: Path, top: float | None) -> float:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """The expert-parallel layers of a model, in order."""
+    """List the expert-parallel layers of a model.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Its layers in order.
+    """
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 

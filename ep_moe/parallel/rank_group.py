@@ -71,8 +71,15 @@ class Levels:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """group: None where there is one rank only. ranks: global ranks in group order. rank: this one's place. levels: of
-    an EP group on several nodes, None for one node or where ranks lie unevenly."""
+    """A group of ranks, with the flight recorder that watches its collectives.
+
+    Args:
+        group: Of torch.distributed, None where there is one rank.
+        ranks: Global ranks in group order.
+        rank: This rank's place in the group.
+        flight_recorder: Numbers the steps of this rank, and finds lost peers.
+        levels: Of an EP group on several nodes, None for one node or where ranks lie unevenly.
+    """
 
     group: ProcessGroup | None
     ranks: tuple[int, ...]
@@ -83,6 +90,7 @@ class RankGroup:
 
     @property
     def size(self) -> int:
+        """Ranks of the group."""
         return len(self.ranks)
 
     @classmethod
@@ -91,7 +99,14 @@ class RankGroup:
         return cls(None, (0,), 0, FlightRecorder())
 
     def exchange(self, values: Tensor) -> list[list[int]]:
-        """All ranks' `values` (int64 [n]) as host integers [R][n]. Waits for the device."""
+        """Give every rank the integers of all ranks. Collective. Waits for the device.
+
+        Args:
+            values: int64 [n], of this rank.
+
+        Returns:
+            Integers on the host, by rank, then by place: R lists of n.
+        """
         if self.size == 1:
             return [values.tolist()]
         self.flight_recorder.check()
@@ -109,11 +124,25 @@ class RankGroup:
         *,
         gradients: Gradients = NO_GRADIENTS,
     ) -> list[list[int]]:
-        """Exchange one call's facts [R][n], n at most R + 1, and raise InputError on all ranks when any of them has a
-        `problem` or when they are not in the same layer, or carry rows of different dtypes or sizes, or some want
-        gradients and others none: their backward would wait for the others' for ever. This is how a bad argument on one
-        rank ends in one sentence everywhere and not in a hang: it rides on the exchange of counts that the call needs
-        anyway."""
+        """Exchange one call's integers, and raise one rank's problem on all ranks. Collective.
+
+        A bad argument on one rank so becomes one error on all ranks, and no hang. It costs nothing more than the
+        exchange of counts that the call needs anyway.
+
+        Args:
+            values: n integers or int64 tensors of this rank, integers first; n at most R + 1.
+            problem: A fault found on this rank, or None.
+            device: Where the integers are exchanged.
+            gradients: Tensors by name, for which all ranks must want gradients alike.
+
+        Returns:
+            Integers on the host, by rank, then by place: R lists of n.
+
+        Raises:
+            InputError: On all ranks, where a rank has a problem, ranks are in different layers, carry rows of different
+                dtypes or sizes, or some want gradients and others none.
+            ValueError: There are more than R + 1 integers.
+        """
         where, carried = (
             zlib.crc32(self.flight_recorder.where.encode()),
             zlib.crc32(self.flight_recorder.carried.encode()),
@@ -159,8 +188,21 @@ class RankGroup:
         *,
         gradients: Gradients = NO_GRADIENTS,
     ) -> int:
-        """The most tokens of any rank in a call, the same on all of them. Raises InputError on all ranks where `agree`
-        does, which is asked where the host's memory cannot say that all is well. what: the transport, for errors"""
+        """Find the most tokens of any rank in a call. Collective; through the host's memory where the ranks share it.
+
+        Args:
+            tokens: Of this rank.
+            problem: A fault found on this rank, or None.
+            device: Of the call.
+            what: The transport's name, for errors.
+            gradients: As `agree` takes them.
+
+        Returns:
+            The most tokens, the same on all ranks.
+
+        Raises:
+            InputError: On all ranks, where `agree` raises it.
+        """
         recorder = self.flight_recorder
         if self.size == 1:
             if problem is not None:
@@ -272,7 +314,17 @@ Collective: TypeAlias = "partial[tuple[Tensor, dist.Work | None]]"
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
-    """Rows [sum(send), ...], grouped by destination, to rows [sum(receive), ...], grouped by source."""
+    """Start an all-to-all of rows. Differentiable.
+
+    Args:
+        x: [sum(send), ...], grouped by destination.
+        send: Rows for each rank.
+        receive: Rows of each rank.
+        rank_group: Who takes part.
+
+    Returns:
+        [sum(receive), ...], grouped by source, pending.
+    """
     if rank_group.size == 1:
         return Pending(lambda: x)
     there = partial(_all_to_all, send=list(send), receive=list(receive), rank_group=rank_group)
@@ -281,9 +333,15 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], rank
 
 
 def gather_rows(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
-    """This rank's rows [counts[rank], ...] to everybody's rows [sum(counts), ...], in rank order.
+    """Start an all-gather of rows. In backward each rank's gradient is the sum of what all ranks did with its rows.
 
-    Backward sums: each rank's gradient is the sum of what all ranks did with its rows.
+    Args:
+        x: [counts[rank], ...], this rank's rows.
+        counts: Rows of each rank.
+        rank_group: Who takes part.
+
+    Returns:
+        [sum(counts), ...], in rank order, pending.
     """
     if rank_group.size == 1 or max(counts) == 0:
         return Pending(lambda: x)

@@ -39,13 +39,34 @@ INSIDE = "inside"  # the all2all of a fused kernel, wherever a name stands for o
 class FusedCapabilities(KernelCapabilities):
     """What a fused kernel can do; one constant per class.
 
-    travels: dispatch and combine are inside; without, it serves one EP rank
-    routes: it routes inside, from the router's logits: the layer's own `Router`, no load is counted, no placement
-    any_map: any expert map with as many slots on every rank, replicas too; without, the linear one alone
-    static: its buffers are made once, for `EPContext(max_tokens=...)`
-    top_ks: None for any
-    hidden_unit, inner_unit: columns that H and I (its etp piece) must be multiples of
-    min_ranks, max_ranks: of the EP group, None for no limit
+    Args:
+        activations: What stands between the two expert matrices.
+        dtypes: Of the layer.
+        biases: Experts may have biases.
+        etp: Experts may be cut over ranks.
+        cuda_graph: A CUDA graph can hold a call.
+        host_sync: A call waits for the device.
+        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
+        differentiable: A call has a backward.
+        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
+        spare_sms: It heeds `ExpertsOptions.spare_sms`.
+        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
+        max_compute_capability: Highest of a GPU; None for any.
+        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
+            without naming it warns.
+        devices: Device types.
+        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
+            name it comes last.
+        travels: Dispatch and combine are inside. Without, it serves one EP rank.
+        routes: It routes inside, from the logits of the layer's own `Router`. No load is counted, and there is no
+            placement.
+        any_map: It takes any expert map with as many slots on every rank, replicas too. Without, the linear map alone.
+        static: Its buffers are made once, for `EPContext(max_tokens=...)`.
+        top_ks: Values of K, None for any.
+        hidden_unit: H must be a multiple of this.
+        inner_unit: I (its etp shard) must be a multiple of this.
+        min_ranks: The fewest ranks of the EP group.
+        max_ranks: The most ranks of the EP group, None for no limit.
     """
 
     travels: bool
@@ -60,6 +81,12 @@ class FusedCapabilities(KernelCapabilities):
     devices: frozenset[str] = frozenset({"cuda"})
 
     def check(self) -> None:
+        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
+        leaves the others usable.
+
+        Raises:
+            ConfigError: A field is of a wrong kind or out of range.
+        """
         check_fields(self, FusedCapabilities)
         for name in ("hidden_unit", "inner_unit", "min_ranks", *(() if self.max_ranks is None else ("max_ranks",))):
             check_count(f"FusedCapabilities.{name}", getattr(self, name), at_least=1)
@@ -69,7 +96,9 @@ class FusedCapabilities(KernelCapabilities):
 class FusedDispatchShape(DispatchShape):
     """What is the same in equal layers of a context, whose buffers they share.
 
-    kernel: its name; intermediate_size: I of this rank's pieces of experts
+    Args:
+        kernel: Its name.
+        intermediate_size: I of this rank's shards of experts.
     """
 
     kernel: str
@@ -80,7 +109,9 @@ class FusedDispatchShape(DispatchShape):
 class RouterLogits:
     """What a kernel that routes inside is given.
 
-    logits: [T, E], of the router's dtype; correction_bias: float32 [E], or None
+    Args:
+        logits: [T, E], of the router's dtype.
+        correction_bias: float32 [E], or None.
     """
 
     logits: Tensor
@@ -95,9 +126,16 @@ Pool = Callable[[Callable[[], Any]], Any]  # the context's object for this geome
 class FusedExperts(ABC):
     """One layer's fused kernel on one rank. Holds no parameters: it reads those of `ExpertWeights`.
 
-    rank_group: the EP group; dispatch_shape: with `max_tokens` where it is static
-    pool: keeps what equal layers of a context share (an object with `capabilities` and `destroy()`); default: it is
-        not shared
+    A subclass defines `name`, `capabilities` and `compute`.
+
+    Args:
+        config: The layer.
+        weights: This rank's experts.
+        rank_group: The EP group.
+        dispatch_shape: The shape of what travels, with `max_tokens` where the kernel is static.
+        options: How the kernel runs, None for the defaults.
+        pool: Keeps what equal layers of a context share: an object with `capabilities` and `destroy()`. Default: it is
+            not shared.
     """
 
     name: ClassVar[str]
@@ -132,12 +170,24 @@ class FusedExperts(ABC):
 
     @classmethod
     def available(cls) -> str | None:
-        """None, or why it cannot run in this installation. Touches no device and no group."""
+        """Say why the kernel cannot run in this installation. Touches no device.
+
+        Returns:
+            None if it can run, else the reason.
+        """
         return None
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout, device: torch.device | GPU) -> str | None:
-        """None, or why it cannot run on this machine with these ranks. Asks the driver at most; no collective."""
+        """Say why the kernel cannot run on this machine with these ranks. Asks the driver at most; not collective.
+
+        Args:
+            layout: Of the ranks.
+            device: A device of this machine, or a GPU that is not here.
+
+        Returns:
+            None if it can, else the reason.
+        """
         can = cls.capabilities
         if device.type not in can.devices:
             return f"{cls.name} runs on {', '.join(sorted(can.devices))}, not on {device.type}"
@@ -162,9 +212,19 @@ class FusedExperts(ABC):
         max_tokens: int | None = None,
         options: ExpertsOptions | None = None,
     ) -> str | None:
-        """None, or why this kernel cannot serve a layer of this shape.
+        """Say why the kernel cannot serve a layer.
 
-        expert_map: default one that it can serve; max_tokens: the most that a rank sends, None for any number
+        Args:
+            config: The layer.
+            layout: Of the ranks.
+            dtype: Of the layer.
+            scheme: Quantization of the experts.
+            expert_map: Default: one that the kernel can serve.
+            max_tokens: The most tokens that a rank sends, None for any number.
+            options: How the kernel runs, None for the defaults.
+
+        Returns:
+            None if it can, else the reason.
         """
         can, ranks, inner = cls.capabilities, layout.ep, config.intermediate_size // layout.etp
         if (problem := can.problem(config, dtype, layout.etp, scheme, options)) is not None:
@@ -187,7 +247,14 @@ class FusedExperts(ABC):
 
     @classmethod
     def map_problem(cls, expert_map: ExpertMap) -> str | None:
-        """None, or why it cannot serve experts that lie so."""
+        """Say why the kernel cannot serve an expert map.
+
+        Args:
+            expert_map: Which rank holds which expert.
+
+        Returns:
+            None if it can, else the reason.
+        """
         slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
         if not cls.capabilities.any_map:
             if expert_map == ExpertMap.linear(expert_map.num_experts, expert_map.num_ranks):
@@ -203,18 +270,43 @@ class FusedExperts(ABC):
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: FusedDispatchShape) -> int:
-        """What it keeps between calls for all layers of a geometry, in bytes; a library's bookkeeping not counted."""
+        """Count what the kernel keeps between calls for all layers of a shape. A library's own bookkeeping is not
+        counted.
+
+        Args:
+            dispatch_shape: The shape of what travels.
+
+        Returns:
+            Bytes.
+        """
         return 0
 
     def workspace_bytes(self) -> int:
-        """Of the context's scratch memory."""
+        """Count the scratch memory of one call, which layers share.
+
+        Returns:
+            Bytes.
+        """
         return 0
 
     def tune(self, rows: Sequence[int], cache: Path | None) -> list[int]:
-        """As `Experts.tune`; nothing to tune: []."""
+        """Find the fastest variant for each number of received rows, on this rank alone.
+
+        Args:
+            rows: Numbers of received rows.
+            cache: A folder with earlier findings, None for none.
+
+        Returns:
+            Integers for `use`, on any rank with a kernel of this shape; [] where there is nothing to tune.
+        """
         return []
 
     def use(self, tuned: list[int]) -> None:
+        """Run with what `tune` found.
+
+        Args:
+            tuned: What `tune` returned.
+        """
         assert not tuned, f"{self.name} has nothing to tune"
 
     # --- calls -------------------------------------------------------------------------------------------------
@@ -242,12 +334,24 @@ class FusedExperts(ABC):
         return out
 
     def connect(self) -> None:
-        """Make what the first call needs; collective, and outside of the step, whose deadline is that of a call."""
+        """Make what the first call needs. Collective. Not part of the step, whose deadline is that of a call."""
         return
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise this rank's problem. Where the kernel travels there is no exchange for it to ride on: this rank takes
-        part with no rows, so that the peers' rows find their experts here, and the peers raise it at a later step."""
+        """Raise this rank's problem.
+
+        Where dispatch is inside, no exchange can carry the problem. This rank takes part with no rows, so that the rows
+        of its peers find their experts here, and the peers raise the problem at a later step.
+
+        Args:
+            problem: What is wrong with the call.
+
+        Returns:
+            Never.
+
+        Raises:
+            InputError: Always.
+        """
         if not self.capabilities.travels:
             raise InputError(problem)
         device = self.weights.device
@@ -263,7 +367,15 @@ class FusedExperts(ABC):
 
     @abstractmethod
     def compute(self, x: Tensor, routed: Routed) -> Tensor:
-        """As `__call__`, for a call that has been checked. Ids out of range name no expert."""
+        """Compute the layer's experts for a call that has been checked. Ids out of range name no expert.
+
+        Args:
+            x: [T, H]. T may differ per rank and be 0.
+            routed: A `PhysicalRouting` [T, K], -1 for no expert; `RouterLogits` [T, E] where the kernel routes.
+
+        Returns:
+            [T, H], the sum over each row's experts, multiplied by the routing weights; zero where there is none.
+        """
 
     def _problem(self, x: Tensor, routed: Routed, max_tokens: int | None) -> str | None:
         """What is wrong with a call, without waiting for the device."""
