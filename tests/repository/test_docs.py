@@ -38,6 +38,13 @@ def test_files_that_are_named_exist(page):
         assert any((base / name).exists() for base in (ROOT, ROOT / "ep_moe", page.parent)), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_diagrams_have_no_semicolon(page):
+    """Mermaid ends a statement there, and then draws nothing."""
+    for block in re.findall(r"^```mermaid\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+        assert ";" not in block, block
+
+
 @pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_names_of_the_package_exist(page):
     """Paths `ep_moe/...`, names `ep_moe.x.y` and modules behind -m."""

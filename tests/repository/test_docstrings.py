@@ -1,13 +1,16 @@
-"""Public names say what they take, return and raise, so that a tool can render them."""
+"""Public names have an entry in the API reference, and say what they take, return and raise."""
 
 from __future__ import annotations
 
 import ast
 import enum
 import inspect
+import pkgutil
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ep_moe
@@ -19,13 +22,28 @@ QUANT = (fp8, kernels, microscale, row_format, schemes)
 SELECTION = (backend_table, explain, resolve, tuned)
 WHOLE = (config, registry, router, types, *QUANT, *SELECTION)  # all that they define is public
 EXPORTS = (ep_moe, eplb, metrics, testing, training)
+BASES = ("ep_moe.all2all.base.Dispatcher", "ep_moe.experts.base.Experts", "ep_moe.experts.fused.base.FusedExperts")
+ROOT = Path(__file__).parents[2]
+API = "".join(page.read_text() for page in sorted((ROOT / "docs" / "reference" / "api").glob("*.md")))
+ENTRIES = dict(re.findall(r"^::: ([\w.]+)\n((?: .*\n)*)", API, re.MULTILINE))  # name: options
+
+
+def used() -> Iterator[tuple[str, Any]]:
+    """Where, and what pages and examples import."""
+    codes = {path.name: path.read_text() for path in (ROOT / "examples").rglob("*.py")}
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        codes[page.name] = "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+    for place, code in codes.items():
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ep_moe"):
+                for alias in node.names:
+                    yield place, pkgutil.resolve_name(f"{node.module}:{alias.name}")
 
 
 def public() -> Iterator[tuple[str, Any]]:
     """Qualified names and functions or classes that users call."""
-    for module in EXPORTS:
-        for name in module.__all__:
-            yield f"{module.__name__}.{name}", getattr(module, name)
+    for name in ENTRIES:
+        yield name, pkgutil.resolve_name(name)
     for module in WHOLE:
         for name, found in vars(module).items():
             if not name.startswith("_") and getattr(found, "__module__", None) == module.__name__:
@@ -65,6 +83,7 @@ def missing_of(name: str, found: Any, doc: str | None = None) -> list[str]:
 
 
 def missing(name: str, found: Any) -> list[str]:
+    """Of a name and its members, or of the name alone where its entry hides the members."""
     if inspect.isfunction(found):
         return missing_of(name, found)
     if not inspect.isclass(found):
@@ -73,6 +92,8 @@ def missing(name: str, found: Any) -> list[str]:
         lacks = [] if found.__doc__ else [f"{name} has no docstring"]
     else:
         lacks = missing_of(name, found)
+    if "members: false" in ENTRIES.get(name, ""):
+        return lacks
     ours = [kind for kind in found.__mro__ if kind.__module__ == found.__module__ or "ep_moe." in kind.__module__]
     for own, member in (item for kind in ours for item in vars(kind).items()):
         if own.startswith("_"):
@@ -88,6 +109,17 @@ def missing(name: str, found: Any) -> list[str]:
 def test_public_names_are_documented() -> None:
     found = [line for name, thing in public() for line in missing(name, thing)]
     assert not found, "\n".join(found)
+
+
+def test_public_names_have_one_entry() -> None:
+    """Exported names, base classes of plug-ins, and all that a page or an example imports."""
+    entries = [pkgutil.resolve_name(name) for name in ENTRIES]
+    exported = [f"{module.__name__}.{name}" for module in EXPORTS for name in module.__all__ if name != "__version__"]
+    named = [(name, pkgutil.resolve_name(name)) for name in [*exported, *BASES]]
+    without = [f"{place}: {thing}" for place, thing in [*named, *used()] if not any(thing is one for one in entries)]
+    assert not without, "\n".join(without)
+    assert Counter(map(id, entries)).most_common(1)[0][1] == 1, ENTRIES
+    assert len(ENTRIES) == API.count("\n::: "), "an entry is there twice, or is not read"
 
 
 def test_what_is_left_out_is_found() -> None:
