@@ -18,12 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +36,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.moe = MoELayer(CONFIG, context, experts="reference")  # the kernel that has a backward
+        self.moe = MoELayer(CONFIG, context, experts="reference")  # has a backward on every device
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -100,19 +95,15 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer, context: EPConte
 
 def state_of(model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
     """By names, so that any number of ranks can load it."""
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "step": torch.tensor(step),
-    }
+    parameters, moments = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": moments, "step": torch.tensor(step)}
 
 
 def load(path: str, model: Transformer, optimizer: torch.optim.Optimizer) -> int:
     """Returns the step that comes next."""
     state = state_of(model, optimizer, 0)
     dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return int(state["step"])
 
 

@@ -1,0 +1,49 @@
+"""Scripts of examples/ on ranks of gloo, as their own words start them. examples/plugin: `test_plugin_example.py`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_moe.parallel.groups import TorchrunEnv
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {
+    "serve": "rank 1: 16 answers, equal to transformers: True",
+    "rl_weight_push": "update 4: loss",
+    "from_vllm": "grouped sigmoid: allgather with reference gives what FusedMoE gives",
+}
+pytestmark = [
+    pytest.mark.skipif(TorchrunEnv.present(), reason="starts torchrun itself"),
+    pytest.mark.timeout(240),
+]
+
+
+def torchrun(name: str, ranks: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ran = subprocess.run(
+        [*command, f"examples/{name}.py", *arguments], cwd=ROOT, text=True, capture_output=True, timeout=110,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout
+
+
+def test_each_script_is_tried():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*SCRIPTS, "train"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_2_ranks(name):
+    assert SCRIPTS[name] in torchrun(name, 2)
+
+
+def test_a_run_of_2_ranks_goes_on_with_4(tmp_path):
+    first = torchrun("train", 2, "--steps", "2", "--save", str(tmp_path / "checkpoint"))
+    assert first.count("loss") == 2
+    # each rank computes all steps in one process too; the third is the first to see the optimizer's state
+    second = torchrun("train", 4, "--steps", "4", "--resume", str(tmp_path / "checkpoint"), "--check")
+    assert second.count("loss") == 2
+    assert "4 ranks and one process agree" in second
