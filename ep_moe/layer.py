@@ -15,6 +15,7 @@ from torch.func import functional_call
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.execution import memory_plan
+from ep_moe.execution.exact_exchange import ExactExchange, three_ways
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
     NO_ROUTING,
@@ -137,7 +138,7 @@ class MoELayer(LayerParts):
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
-        if _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
+        if not self.exact and _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
             return self._call(x, routing, mask)
         out: Tensor = _compiled().between_graphs(self, x, routing, mask)
         return out
@@ -199,8 +200,11 @@ class MoELayer(LayerParts):
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
             call = flow.enter(len(rows), None, rows.device, _passed(rows, routing, mask), gradients=gradients)
             local, gathered = flow.local_tokens(rows, call), flow.etp_gather(rows, call)
+            to_router = gathered
+            if self.exact:  # with etp = 1 these are the same rows
+                to_router, gathered, local = three_ways(local)
             with self._stage("route"):
-                routed = self._route(gathered, local, call, routing)
+                routed = self._route(to_router, local, call, routing)
                 gathered, routed = self._weigh_input(gathered, routed)
             with self._stage("place"):
                 placed = self.placement(routed, flow.mask(mask, rows, call)) if isinstance(routed, Routing) else routed
@@ -349,10 +353,16 @@ class MoELayer(LayerParts):
         key = (entry.room, self._call_dtype)
         if key not in self._shapes:
             expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
+            rows = self.config.top_k if self.exact else 1  # of a token
             self._shapes[key] = DispatchShape(
-                hidden_size=self.config.hidden_size, top_k=self.config.top_k, slots_per_rank=expert_map.slots_per_rank,
-                num_ranks=expert_map.num_ranks, dtype=key[1], max_tokens=entry.room, wire=self.wire,
-            )  # fmt: skip
+                hidden_size=self.config.hidden_size,
+                top_k=self.config.top_k // rows,
+                slots_per_rank=expert_map.slots_per_rank,
+                num_ranks=expert_map.num_ranks,
+                dtype=key[1],
+                max_tokens=None if entry.room is None else entry.room * rows,
+                wire=self.wire,
+            )
         return self._shapes[key]
 
     # --- what a user asks --------------------------------------------------------------------------------------
@@ -394,11 +404,14 @@ class MoELayer(LayerParts):
         ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
         self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
 
-    def _travel(self, x: Tensor, routed: Routed) -> Exchange | FusedCall:
+    def _travel(self, x: Tensor, routed: Routed) -> Exchange | ExactExchange | FusedCall:
         if isinstance(self.experts, FusedExperts):
             return FusedCall(self.experts, x, routed, self.context._current_limit, self._stage)
         assert isinstance(routed, PhysicalRouting)
-        return Exchange(self.context, self._dispatcher(), cast("Experts", self._kernel), x, routed)
+        context, dispatcher, kernel = self.context, self._dispatcher(), cast("Experts", self._kernel)
+        if self.exact:
+            return ExactExchange(context, dispatcher, kernel, x, routed)
+        return Exchange(context, dispatcher, kernel, x, routed)
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)

@@ -66,6 +66,7 @@ class LayerParts(nn.Module):
         self.name = context._name_layer(name)
         dtype = dtype or torch.get_default_dtype()
         options = ExpertsOptions() if options is None else options
+        self.exact = isinstance(options, ExpertsOptions) and options.exact
         asked = LayerRequest(
             all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
         )
@@ -91,10 +92,10 @@ class LayerParts(nn.Module):
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
         device = as_device(device)
         with torch.device(device), fresh_numbers(context, device):
-            self.router = Router(config, dtype=dtype) if asked.router is None else asked.router
+            self.router = Router(config, dtype=dtype, exact=self.exact) if asked.router is None else asked.router
             self.shared_experts: nn.Module | None = asked.shared
             if asked.shared is None and config.shared_intermediate_size:
-                self.shared_experts = SharedExperts(config, dtype=dtype)
+                self.shared_experts = SharedExperts(config, dtype=dtype, exact=self.exact)
             self.placement = Placement(
                 expert_map, ep_rank=context.layout.ep_rank, ranks_per_node=context.layout.ep_ranks_per_node
             )

@@ -14,52 +14,57 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.runtime import batch_invariant
 from ep_moe.types import Routing
 
 
-def softmax_topk(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+def softmax_topk(logits: Tensor, top_k: int, *, renormalize: bool, exact: bool = False) -> tuple[Tensor, Tensor]:
     """Take the softmax over all experts in float32, then the top-k.
 
     Args:
         logits: [T, E], floating point.
         top_k: K.
         renormalize: Divide the K weights by their sum.
+        exact: Choose and weigh a token by its own logits alone, bit for bit; of equal scores the lower id comes first.
 
     Returns:
         Weights, float32 [T, K], and ids, int64 [T, K].
     """
-    weights, ids = logits.float().softmax(-1).topk(top_k)
+    scores = _softmax(logits.float(), exact)
+    weights, ids = _top_k(scores, top_k, exact)
     if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / _sum(weights, exact)
     return weights, ids
 
 
-def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def topk_softmax(logits: Tensor, top_k: int, *, exact: bool = False) -> tuple[Tensor, Tensor]:
     """Take the top-k of the logits, then the softmax over these K.
 
     Args:
         logits: [T, E], floating point.
         top_k: K.
+        exact: As for `softmax_topk`.
 
     Returns:
         Weights [T, K] of the logits' dtype, and ids, int64 [T, K].
     """
-    best, ids = logits.topk(top_k)
-    return best.softmax(-1), ids
+    best, ids = _top_k(logits, top_k, exact)
+    return _softmax(best, exact), ids
 
 
-def topk_sigmoid(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def topk_sigmoid(logits: Tensor, top_k: int, *, exact: bool = False) -> tuple[Tensor, Tensor]:
     """Take the top-k of the logits, then the sigmoid of each.
 
     Args:
         logits: [T, E], floating point.
         top_k: K.
+        exact: As for `softmax_topk`.
 
     Returns:
         Weights, float32 [T, K], and ids, int64 [T, K].
     """
-    best, ids = logits.topk(top_k)
-    return best.float().sigmoid(), ids
+    best, ids = _top_k(logits, top_k, exact)
+    return _sigmoid(best.float(), exact), ids
 
 
 def sigmoid_topk(
@@ -70,6 +75,7 @@ def sigmoid_topk(
     correction_bias: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose as DeepSeek-V3 (arXiv:2412.19437, 2.1.2): by sigmoid scores plus a bias, within the best groups.
 
@@ -83,25 +89,56 @@ def sigmoid_topk(
         correction_bias: float32 [E], added to the scores for the choice. Default: none.
         num_groups: Groups of E / num_groups consecutive experts.
         top_groups: Groups whose experts can be chosen.
+        exact: As for `softmax_topk`; of groups too.
 
     Returns:
-        Weights, float32 [T, K], and ids, int64 [T, K], in no order.
+        Weights, float32 [T, K], and ids, int64 [T, K], in no order unless `exact`.
     """
-    scores = logits.float().sigmoid()
+    scores = _sigmoid(logits.float(), exact)
     choice = scores if correction_bias is None else scores + correction_bias
     if num_groups > 1:
         grouped = choice.unflatten(-1, (num_groups, -1))
-        best_groups = grouped.topk(2, dim=-1).values.sum(-1).topk(top_groups, sorted=False).indices
+        of_groups = grouped.topk(2, dim=-1).values.sum(-1)
+        best_groups = _top_k(of_groups, top_groups, exact)[1]
         allowed = torch.zeros_like(grouped[..., 0]).scatter_(-1, best_groups, 1).bool()
         choice = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
-    ids = choice.topk(top_k, sorted=False).indices
+    ids = batch_invariant.top_k(choice, top_k) if exact else choice.topk(top_k, sorted=False).indices
     weights = scores.gather(-1, ids)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (_sum(weights, exact) + 1e-20)
     return weights, ids
 
 
-def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Tensor | None = None) -> Routing:
+def _softmax(x: Tensor, exact: bool) -> Tensor:
+    return batch_invariant.softmax(x).to(x.dtype) if exact else x.softmax(-1)
+
+
+def _sigmoid(x: Tensor, exact: bool) -> Tensor:
+    return batch_invariant.pointwise(torch.sigmoid, x) if exact else x.sigmoid()
+
+
+def _sum(weights: Tensor, exact: bool) -> Tensor:
+    """[T, K] to [T, 1]."""
+    return batch_invariant.sum_columns(weights).unsqueeze(-1) if exact else weights.sum(-1, keepdim=True)
+
+
+def _top_k(scores: Tensor, k: int, exact: bool) -> tuple[Tensor, Tensor]:
+    """As `Tensor.topk`."""
+    if not exact:
+        best, ids = scores.topk(k)
+        return best, ids
+    ids = batch_invariant.top_k(scores, k)
+    return scores.gather(-1, ids), ids
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    config: RoutingConfig,
+    correction_bias: Tensor | None = None,
+    *,
+    exact: bool = False,
+) -> Routing:
     """Choose experts by the configured method.
 
     Args:
@@ -109,17 +146,18 @@ def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Te
         top_k: K.
         config: The method and its constants.
         correction_bias: float32 [E], for SIGMOID_TOPK. Default: none.
+        exact: As for `softmax_topk`.
 
     Returns:
         Ids, int64 [T, K], and weights, float32 [T, K].
     """
     match config.method:
         case RoutingMethod.SOFTMAX_TOPK:
-            weights, ids = softmax_topk(logits, top_k, renormalize=config.renormalize)
+            weights, ids = softmax_topk(logits, top_k, renormalize=config.renormalize, exact=exact)
         case RoutingMethod.TOPK_SOFTMAX:
-            weights, ids = topk_softmax(logits, top_k)
+            weights, ids = topk_softmax(logits, top_k, exact=exact)
         case RoutingMethod.TOPK_SIGMOID:
-            weights, ids = topk_sigmoid(logits, top_k)
+            weights, ids = topk_sigmoid(logits, top_k, exact=exact)
         case RoutingMethod.SIGMOID_TOPK:
             weights, ids = sigmoid_topk(
                 logits,
@@ -128,6 +166,7 @@ def route(logits: Tensor, top_k: int, config: RoutingConfig, correction_bias: Te
                 correction_bias=correction_bias,
                 num_groups=config.num_groups,
                 top_groups=config.top_groups,
+                exact=exact,
             )
     weights = weights.float()
     if config.scaling_factor != 1.0:
@@ -142,6 +181,7 @@ class Router(nn.Module):
         config: The layer.
         device: Of the parameters. Default: torch's.
         dtype: Of the parameters; float32 where `float32_logits` is set and this has fewer bits. Default: torch's.
+        exact: A row's logits, ids and weights are the same bits in every batch; of equal scores the lower id wins.
 
     Attributes:
         weight: [E, H].
@@ -154,10 +194,15 @@ class Router(nn.Module):
     keeps_logits = False
 
     def __init__(
-        self, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config.routing
+        self.config, self.exact = config.routing, exact
         self.top_k = config.top_k
         if config.routing.float32_logits:
             dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
@@ -200,7 +245,7 @@ class Router(nn.Module):
             Ids, int64 [T, K], and weights, float32 [T, K].
         """
         logits = self.logits(x)
-        routing = route(logits, self.top_k, self.config, self.e_score_correction_bias)
+        routing = route(logits, self.top_k, self.config, self.e_score_correction_bias, exact=self.exact)
         return Routing(routing.ids, routing.weights, logits) if self.keeps_logits else routing
 
     def logits(self, x: Tensor) -> Tensor:
@@ -212,10 +257,11 @@ class Router(nn.Module):
         Returns:
             [T, E], float32 with `float32_logits`, else of x's dtype.
         """
+        product = batch_invariant.linear if self.exact else linear
         if not self.config.float32_logits:
-            return linear(x, self.weight, self.bias)
+            return product(x, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return linear(x.float(), self.weight.float(), bias)
+        return product(x.float(), self.weight.float(), bias)
 
     def extra_repr(self) -> str:
         """Describe the router in one line, for `print`."""

@@ -56,7 +56,8 @@ def transport(name: str, kind: type[Dispatcher]) -> list[str]:
     formats += [f"{name} back" for name in sorted(can.combine_formats - {"plain"})]
     return [
         f"`{name}`", can.layout.value, can.weighting.value, names(can.dtypes), ", ".join(formats),
-        *map(yes, (can.dedup, can.cuda_graph, can.host_sync, can.deterministic, can.differentiable or can.adjoint)),
+        *map(yes, (can.dedup, can.cuda_graph, can.host_sync, can.deterministic, can.exact)),
+        yes(can.differentiable or can.adjoint),
         ", ".join(limits), kind.run_on,
     ]  # fmt: skip
 
@@ -75,7 +76,7 @@ def fused(name: str, kind: type[FusedExperts]) -> list[str]:
     return [
         f"`{name}`", " and ".join([*inside, "experts"]), names(can.dtypes), ", ".join(sorted(can.schemes)),
         ", ".join(sorted(a.value for a in can.activations)), where, yes(can.biases), yes(can.etp),
-        *map(yes, (can.cuda_graph, can.deterministic)),
+        *map(yes, (can.cuda_graph, can.deterministic, can.exact)),
         capability(can.min_compute_capability, can.max_compute_capability), kind.run_on,
     ]  # fmt: skip
 
@@ -90,7 +91,7 @@ def kernel(name: str, kind: type[Experts]) -> list[str]:
     return [
         f"`{name}`", ", ".join(sorted(layout.value for layout in can.layouts)), names(can.dtypes),
         ", ".join(sorted(can.schemes)), ", ".join(sorted(a.value for a in can.activations)), yes(can.biases),
-        yes(can.cuda_graph), yes(can.deterministic), yes(can.differentiable), gpu, kind.run_on,
+        yes(can.cuda_graph), yes(can.deterministic), yes(can.exact), yes(can.differentiable), gpu, kind.run_on,
     ]  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def document() -> str:
             table(
                 ["name", "rows", "weights by", "dtypes", "other row formats (`Wire`)", "once per rank",
                  "CUDA graphs", "waits on the host",
-                 "deterministic", "backward", "limits", "run on"],
+                 "deterministic", "exact", "backward", "limits", "run on"],
                 transports,
             ),
             "",
@@ -136,7 +137,7 @@ def document() -> str:
             "",
             table(
                 ["name", "row layouts (others through an adapter)", "dtypes", "quantization", "activations", "biases",
-                 "CUDA graphs", "deterministic", "backward", "needs", "run on"],
+                 "CUDA graphs", "deterministic", "exact", "backward", "needs", "run on"],
                 kernels,
             ),
             "",
@@ -149,7 +150,7 @@ def document() -> str:
             "",
             table(
                 ["name", "inside", "dtypes", "quantization", "activations", "expert map", "biases", "etp",
-                 "CUDA graphs", "deterministic", "needs", "run on"],
+                 "CUDA graphs", "deterministic", "exact", "needs", "run on"],
                 all_in_one,
             ),
             "",

@@ -25,6 +25,8 @@ class DispatcherCapabilities:
         cuda_graph: A CUDA graph can hold dispatch and combine.
         host_sync: Dispatch or combine waits for the device.
         deterministic: Equal inputs give equal bits.
+        exact: A row for one rank arrives there with its bits, behind those of ranks before its own and of tokens before
+            it. What that rank computes of it comes back with its bits, but that -0.0 may come as 0.0.
         differentiable: Autograd follows dispatch and combine.
         adjoint: Autograd does not follow them. A layer's backward is a dispatch and a combine of its own
             (`execution.exchange`): one call of the transport with the routes of the forward, whose rows arrive in the
@@ -53,6 +55,7 @@ class DispatcherCapabilities:
     cuda_graph: bool = False
     host_sync: bool = True
     deterministic: bool = False
+    exact: bool = False
     differentiable: bool = False
     adjoint: bool = False
     max_ranks: int | None = None

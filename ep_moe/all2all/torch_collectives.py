@@ -50,6 +50,7 @@ class LocalDispatcher(Dispatcher):
         cuda_graph=True,
         host_sync=False,
         deterministic=True,
+        exact=True,
         differentiable=True,
         max_ranks=1,
         dispatch_formats=frozenset(ROW_FORMATS),
@@ -94,6 +95,7 @@ class AllGatherDispatcher(Dispatcher):
         to_all=True,
         host_sync=True,
         deterministic=True,
+        exact=True,
         differentiable=True,
         dispatch_formats=frozenset(ROW_FORMATS),
     )
@@ -157,6 +159,7 @@ class TorchAll2AllDispatcher(Dispatcher):
         cuda_graph=False,
         host_sync=True,
         deterministic=True,
+        exact=True,
         differentiable=True,
         dispatch_formats=frozenset(ROW_FORMATS),
     )

@@ -40,15 +40,23 @@ class Exchange:
     """One call of one layer.
 
     x: [T, H] of the layer's dtype. More tokens than fit into the dispatcher's buffers, on any rank, travel in parts
+    rows_per_token: rows of x for each token that the context's bound counts
     """
 
     def __init__(
-        self, context: EPContext, dispatcher: Dispatcher, experts: Experts, x: Tensor, routing: PhysicalRouting
+        self,
+        context: EPContext,
+        dispatcher: Dispatcher,
+        experts: Experts,
+        x: Tensor,
+        routing: PhysicalRouting,
+        rows_per_token: int = 1,
     ) -> None:
         self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
         self.to_peers = experts.capabilities.peer_out
-        self.bound = context._call_limit
+        limit = context._call_limit
+        self.bound = None if limit is None else limit * rows_per_token
         most = dispatcher.dispatch_shape.max_tokens
         self.in_parts = most is not None and self.bound is not None and self.bound > most
         self.kernel = experts

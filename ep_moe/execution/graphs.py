@@ -233,7 +233,7 @@ class CallGraphs:
     def note(self, layer: Layer, routing: Routing | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
         bound, device = self._context._current_limit, self._context.device
-        if torch.compiler.is_compiling() or not self._automatic:
+        if torch.compiler.is_compiling() or not self._automatic or layer.exact:  # which adds steps to its transport's
             return
         if bound is None and (bound := layer._dispatcher().newest_bound) is None:
             return

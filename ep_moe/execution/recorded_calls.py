@@ -40,6 +40,7 @@ class Layer(Protocol):
     """What graphs use of a MoELayer."""
 
     name: str
+    exact: bool
     config: MoEConfig
     context: EPContext
     placement: Placement

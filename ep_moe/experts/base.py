@@ -41,6 +41,7 @@ class KernelCapabilities:
         cuda_graph: A CUDA graph can hold a call.
         host_sync: A call waits for the device.
         deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
+        exact: With `ExpertsOptions.exact` it keeps the promise made there.
         differentiable: A call has a backward.
         schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
         spare_sms: It heeds `ExpertsOptions.spare_sms`.
@@ -60,6 +61,7 @@ class KernelCapabilities:
     cuda_graph: bool = False
     host_sync: bool = True
     deterministic: bool = False
+    exact: bool = False
     differentiable: bool = False
     schemes: frozenset[str] = frozenset({PLAIN.name})
     spare_sms: bool = False
@@ -97,6 +99,8 @@ class KernelCapabilities:
             return f"quantization {scheme.name} is not among {', '.join(sorted(self.schemes))}"
         if options is not None and options.deterministic and not self.deterministic:
             return "it is not deterministic"
+        if options is not None and options.exact and (problem := self._inexact(etp)) is not None:
+            return problem
         if options is not None and options.spare_sms and not self.spare_sms:
             return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
         if options is not None and options.recompute and not self.differentiable:
@@ -110,6 +114,13 @@ class KernelCapabilities:
             return "it has no expert biases (expert_bias=True)"
         if etp > 1 and not self.etp:
             return f"it cannot cut experts over ranks (etp={etp})"
+        return None
+
+    def _inexact(self, etp: int) -> str | None:
+        if not self.exact:
+            return "it does not promise that a row's bits are the same among any other rows (exact=True)"
+        if etp > 1:
+            return f"etp={etp} cuts a row's sum over ranks, which exact=True forbids; use etp=1"
         return None
 
 
@@ -172,6 +183,8 @@ class ExpertsOptions:
             (`MoELayer(pipeline=)`).
         recompute: In training, keep a call's received rows alone, and compute the experts' inner rows again in
             backward. Rows are neither routed nor dispatched again, as `torch.utils.checkpoint` of the layer would.
+        exact: A token's output bits depend on the token, the weights and the scheme alone: not on the batch, the ranks,
+            the expert map, the transport, or how the layer is called (docs/how-to/exactness.md).
 
     Raises:
         ConfigError: a number is out of range.
@@ -181,10 +194,11 @@ class ExpertsOptions:
     chunk_rows: int = 16384
     spare_sms: int = 0
     recompute: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         set_counts(self, spare_sms=0, chunk_rows=1)
-        set_flags(self, "deterministic", "recompute")
+        set_flags(self, "deterministic", "recompute", "exact")
 
 
 class Experts(ABC):

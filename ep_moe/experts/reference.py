@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from ep_moe.experts.base import Experts, ExpertsCapabilities
-from ep_moe.experts.layouts import group_rows, reduce_rows
-from ep_moe.experts.shared_experts import activate
+from ep_moe.experts.layouts import GroupedRows, group_rows, reduce_rows
+from ep_moe.experts.shared_experts import activate, activate_exact
 from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime import batch_invariant
 from ep_moe.types import Activation, Received, RowLayout, Weighting
 
 
@@ -79,6 +80,7 @@ class ReferenceExperts(Experts):
         host_sync=True,
         deterministic=True,
         differentiable=True,
+        exact=True,
     )
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
@@ -91,6 +93,8 @@ class ReferenceExperts(Experts):
         if not torch.compiler.is_compiling() and not len(grouped.expert):
             return reduce_rows(grouped.x, grouped)
         w13_bias, w2_bias = weights.stored("w13_bias"), weights.stored("w2_bias")
+        if self.options.exact:
+            return reduce_rows(self._exact(grouped, w13_bias, w2_bias), grouped)
         h = _linear(grouped.x, weights.dense("w13"), grouped.ends)
         if w13_bias is not None:
             h = h + w13_bias[grouped.expert]
@@ -98,6 +102,13 @@ class ReferenceExperts(Experts):
         if w2_bias is not None and weights.adds_output_bias:
             y = y + w2_bias[grouped.expert]
         return reduce_rows(y, grouped)
+
+    def _exact(self, grouped: GroupedRows, w13_bias: Tensor | None, w2_bias: Tensor | None) -> Tensor:
+        """Each row's result, whose bits depend on that row and its expert alone."""
+        ends = grouped.ends.tolist()
+        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        h = batch_invariant.grouped_linear(grouped.x, self.weights.dense("w13"), w13_bias, counts)
+        return batch_invariant.grouped_linear(activate_exact(h, self.config), self.weights.dense("w2"), w2_bias, counts)
 
 
 def _linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, finfo, nn
 from torch.nn.functional import gelu, relu, silu
 
 from ep_moe.config import MoEConfig
+from ep_moe.runtime import batch_invariant
 from ep_moe.types import Activation
 
 
@@ -45,6 +46,13 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
             return (up + 1) * (gate * (config.activation_alpha * gate).sigmoid())
 
 
+def activate_exact(h: Tensor, config: MoEConfig) -> Tensor:
+    """`activate`, by the same instructions for every row."""
+    if not config.activation.gated:
+        return activate(h, config)  # has no function but relu and a product
+    return batch_invariant.pointwise(lambda gate, up: activate(torch.cat([gate, up]), config), *h.chunk(2, dim=-1))
+
+
 def _softcap(x: Tensor, cap: float) -> Tensor:
     return (x / cap).tanh() * cap
 
@@ -56,13 +64,21 @@ def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 class SharedExperts(nn.Module):
     """gate_proj, up_proj, down_proj as in Hugging Face models, and optionally `shared_gate` [1, H], whose sigmoid
-    scales the output. Replicated on every rank."""
+    scales the output. Replicated on every rank.
+
+    exact: a row's result is the same bits in every batch
+    """
 
     def __init__(
-        self, config: MoEConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        config: MoEConfig,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.exact = config, exact
         hidden, inner = config.hidden_size, config.shared_intermediate_size
 
         def linear(rows: int, columns: int) -> nn.Linear:
@@ -75,8 +91,16 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, H]."""
-        h = self.up_proj(x)
+        h = self._product(self.up_proj, x)
         if self.gate_proj is not None:
-            h = torch.cat([self.gate_proj(x), h], dim=-1)
-        out: Tensor = self.down_proj(activate(h, self.config))
-        return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid()
+            h = torch.cat([self._product(self.gate_proj, x), h], dim=-1)
+        inner = activate_exact(h, self.config) if self.exact else activate(h, self.config)
+        out = self._product(self.down_proj, inner)
+        if self.shared_gate is None:
+            return out
+        gate = self._product(self.shared_gate, x)
+        return out * (batch_invariant.pointwise(torch.sigmoid, gate) if self.exact else gate.sigmoid())
+
+    def _product(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        out: Tensor = batch_invariant.linear(x, linear.weight, linear.bias) if self.exact else linear(x)
+        return out

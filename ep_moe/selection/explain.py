@@ -381,6 +381,10 @@ def _refusal(
         return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
     if options.deterministic and not can.deterministic:
         return f"{transport} is not deterministic"
+    if options.exact and not can.exact:
+        return f"{transport} does not promise that single rows travel in order and unchanged (exact=True)"
+    if options.exact and wire.combine != "plain":
+        return f"rows that come back in {wire.combine} are rounded where they travel, which exact=True forbids"
     return registry.asked(
         "experts",
         kernel,

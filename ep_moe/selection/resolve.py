@@ -173,6 +173,12 @@ def _wrong_kind(config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | 
     for field, given in (("router", asked.router), ("shared_experts", asked.shared)):
         if given is not None and not callable(given):
             return ConfigError(f"{field} must be a module, or None for the layer's own, got {shown(given)}")
+        if given is not None and asked.options.exact and not getattr(given, "exact", False):
+            return ConfigError(
+                f"{field}={type(given).__name__} does not say that a row's result is the same bits in every batch, "
+                f"which ExpertsOptions.exact promises; leave {field} to the layer, or set an attribute exact=True on a "
+                f"module that keeps this (ep_moe.runtime.batch_invariant has the operations)"
+            )
     return None
 
 

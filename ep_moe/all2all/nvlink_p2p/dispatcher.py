@@ -65,6 +65,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         cuda_graph=True,
         host_sync=False,
         deterministic=True,
+        exact=True,
         differentiable=False,
         adjoint=True,
         max_ranks=8,

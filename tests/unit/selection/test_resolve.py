@@ -33,6 +33,7 @@ def compared(config=None, **asked):
         ({"dtype": torch.bfloat16}, {"dtype"}),
         ({"options": ExpertsOptions(chunk_rows=8)}, {"ExpertsOptions.chunk_rows"}),
         ({"options": ExpertsOptions(deterministic=True)}, {"ExpertsOptions.deterministic"}),
+        ({"options": ExpertsOptions(exact=True)}, {"ExpertsOptions.exact"}),
         ({"wire": Wire(dispatch="fp8_row"), "all2all": "local"}, {"Wire.dispatch"}),
         ({"quantization": "fp8_dynamic"}, {"quantization"}),
     ],

@@ -190,6 +190,21 @@ def test_a_transport_whose_bits_vary_is_refused_where_equal_ones_are_asked_for(p
     assert choose(config(), layout(1), CPU, torch.float32, all2all="local", options=wanted).all2all == "local"
 
 
+def test_what_does_not_keep_an_exact_layers_promise_is_refused_with_the_reason(plugins):
+    plugins(
+        dispatchers={"hasty": "tests.fixtures.plugins:Hasty"}, experts={"inexact": "tests.fixtures.plugins:Inexact"}
+    )
+    wanted = ExpertsOptions(exact=True)
+    assert refusal("local", "inexact", options=wanted) == (
+        "it does not promise that a row's bits are the same among any other rows (exact=True)"
+    )
+    assert "single rows travel in order and unchanged (exact=True)" in refusal("hasty", "reference", options=wanted)
+    assert "etp=2 cuts a row's sum" in refusal("torch_a2a", "reference", options=wanted, layout=layout(2, 2))
+    rows = explain(config(), layout(2), CPU, torch.float32, options=wanted)
+    able = {(row.all2all, row.experts) for row in rows if row.status != "refused"}
+    assert able == {("torch_a2a", "reference"), ("allgather", "reference")}
+
+
 def test_named_transport_that_cannot_run_names_the_reason_and_those_that_can():
     with pytest.raises(BackendUnavailable) as error:
         choose(config(2), layout(4), CPU, torch.float32, all2all="local")

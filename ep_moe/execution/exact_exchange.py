@@ -1,0 +1,145 @@
+"""An exchange whose sums do not depend on which ranks hold which experts (`ExpertsOptions.exact`).
+
+A transport sums a token's results on each rank before they return, and over ranks after. So an exact call sends each of
+a token's K routes as a row of its own, with one expert and a weight of 1. Such a row is on one rank, and nothing is
+added to what it computes. The token's own rank multiplies the K rows by the weights and adds them in the order of its
+routes, in float32. Gradients of a token's K rows are added likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ep_moe.all2all.base import Dispatcher, too_many_tokens
+from ep_moe.context import EPContext
+from ep_moe.execution.exchange import Exchange
+from ep_moe.experts.base import Experts
+from ep_moe.runtime.batch_invariant import sum_columns
+from ep_moe.types import PhysicalIds, PhysicalRouting
+
+
+class ExactExchange:
+    """As `Exchange`, with a dispatcher for K times the tokens and one route each.
+
+    x: [T, H] of the layer's dtype
+    """
+
+    def __init__(
+        self, context: EPContext, dispatcher: Dispatcher, experts: Experts, x: Tensor, routing: PhysicalRouting
+    ) -> None:
+        placed = routing.materialize()
+        ids, top_k = placed.ids, placed.ids.shape[1]
+        self._weights = placed.weights.masked_fill(ids < 0, 0.0)
+        routes = PhysicalRouting(PhysicalIds(ids.reshape(-1, 1)), torch.ones_like(self._weights).view(-1, 1))
+        self._problem = too_many_tokens(x, context._call_limit)
+        self._exchange = Exchange(context, dispatcher, experts, repeated(x, top_k), routes, rows_per_token=top_k)
+
+    def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
+        """As `Exchange.run`."""
+        if self._problem is not None:
+            self.refuse(self._problem)
+        rows, found = self._exchange.run(work)
+        return combined(rows, self._weights), found
+
+    def refuse(self, problem: str) -> NoReturn:
+        """As `Exchange.refuse`."""
+        self._exchange.refuse(problem)
+
+
+def repeated(x: Tensor, top_k: int) -> Tensor:
+    """Repeat each row for each of its routes.
+
+    Args:
+        x: [T, H].
+        top_k: K.
+
+    Returns:
+        [T * K, H].
+    """
+    out: Tensor = _Repeated.apply(x, top_k)
+    return out
+
+
+def combined(rows: Tensor, weights: Tensor) -> Tensor:
+    """Multiply rows by their weights and add those of a token in order, in float32.
+
+    Args:
+        rows: [T * K, H], a token's one after the other.
+        weights: float32 [T, K].
+
+    Returns:
+        [T, H] of the rows' dtype.
+    """
+    out: Tensor = _Combined.apply(rows, weights)
+    return out
+
+
+def three_ways(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give rows to the router, the experts and the shared experts, whose gradients are added in this order. Autograd
+    would add them in an order that follows from how the layout cuts the rows.
+
+    Args:
+        x: [T, H].
+
+    Returns:
+        The same rows, three times.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = _ThreeWays.apply(x)
+    return found
+
+
+class _ThreeWays(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.view_as(x), x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = torch.zeros_like(grads[0], dtype=torch.float32)
+        for grad in grads:
+            total += grad
+        return total.to(grads[0].dtype)
+
+
+class _Repeated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, top_k: int) -> Tensor:
+        ctx.top_k = top_k
+        return x.repeat_interleave(top_k, 0)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _in_order(grad, ctx.top_k, None), None
+
+
+class _Combined(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return _in_order(rows, weights.shape[1], weights)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        wide = grad.float().unsqueeze(1)
+        to_rows = (wide * weights.unsqueeze(2)).to(rows.dtype).view_as(rows)
+        return to_rows, sum_columns(wide * rows.view(*weights.shape, rows.shape[1]).float())
+
+
+def _in_order(rows: Tensor, top_k: int, weights: Tensor | None) -> Tensor:
+    """Sum the K rows of each token. A sum begins with 0.0, so that a zero has one sign whatever its row's was."""
+    by_route = rows.view(-1, top_k, rows.shape[1])
+    total = rows.new_zeros(len(by_route), rows.shape[1], dtype=torch.float32)
+    for route in range(top_k):
+        one = by_route[:, route].float()
+        total += one if weights is None else one * weights[:, route : route + 1]
+    return total.to(rows.dtype)

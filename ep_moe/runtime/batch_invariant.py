@@ -1,0 +1,254 @@
+"""Row operations whose bits depend on the row alone: not on how many rows there are, where a row stands among them, or
+how many threads compute.
+
+- **Products** multiply tiles of `ROWS` rows, the last one filled up with zeros. Each tile is the same call: of one
+  shape, one alignment and, on a CPU, one thread, since MKL chooses its kernel by the number of rows and splits sums by
+  the number of threads.
+- **Functions of elements** run on blocks of `BLOCK` elements on a CPU, where torch's kernels compute the last elements
+  of a tensor, and of each thread's part, by other instructions than the rest.
+- **Sums over columns** add halves to each other. Sums over rows, which are weights' gradients, add tiles in order.
+- **Top-k** has no ties: of equal scores the lower column comes first.
+
+That a row's place within a tile does not matter is measured, not promised by BLAS
+(`tests/unit/runtime/test_batch_invariant.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+ROWS = 32  # of a tile: fewer waste a CPU's throughput, more waste work on single rows
+BLOCK = 4096  # elements: whole vectors of every CPU, and too few for torch to give parts to threads
+_ALIGNMENT = 64  # bytes: what torch gives new memory on a CPU at least
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a matrix, as `torch.nn.functional.linear`.
+
+    Args:
+        x: [M, in].
+        weight: [out, in].
+        bias: [out]. Default: none.
+
+    Returns:
+        [M, out].
+    """
+    return grouped_linear(x, weight.unsqueeze(0), None if bias is None else bias.unsqueeze(0), [len(x)])
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """Multiply each group of rows by a matrix of its own.
+
+    The gradient of a matrix is the sum over its rows in their order, in tiles, in float32.
+
+    Args:
+        x: [M, in], sorted by group.
+        weight: [L, out, in].
+        bias: [L, out]. Default: none.
+        counts: Rows of each of the L groups, M in all.
+
+    Returns:
+        [M, out].
+    """
+    out: Tensor = _GroupedLinear.apply(x, weight, bias, tuple(counts))
+    return out
+
+
+def pointwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute a function of elements.
+
+    Args:
+        function: Of one-dimensional tensors of one size, to one of that size; each element by itself. Differentiable.
+        *tensors: Of one shape.
+
+    Returns:
+        A tensor of that shape.
+    """
+    out: Tensor = _Pointwise.apply(function, *tensors)
+    return out
+
+
+def sum_columns(x: Tensor) -> Tensor:
+    """Sum over the last dimension: halves are added to each other until one column is left.
+
+    Args:
+        x: [..., N].
+
+    Returns:
+        [...].
+    """
+    width = x.shape[-1]
+    size = 1 << max(width - 1, 0).bit_length()
+    if size != width:
+        x = torch.nn.functional.pad(x, (0, size - width))
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x[..., 0]
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Compute the softmax over the last dimension, in float32.
+
+    Args:
+        x: [..., N], floating point.
+
+    Returns:
+        float32 [..., N].
+    """
+    x = x.float()
+    powers = pointwise(torch.exp, x - x.detach().amax(-1, keepdim=True))
+    return powers / sum_columns(powers).unsqueeze(-1)
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Find the k best columns of each row, the best first; of equal ones the lower first.
+
+    Args:
+        scores: [..., N] of at most 32 bits; a NaN is better than all.
+        k: At most N.
+
+    Returns:
+        int64 [..., k], columns.
+    """
+    width = scores.shape[-1]
+    found = scores.detach().float() + 0.0  # -0.0 and 0.0 are equal
+    bits = found.masked_fill(found.isnan(), torch.nan).contiguous().view(torch.int32).long()
+    ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits)  # as the scores, and no two keys are equal
+    places = 1 << max(width - 1, 0).bit_length()
+    column = torch.arange(width, device=scores.device)
+    best: Tensor = (ordered * places + (places - 1 - column)).topk(k).values
+    return places - 1 - (best & (places - 1))
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU the number of threads decides how MKL cuts a sum."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+        assert sum(counts) == len(x), "counts are of all rows"
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        out = x.new_empty(len(x), weight.shape[1])
+        tile = _Tile(x)
+        with _one_thread(x.device):
+            for group, parts in _tiles(counts):
+                columns = _aligned(weight[group]).t()
+                for part in parts:
+                    rows = (tile.of(x, part) @ columns)[: part.stop - part.start]
+                    out[part] = rows if bias is None else rows + bias[group]
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dx = torch.empty_like(x) if to_x else None
+        dw = weight.new_zeros(weight.shape) if to_weight else None
+        db = weight.new_zeros(weight.shape[:2]) if to_bias else None
+        rows, grads = _Tile(x), _Tile(grad)
+        with _one_thread(x.device):
+            for group, parts in _tiles(ctx.counts):
+                matrix = _aligned(weight[group]) if dx is not None else None
+                of_matrix = None if dw is None else weight.new_zeros(weight.shape[1:], dtype=wide)
+                of_bias = None if db is None else weight.new_zeros(weight.shape[1], dtype=wide)
+                for part in parts:
+                    one = grads.of(grad, part)
+                    if dx is not None and matrix is not None:
+                        dx[part] = (one @ matrix)[: part.stop - part.start]
+                    if of_matrix is not None:
+                        of_matrix += one.to(wide).t() @ rows.of(x, part).to(wide)
+                    if of_bias is not None:
+                        of_bias += sum_columns(one.to(wide).t())
+                if dw is not None and of_matrix is not None:
+                    dw[group] = of_matrix
+                if db is not None and of_bias is not None:
+                    db[group] = of_bias
+        return dx, dw, db, None
+
+
+class _Tile:
+    """Memory for `ROWS` rows like those of x."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._rows = x.new_zeros(ROWS, x.shape[1])
+
+    def of(self, x: Tensor, part: slice) -> Tensor:
+        """These rows of x, and zeros behind them."""
+        count = part.stop - part.start
+        self._rows[:count] = x[part]
+        if count < ROWS:
+            self._rows[count:] = 0
+        return self._rows
+
+
+def _tiles(counts: Sequence[int]) -> Iterator[tuple[int, list[slice]]]:
+    """Groups with rows, and their parts of at most `ROWS` rows."""
+    start = 0
+    for group, count in enumerate(counts):
+        end = start + count
+        if count:
+            yield group, [slice(at, min(at + ROWS, end)) for at in range(start, end, ROWS)]
+        start = end
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """The same numbers, contiguous and aligned as new memory is: libraries may choose kernels by alignment."""
+    matrix = matrix.contiguous()
+    return matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
+
+
+class _Pointwise(Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        return _in_blocks(lambda *parts: (function(*parts),), tensors)[0]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def gradients(given: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+            leaves = [part.detach().requires_grad_() for part in parts]
+            with torch.enable_grad():
+                out = ctx.function(*leaves)
+            return torch.autograd.grad(out, leaves, given)
+
+        return (None, *_in_blocks(gradients, (grad, *ctx.saved_tensors)))
+
+
+def _in_blocks(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Results of the tensors' shape. A GPU computes each element by the same instructions: one block there."""
+    shape, count = tensors[0].shape, tensors[0].numel()
+    if tensors[0].device.type != "cpu":
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        return [out.view(shape) for out in function(*flat)]
+    size = max(-(-count // BLOCK), 1) * BLOCK
+    padded = []
+    for tensor in tensors:
+        whole = tensor.new_zeros(size)
+        whole[:count] = tensor.reshape(-1)
+        padded.append(whole.split(BLOCK))
+    parts = [function(*part) for part in zip(*padded, strict=True)]
+    return [torch.cat(found)[:count].view(shape) for found in zip(*parts, strict=True)]
