@@ -19,7 +19,7 @@ from ep_moe.experts.base import Experts, ExpertsCapabilities, StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.hopper.scaling import BLOCK, SCALINGS
-from ep_moe.experts.layouts import expected_pairs
+from ep_moe.experts.layouts import expected_pairs, localized
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
@@ -158,6 +158,7 @@ class HopperExperts(Experts):
             expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1]),
             self.routes,
             self.options.spare_sms,
+            self.options.exact,
             *home_of(peers),
             launch=launch,
         )
@@ -221,11 +222,24 @@ class Bf16TritonExperts(HopperExperts):
     run_on = "1, 2 and 4 H200"
     scaling = "none"
     own_backward = True
-    capabilities = dataclasses.replace(_HOPPER, differentiable=True)
+    capabilities = dataclasses.replace(_HOPPER, differentiable=True, exact=True)
 
     @classmethod
     def available(cls) -> str | None:
         return super().available() or nvrtc.missing()
+
+    def compute(self, received: Received, out: Tensor | None) -> Tensor:
+        if not self.options.exact:
+            return super().compute(received, out)
+        # the way that is trained, which rounds the first product's results before the activation
+        y, _ = self.compute_saving(localized(received, self.weights.num_slots))
+        return y if out is None else out.copy_(y)
+
+    def compute_to_peers(self, received: Received, out: PeerRows) -> None:
+        if self.options.exact:
+            out.write(self.compute(received, None))
+        else:
+            super().compute_to_peers(received, out)
 
     def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
         from ep_moe.experts.hopper import gradients
@@ -276,7 +290,7 @@ class Fp8TensorTritonExperts(HopperExperts):
     run_on = "1, 2 and 4 H200"
     scaling = "matrix"
     capabilities = dataclasses.replace(
-        _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"})
+        _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"}), exact=True
     )
 
     @classmethod
@@ -295,6 +309,7 @@ class Fp8ChannelTritonExperts(HopperExperts):
         _HOPPER,
         schemes=frozenset({"fp8_channel"}),
         biases=True,
+        exact=True,
         row_formats=frozenset({"plain", "fp8_row"}),
     )
 

@@ -77,6 +77,7 @@ def hopper_moe(
     expected: float,
     chunk: int,
     spare_sms: int,
+    exact: bool,
     peers: Tensor | None,
     offset: int,
     bound: int,
@@ -94,6 +95,8 @@ def hopper_moe(
 
     expected: routes per row that tiles are chosen for; chunk: routes of one pass
     spare_sms: multiprocessors that the large products leave free
+    exact: go the way of many rows whatever their number; with ids only. `gemm_grouped` sums a row in blocks of 128
+        bytes, in order, in tiles of any width
     ids_ready, sequence: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None; with ids only
     """
@@ -114,21 +117,21 @@ def hopper_moe(
     coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
         found = (ids[part], None if weights is None else weights[part], base)
-        _pass(step, scaling, workspace, rows.part(part), found, coming, out if to else out[part], to, expected)
+        _pass(step, scaling, workspace, rows.part(part), found, coming, out if to else out[part], to, expected, exact)
         coming = None  # what comes later is here by then
 
 
 def _pass(
     step: Scaling, scaling: str, workspace: Tensor, rows: Rows, found: tuple[Tensor, Tensor | None, int],
-    coming: IdsReady | None, out: Tensor, home: Home | None, expected: float,
+    coming: IdsReady | None, out: Tensor, home: Home | None, expected: float, exact: bool,
 ) -> None:  # fmt: skip
     """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
     p, (count, top_k) = step.products, found[0].shape
     launch, (slots, hidden, inner) = p.launch, step.sizes
     total = count * expected
     each = total / slots
-    cut = step.skinny(count * top_k, each)
-    ring = step.ring(each) if cut is None else None
+    cut = None if exact else step.skinny(count * top_k, each)
+    ring = step.ring(each) if cut is None and not exact else None
     own = carve(
         workspace, shapes(scaling, count * top_k, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype)
     )
