@@ -29,14 +29,16 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.bench import floors, libraries
 from ep_moe.bench.floors import Rates
-from ep_moe.bench.harness import Where, check_measured, eager, one_sentence, parse, replayed, write
-from ep_moe.config import MoEConfig, load_model_config
+from ep_moe.bench.harness import Where, add_models, check_measured, eager, one_sentence, parse, replayed, show, write
+from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, round_rows
 from ep_moe.experts.flashinfer.cutlass_op import tactic_for
+from ep_moe.integrations.model_name import config_named
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
+from ep_moe.runtime.progress import Progress
 from ep_moe.runtime.workspace import Workspaces, carve
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -256,8 +258,14 @@ def peer_lines(
 
 
 def run(
-    models: Sequence[str], schemes: Sequence[str], rows: tuple[int, ...] = ROWS, *, peers: bool = True
+    models: Sequence[str],
+    schemes: Sequence[str],
+    rows: tuple[int, ...] = ROWS,
+    *,
+    peers: bool = True,
+    bar: Progress | None = None,
 ) -> list[Line]:
+    """bar: counts the kernels"""
     device = torch.device("cuda", torch.cuda.current_device())
     console = Console(width=160)
     rates = measure_rates(device)
@@ -267,8 +275,10 @@ def run(
     )
     lines: list[Line] = []
     for model in models:
-        config = load_model_config(model).moe
+        config = config_named(model)
         for kernel, scheme in VARIANTS:
+            if bar is not None:
+                bar.update()
             if scheme not in schemes:
                 continue
             if (why := registry.unsupported_reason("experts", kernel)) is not None:
@@ -294,7 +304,7 @@ def run(
         for scheme in [scheme for scheme in ("none", "fp8_block") if peers and scheme in schemes]:
             lines += peer_lines(model, config, scheme, rows, rates, device, partial(console.print, markup=False))
             torch.cuda.empty_cache()
-        console.print(table([line for line in lines if line.model == model], model))
+        show(console, table([line for line in lines if line.model == model], model))
     return lines
 
 
@@ -332,12 +342,14 @@ def table(lines: list[Line], title: str) -> Table:
 @one_sentence
 def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    add_models(parser, MODELS)
     parser.add_argument("--schemes", nargs="+", choices=list(floors.WEIGHTS), default=list(floors.WEIGHTS))
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--csv", type=Path)
     asked = parse(parser, Where.GPU)
-    lines = run(asked.models, asked.schemes, peers=not asked.no_peers)
+    kernels = len(asked.models) * len(VARIANTS)
+    with Progress(kernels, "measuring", "kernel", shown=not asked.quiet) as bar:
+        lines = run(asked.models, asked.schemes, peers=not asked.no_peers, bar=bar)
     check_measured(lines)
     if asked.csv is not None:
         write(lines, asked.csv)

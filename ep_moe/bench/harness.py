@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -26,9 +26,12 @@ import torch
 from rich.console import Console
 
 from ep_moe.checks import check_picture, check_target
-from ep_moe.config import load_model_config
 from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.integrations.model_name import FORMS, config_named
 from ep_moe.parallel.groups import TorchrunEnv, local_device
+from ep_moe.runtime.progress import Progress, beside_bars
+
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 class Where(enum.Enum):
@@ -78,10 +81,40 @@ def check_dealt(experts: int) -> None:
 def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
     """The arguments. Raises ConfigError, on all ranks alike, where they or this machine will not do."""
     parser.add_argument("--json", action="store_true", help="print the lines as one JSON object on stdout, alone there")
-    asked = parser.parse_args()
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    asked = parser.parse_intermixed_args()
+    if hasattr(asked, "models"):
+        given = [asked.given] if isinstance(asked.given, str) else asked.given
+        asked.models = given or asked.models or asked.default
     _check_arguments(asked)
     _check_machine(where)
     return asked
+
+
+def add_models(parser: argparse.ArgumentParser, default: Sequence[str], *, several: bool = True) -> None:
+    """Let a benchmark take models as its first arguments: `parse` gives them as `models`."""
+    about = f"{FORMS}; default {' '.join(default)}"
+    parser.add_argument("given", nargs="*" if several else "?", metavar="MODEL", help=about)
+    # as it was named before
+    parser.add_argument("--models" if several else "--model", dest="models", nargs="+", help=argparse.SUPPRESS)
+    parser.set_defaults(default=list(default))
+
+
+ItemT = TypeVar("ItemT")
+
+
+def tracked(items: Sequence[ItemT], what: str, asked: argparse.Namespace) -> Iterator[ItemT]:
+    """The items, and on the first rank how many of them are done. what: one of them"""
+    with Progress(len(items), "measuring", what, shown=_is_first() and not asked.quiet) as bar:
+        for item in items:
+            yield item
+            bar.update()
+
+
+def show(console: Console, *tables: Any) -> None:
+    """Print while a bar may be drawn."""
+    with beside_bars():
+        console.print(*tables)
 
 
 def own_device() -> torch.device:
@@ -108,7 +141,9 @@ def one_sentence(main: Callable[[], Any]) -> Callable[[], None]:
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 found = main()
         except EPMoEError as error:
-            _end(error)
+            _end(f"error: {error}", 2)
+        except KeyboardInterrupt:
+            _end("interrupted", INTERRUPTED)
         if as_json and _is_first():
             spec = sys.modules[main.__module__].__spec__  # of -m too, where the module is __main__
             name = (main.__module__ if spec is None else spec.name).rpartition(".")[2]
@@ -144,17 +179,17 @@ def _is_first() -> bool:
     return not TorchrunEnv.present() or TorchrunEnv.read().rank == 0
 
 
-def _end(error: EPMoEError) -> NoReturn:
+def _end(text: str, code: int) -> NoReturn:
     if _is_first():
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", highlight=False, markup=False)
-    raise SystemExit(2)
+        Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
+    raise SystemExit(code)
 
 
 def _check_arguments(asked: argparse.Namespace) -> None:
     check_target("--csv", getattr(asked, "csv", None))
     check_picture("--plot", getattr(asked, "plot", None))
-    for model in getattr(asked, "models", None) or [getattr(asked, "model", "demo")]:
-        load_model_config(model)
+    for model in getattr(asked, "models", ()):
+        config_named(model)
 
 
 def _check_machine(where: Where) -> None:

@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
+    add_models,
     captured,
     check_dealt,
     check_measured,
@@ -50,16 +52,19 @@ from ep_moe.bench.harness import (
     own_device,
     parse,
     positive,
+    show,
+    tracked,
     write,
 )
 from ep_moe.bench.layer_report import Line, plot, stage_table, table
 from ep_moe.bench.overlap import Variant, batch
 from ep_moe.bench.peers import Entry, Peers, Source
-from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
+from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.execution.recorded_calls import CopiedInputs
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.model_name import config_named
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import local_device
 from ep_moe.parallel.rank_group import all_gather_single, barrier
@@ -343,7 +348,7 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
 @on_device_of(own_device)
 def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    add_models(parser, MODELS)
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
     kernels = sorted({variant[0] for variant in VARIANTS})
     parser.add_argument("--experts", nargs="+", choices=kernels, default=kernels)
@@ -353,7 +358,7 @@ def main() -> list[Line]:
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.RANKS)
     for model in asked.models:
-        check_dealt(load_model_config(model).moe.num_experts)
+        check_dealt(config_named(model).num_experts)
     if missing := sorted({*asked.memory} - {*asked.tokens}):
         raise ConfigError(f"--memory {missing[0]} is not among --tokens {asked.tokens}; add it there")
     machine, lines, console = machine_of(), list[Line](), Console(width=150)
@@ -366,20 +371,19 @@ def main() -> list[Line]:
             f"bf16 {machine.rates.bf16 / 1e12:.0f}, fp8 {machine.rates.fp8 / 1e12:.0f} TFLOP/s, "
             f"peer to peer {machine.p2p / 1e9:.0f} GB/s"
         )
-    for model in asked.models:
-        config = dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
-        for tokens in asked.tokens:
-            with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
-                found = measure(context, model, config, variants, machine, peers=not asked.no_peers)
+    for model, tokens in tracked(list(product(asked.models, asked.tokens)), "call", asked):
+        config = dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
+        with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
+            found = measure(context, model, config, variants, machine, peers=not asked.no_peers)
+        swept()
+        if tokens in asked.memory:
+            weighed(config, tokens, variants, found)
             swept()
-            if tokens in asked.memory:
-                weighed(config, tokens, variants, found)
-                swept()
-            lines += found
-            if first and found:
-                console.print(table(found), stage_table(found))
-                if asked.csv is not None:  # so far: a run that ends early has left something
-                    write(lines, asked.csv)
+        lines += found
+        if first and found:
+            show(console, table(found), stage_table(found))
+            if asked.csv is not None:  # so far: a run that ends early has left something
+                write(lines, asked.csv)
     check_measured(lines)
     if first and asked.plot is not None:
         plot(lines, asked.plot)

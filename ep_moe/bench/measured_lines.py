@@ -11,7 +11,8 @@ from importlib import resources
 
 from ep_moe.bench.floors import KINDS, Floor, Kind, busiest_floor, kind_of
 from ep_moe.bench.wire_rows import deduplicated
-from ep_moe.config import ONE_SCALE, MoEConfig, Wire, load_model_config
+from ep_moe.config import ONE_SCALE, MoEConfig, Wire
+from ep_moe.integrations.model_name import config_named
 from ep_moe.runtime.gpus import GPU, GPUS
 
 FOLDER = "docs/reference/benchmarks"
@@ -125,7 +126,7 @@ def _line(file: str, gpu: GPU, line: dict[str, str]) -> Line:
         line["scheme"],
         line["rows"],
     )
-    config = load_model_config(model).moe
+    config = config_named(model)
 
     def least(kind: Kind) -> Floor:
         return busiest_floor(config, kind, ranks, tokens, per_host=ranks, way=deduplicated)

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ep_moe import registry
 from ep_moe.bench.all2all import slowest
 from ep_moe.bench.harness import (
     Where,
+    add_models,
     check_dealt,
     check_measured,
     one_sentence,
@@ -40,11 +42,14 @@ from ep_moe.bench.harness import (
     parse,
     positive,
     replayed,
+    show,
+    tracked,
     write,
 )
-from ep_moe.config import MoEConfig, Wire, load_model_config
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations.model_name import config_named
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
@@ -130,7 +135,7 @@ def batch(context: EPContext, config: MoEConfig, tokens: int) -> tuple[Tensor, R
 
 
 def pipelines(model: str, count: int, variant: Variant) -> list[Line]:
-    config = dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
+    config = dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
     cases = [(count, 0), *((count // cut, spare) for cut in CUTS for spare in variant[-1])]
     with EPContext.from_torchrun(max_tokens=count) as context, torch.no_grad():
         layers = [build(context, config, variant, size if size < count else None, spare) for size, spare in cases]
@@ -148,7 +153,7 @@ def pipelines(model: str, count: int, variant: Variant) -> list[Line]:
 
 
 def shared(model: str, count: int) -> Gap | None:
-    config = load_model_config(model).moe
+    config = config_named(model)
     if not config.shared_intermediate_size:
         return None
     bare = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
@@ -224,7 +229,7 @@ def plot(model: str, count: int, variant: Variant, file: Path) -> None:
     """The profile of one call, in one go and in two parts."""
     from matplotlib.figure import Figure
 
-    config = dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
+    config = dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
     figure = Figure(figsize=(12, 4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     with EPContext.from_torchrun(max_tokens=count) as context, torch.no_grad():
@@ -273,7 +278,7 @@ def shared_table(found: list[Gap]) -> Table:
 @on_device_of(own_device)
 def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    add_models(parser, MODELS)
     known = sorted({variant[3] for variant in VARIANTS})
     parser.add_argument("--transports", nargs="+", choices=known, default=known)
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
@@ -281,18 +286,18 @@ def main() -> dict[str, Any]:
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.RANKS)
     for model in asked.models:
-        check_dealt(load_model_config(model).moe.num_experts)
+        check_dealt(config_named(model).num_experts)
     console = Console(width=130)
     named = [variant for variant in VARIANTS if variant[3] in asked.transports]
     variants = [variant for variant in named if registry.unsupported_reason("dispatchers", variant[3]) is None]
     lines, gaps = [], []
+    calls = list(product(asked.models, asked.tokens, variants))
+    for model, count, variant in tracked(calls, "call", asked):
+        found = pipelines(model, count, variant)
+        lines += found
+        if dist.get_rank() == 0:
+            show(console, table(found))
     for model in asked.models:
-        for count in asked.tokens:
-            for variant in variants:
-                found = pipelines(model, count, variant)
-                lines += found
-                if dist.get_rank() == 0:
-                    console.print(table(found))
         gaps += [gap for count in (16, 128, *asked.tokens) if (gap := shared(model, count)) is not None]
     check_measured(lines)
     if asked.plot is not None:

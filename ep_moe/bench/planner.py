@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ep_moe.bench.harness import Where, one_sentence, parse, positive
+from ep_moe.bench.harness import Where, one_sentence, parse, positive, tracked
 from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
 from ep_moe.eplb.planner.packing import Floats
 from ep_moe.errors import ConfigError
@@ -140,7 +140,7 @@ def main() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for name in COLUMNS:
         found.add_column(name, no_wrap=True, justify="left" if name == "case" else "right")
-    for case in CASES + (LARGE if asked.large else ()):
+    for case in tracked(CASES + (LARGE if asked.large else ()), "case", asked):
         for row in compare(case, theirs, asked.repeat if case in CASES else 1):
             found.add_row(*row)
             numbers = {name: float(cell) if cell else None for name, cell in zip(COLUMNS[1:], row[1:], strict=True)}

@@ -29,13 +29,24 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ep_moe.bench.harness import Where, check_dealt, one_sentence, own_device, parse, positive
+from ep_moe.bench.harness import (
+    Where,
+    add_models,
+    check_dealt,
+    one_sentence,
+    own_device,
+    parse,
+    positive,
+    show,
+    tracked,
+)
 from ep_moe.bench.overlap import batch, build, tune
-from ep_moe.config import MoEConfig, load_model_config
+from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.eplb.balancer import ExpertBalancer
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migration.consensus import State
+from ep_moe.integrations.model_name import config_named
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.runtime.devices import on_device_of
@@ -180,7 +191,7 @@ def rotated(placed: ExpertMap) -> ExpertMap:
 @on_device_of(own_device)
 def main() -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-30b-a3b")
+    add_models(parser, ["qwen3-30b-a3b"], several=False)
     parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16, 128, 1024])
     parser.add_argument("--bytes-per-step", nargs="+", type=positive, default=[4 << 20, 8 << 20, 16 << 20])
@@ -188,7 +199,8 @@ def main() -> list[dict[str, Any]]:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--all2all", default="auto")
     asked = parse(parser, Where.RANKS)
-    config: MoEConfig = load_model_config(asked.model).moe
+    (model,) = asked.models
+    config: MoEConfig = config_named(model)
     check_dealt(config.num_experts)
     lines: list[dict[str, Any]] = []
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
@@ -196,7 +208,7 @@ def main() -> list[dict[str, Any]]:
         variant = (asked.experts, asked.quantization, "plain", asked.all2all, (0,))
         layers = [build(context, config, variant) for _ in range(asked.layers)]
         tune(context, asked.tokens)
-        for tokens in asked.tokens:
+        for tokens in tracked(asked.tokens, "number of tokens", asked):
             with context.token_limit(tokens):
                 results = [measure(context, layers, tokens, size) for size in asked.bytes_per_step]
             lines += [
@@ -204,8 +216,8 @@ def main() -> list[dict[str, Any]]:
                 for size, found in zip(asked.bytes_per_step, results, strict=True)
             ]
             if context.layout.rank == 0:
-                title = f"{asked.layers} layers of {asked.model}, every expert moves, {tokens} tokens per rank"
-                Console(width=130).print(shown(title, dict(zip(asked.bytes_per_step, results, strict=True))))
+                title = f"{asked.layers} layers of {model}, every expert moves, {tokens} tokens per rank"
+                show(Console(width=130), shown(title, dict(zip(asked.bytes_per_step, results, strict=True))))
     return lines
 
 

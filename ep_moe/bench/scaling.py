@@ -37,11 +37,12 @@ from ep_moe.bench.floors import (
     two_levels_beside_flat,
     wire_bound_from,
 )
-from ep_moe.bench.harness import Where, natural, not_negative, one_sentence, parse, positive
+from ep_moe.bench.harness import Where, add_models, natural, not_negative, one_sentence, parse, positive
 from ep_moe.bench.wire_rows import Way, deduplicated, filling, gathered, per_route, remote_ranks, row_bytes, two_level
-from ep_moe.config import MoEConfig, Wire, load_model_config
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.eplb.cost import H200
 from ep_moe.errors import ConfigError
+from ep_moe.integrations.model_name import config_named
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -94,7 +95,7 @@ def layer_lines(file: Path, ranks: int) -> list[list[str]]:
         wire = Wire(dispatch="fp8_block" if "fp8" in out else "plain", combine="fp8" if "fp8" in back else "plain")
         kind = dataclasses.replace(KINDS[weights], wire=wire)
         own, us = int(line.get("ranks") or ranks), float(line["us"])
-        least = floor(load_model_config(line["model"]).moe, kind, own, int(line["tokens"]))
+        least = floor(config_named(line["model"]), kind, own, int(line["tokens"]))
         what = line.get("name") or " ".join(line.get(name) or "" for name in ("experts", "all2all"))
         cells = [line["model"], str(own), line["tokens"], what, weights, rows, f"{us:.0f}", str(least)]
         found.append([*cells, f"{us / least.in_turn:.2f}", f"{us / least.overlapped:.2f}"])
@@ -154,7 +155,7 @@ def floors_table(title: str, first: str, lines: Iterable[tuple[str, Sequence[obj
 
 
 def print_model(console: Console, name: str, asked: argparse.Namespace) -> None:
-    config, ranks = load_model_config(name).moe, asked.ranks
+    config, ranks = config_named(name), asked.ranks
     extra = [redundant_of(config, count, asked) for count in ranks]
     heads = [f"R = {count}" + (f" + {more}" if more else "") for count, more in zip(ranks, extra, strict=True)]
     for kind in KINDS.values():
@@ -167,7 +168,7 @@ def print_model(console: Console, name: str, asked: argparse.Namespace) -> None:
 
 def print_hosts(console: Console, name: str, asked: argparse.Namespace) -> None:
     """EP groups of several hosts, flat and in two levels."""
-    config, per_host = load_model_config(name).moe, asked.per_host
+    config, per_host = config_named(name), asked.per_host
     groups = [count for count in asked.ep if count > per_host]
     for kind in KINDS.values() if groups else ():
         found = Table(
@@ -205,7 +206,7 @@ def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespac
     for column in ("model", "rows", "R", "d_r", "dedup KiB", "per route KiB", "AG + RS KiB", "saves ns", *extra):
         found.add_column(column, no_wrap=True, justify="left" if column in ("model", "rows") else "right")
     for name in models:
-        config = load_model_config(name).moe
+        config = config_named(name)
         for kind in KINDS.values():
             for count in ranks:
                 redundant = redundant_of(config, count, asked)
@@ -220,7 +221,7 @@ def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespac
     for column in ("model", "weights, rows", *(f"T = {count}" for count in asked.tokens)):
         bound.add_column(column, no_wrap=True)
     for name in models:
-        config = load_model_config(name).moe
+        config = config_named(name)
         for kind in KINDS.values():
             cells = (wire_bound_from(config, kind, count, asked.per_host) or "never" for count in asked.tokens)
             bound.add_row(name, kind.name, *map(str, cells))
@@ -251,7 +252,7 @@ def lines_of(models: Sequence[str], asked: argparse.Namespace) -> list[dict[str,
     are those that a rank receives in a call."""
     found: list[dict[str, object]] = []
     for name in models:
-        config = load_model_config(name).moe
+        config = config_named(name)
         for kind in KINDS.values():
             for ranks in sorted({*asked.ranks, *asked.ep}):
                 tokens = sorted({*asked.tokens, *(total / ranks for total in asked.totals if ranks in asked.ranks)})
@@ -290,7 +291,7 @@ def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
     figure = Figure(figsize=(5 * len(models) + 2, 8), layout="constrained")
     grid = figure.subplots(len(KINDS), len(models), squeeze=False)
     for column, name in enumerate(models):
-        config = load_model_config(name).moe
+        config = config_named(name)
         for row, kind in enumerate(KINDS.values()):
             axes = grid[row][column]
             for index, tokens in enumerate(asked.tokens):
@@ -312,7 +313,7 @@ def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
 @one_sentence
 def main() -> list[dict[str, object]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    add_models(parser, MODELS)
     parser.add_argument("--ranks", nargs="+", type=positive, default=RANKS)
     parser.add_argument("--ep", nargs="*", type=positive, default=EP, help="EP groups of several hosts")
     parser.add_argument(

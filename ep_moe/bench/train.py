@@ -39,6 +39,7 @@ from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
+    add_models,
     captured,
     check_dealt,
     check_measured,
@@ -47,6 +48,8 @@ from ep_moe.bench.harness import (
     own_device,
     parse,
     positive,
+    show,
+    tracked,
     write,
 )
 from ep_moe.bench.layer import attempt, load_of, swept
@@ -69,9 +72,10 @@ from ep_moe.bench.train_entries import (
     with_experts,
 )
 from ep_moe.bench.train_report import Line, compared, plot, tables
-from ep_moe.config import MoEConfig, load_model_config
+from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.integrations.model_name import config_named
 from ep_moe.parallel.groups import local_device
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.devices import on_device_of
@@ -227,7 +231,7 @@ def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: 
 
 def routed(model: str) -> MoEConfig:
     """Without shared experts."""
-    return dataclasses.replace(load_model_config(model).moe, shared_intermediate_size=0, shared_gate=False)
+    return dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
 
 
 def share(model: str, slots: int) -> MoEConfig:
@@ -256,7 +260,7 @@ def transports() -> list[str]:
 @on_device_of(own_device)
 def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    add_models(parser, MODELS)
     parser.add_argument("--tokens", nargs="*", type=positive, default=TOKENS, help="of each rank; none: no layers")
     parser.add_argument(
         "--rows", nargs="*", type=positive, default=ROWS, help="pairs of a row and an expert; none: no local experts"
@@ -282,7 +286,7 @@ def main() -> list[Line]:
             f"{torch.cuda.get_device_name(local_device())}, torch {torch.__version__}: "
             f"copy {rates.copy / 1e12:.2f} TB/s, bf16 {rates.bf16 / 1e12:.0f} TFLOP/s"
         )
-    for model in asked.models:
+    for model in tracked(asked.models, "model", asked):
         found = with_graphs(model, asked, options, rates) if asked.tokens else []
         if asked.rows:
             with EPContext.from_torchrun() as context:
@@ -290,7 +294,7 @@ def main() -> list[Line]:
             swept()
         lines += compared(found)
         if first and found:
-            console.print(*tables(found))
+            show(console, *tables(found))
             if asked.csv is not None:  # so far: a run that ends early has left something
                 write(lines, asked.csv)
     check_measured(lines)

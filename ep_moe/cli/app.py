@@ -9,7 +9,7 @@ import importlib.util
 import re
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -25,9 +25,9 @@ from ep_moe.cli.cluster import run as run_cluster
 from ep_moe.cli.explain import grouped, in_order
 from ep_moe.cli.fit import FitOptions, print_answer
 from ep_moe.cli.fit import run as run_fit
-from ep_moe.cli.model import DEMO, FORMS, ModelArgument, checkpoint_named, model_named, sizes_named
+from ep_moe.cli.model import ModelArgument, model_named
 from ep_moe.cli.output import DEFAULT_LEVEL, EXIT_CODES, AsJson, LogLevel, Output, Quiet, command, least_level, note
-from ep_moe.cli.reports import print_report, print_tuned
+from ep_moe.cli.reports import print_report, print_tuned, write_files
 from ep_moe.cli.run import RunOptions
 from ep_moe.cli.run import run as run_model
 from ep_moe.cli.tune import TuneOptions
@@ -36,6 +36,7 @@ from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.eplb import LoadTrace
 from ep_moe.eplb import report as plan_report
 from ep_moe.errors import ConfigError
+from ep_moe.integrations.model_name import DEMO, FORMS, checkpoint_named, sizes_named
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.selection.explain import explain_model
 
@@ -124,6 +125,13 @@ def run(
         ),
     ] = "plain",
     tuned: Annotated[Path | None, typer.Option(help="File of ep-moe tune; instead of --all2all, --experts.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="File for torch.profiler's trace of one more forward of rank 0, e.g. out.json.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Heat maps of load by expert and rank, e.g. load.png.")] = None,
+    record_load: Annotated[
+        Path | None, typer.Option(help="File for the load of each forward, for ep-moe plan, e.g. trace.npz.")
+    ] = None,
     deadline: Annotated[float, typer.Option(help="Seconds after which a silent peer is reported lost.")] = 300.0,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -139,13 +147,18 @@ def run(
             model=checkpoint_named(model_named("run", model, DEMO, model=old_model)), revision=revision, text=text,
             dp=dp, tp=tp, ep=ep, etp=etp, all2all=all2all, experts=experts, quantization=quantization, dtype=dtype,
             window=window, batch=batch, text_tokens=text_tokens, reference=reference, redundant=redundant, eplb=eplb,
-            wire=wire, tuned=None if tuned is None else str(tuned), deadline_s=deadline,
-            log_level=least_level(quiet, log_level),
+            wire=wire, tuned=None if tuned is None else str(tuned), trace=None if trace is None else str(trace),
+            plot=None if plot is None else str(plot), record_load=None if record_load is None else str(record_load),
+            quiet=quiet, deadline_s=deadline, log_level=least_level(quiet, log_level),
         )  # fmt: skip
         report = run_model(options)
         if report is not None:
             print_report(out, report)
-            out.result({**asdict(report), "agrees": report.agrees, "balancedness": report.balancedness})
+            written = write_files(options, report)
+            for line in written:
+                out.line(line)
+            found = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "recorded"}
+            out.result({**found, "agrees": report.agrees, "balancedness": report.balancedness})
             if report.exact and not report.agrees:
                 raise typer.Exit(1)
 
@@ -310,7 +323,9 @@ class _NumberLists(TyperCommand):
 @app.command(cls=_NumberLists)
 def plan(
     trace: Annotated[Path, typer.Argument(help="Load trace, an .npz file of LoadTrace.save.")],
-    ranks: Annotated[list[int], typer.Option(help="EP sizes, one or more numbers.")],
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="EP sizes, one or more numbers; default powers of 2 up to E and 64.")
+    ] = None,
     redundant: Annotated[list[int] | None, typer.Option(help="Redundant experts, one or more; default 0.")] = None,
     groups: Annotated[int, typer.Option(help="Expert groups that stay on one node.")] = 1,
     nodes: Annotated[int, typer.Option(help="Nodes that the ranks are spread over.")] = 1,
@@ -336,8 +351,11 @@ def plan(
             bytes_per_weight=bytes_per_weight,
         )  # fmt: skip
         check_picture("--plot", plot)
-        recorded, sizes = LoadTrace.load(trace), None if model is None else sizes_named(model)
-        rows = plan_report.what_if(recorded, ranks, redundant or [0], question, sizes)
+        recorded = LoadTrace.load(trace)
+        named = model or recorded.model
+        sizes = sizes_named(named) if named else None
+        asked = ranks or [2**power for power in range(1, 7) if 2**power <= recorded.num_experts]
+        rows = plan_report.what_if(recorded, asked, redundant or [0], question, sizes)
         out.table(plan_report.TITLE, plan_report.COLUMNS, [row.cells() for row in rows])
         out.line()
         for row in rows:
@@ -379,6 +397,7 @@ def tune(
             wire=wire,
             dtype=dtype,
             cache=None if cache is None else str(cache),
+            quiet=quiet,
             log_level=least_level(quiet, log_level),
         )
         tuned = run_tune(options, out.progress)
@@ -396,26 +415,31 @@ def bench(
     quiet: Quiet = False,
     log_level: LogLevel = DEFAULT_LEVEL,
 ) -> None:
-    """Run a benchmark with the arguments that follow its name, as python -m ep_moe.bench.NAME does."""
+    """List the benchmarks, or run one with the arguments that follow its name, as python -m ep_moe.bench.NAME does."""
     with command(quiet=quiet, log_level=log_level) as out:
-        if name in ("--help", "-h"):  # behind a name it is the benchmark's
+        if name in ("", "--help", "-h"):  # behind a name it is the benchmark's
             for line in _bench_help():
                 out.line(line)
             return
         if name not in _BENCHES:
             hint = did_you_mean(name, _BENCHES)
             raise ConfigError(f"bench NAME must be one of {', '.join(_BENCHES)}, got {name!r}{hint}")
-        sys.argv = [f"ep-moe bench {name}", *context.args]
+        sys.argv = [f"ep-moe bench {name}", *context.args, *(["--quiet"] if quiet else [])]
         importlib.import_module(f"ep_moe.bench.{name}").main()
 
 
 def _bench_help() -> list[str]:
     """The benchmarks with what each says first of itself. Their files are read: an import of all takes seconds."""
-    lines = ["Usage: ep-moe bench NAME [OPTIONS]; ep-moe bench NAME --help lists those of a benchmark.", ""]
+    lines = ["Usage: ep-moe bench NAME [MODEL ...] [OPTIONS]; ep-moe bench NAME --help lists those of a benchmark.", ""]
     for name in _BENCHES:
         spec = importlib.util.find_spec(f"ep_moe.bench.{name}")
         assert spec is not None
         assert spec.origin is not None
         text = ast.get_docstring(ast.parse(Path(spec.origin).read_text("utf-8"))) or ""
         lines.append(f"  {name:9}  {re.split(r'[:.] ', ' '.join(text.split()))[0]}")
-    return [*lines, "", "--json prints the lines of any as one JSON object; --quiet and --log-level are as elsewhere."]
+    return [
+        *lines,
+        "",
+        f"MODEL, of those that measure models: {FORMS}.",
+        "--json prints the lines of any as one JSON object; --quiet and --log-level are as elsewhere.",
+    ]

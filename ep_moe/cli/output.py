@@ -19,6 +19,7 @@ from ep_moe.bench.harness import json_text
 from ep_moe.checks import did_you_mean
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.local_launch import RanksFailed
+from ep_moe.runtime.progress import beside_bars
 
 EXIT_CODES = {
     0: "ok",
@@ -69,7 +70,8 @@ class Output:
             text: As it is.
         """
         if not self._silent and not self._quiet:
-            Console(soft_wrap=True, stderr=self.as_json).print(text, highlight=False, markup=False)
+            with beside_bars():
+                Console(soft_wrap=True, stderr=self.as_json).print(text, highlight=False, markup=False)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table for a reader, under an empty line.

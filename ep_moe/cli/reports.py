@@ -1,10 +1,13 @@
-"""Reports of `ep-moe run` and `ep-moe tune` for a reader."""
+"""Reports of `ep-moe run` and `ep-moe tune` for a reader, and the files of a run."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ep_moe.cli.output import Output
-from ep_moe.cli.run import DIGITS, RunReport
+from ep_moe.cli.run import DIGITS, RunOptions, RunReport
 from ep_moe.cli.run_eplb import Rebalanced
+from ep_moe.errors import ConfigError
 from ep_moe.selection.tuned import Tuned
 
 _WIDE = 8  # layers that fit side by side
@@ -67,6 +70,56 @@ def _print_loads(out: Output, report: RunReport) -> None:
     else:
         columns, loads = [f"layer {i}" for i in layers], [list(c) for c in zip(*report.expert_load, strict=True)]
     out.table("tokens per expert", ["", *columns], [[f"expert {e}", *map(str, load)] for e, load in enumerate(loads)])
+
+
+def write_files(options: RunOptions, report: RunReport) -> list[str]:
+    """Write the files that a run was asked for, and say which.
+
+    Args:
+        options: What was asked.
+        report: Of rank 0.
+
+    Returns:
+        A line for each file.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    lines = [] if options.trace is None else [f"\nwritten to {options.trace}: open it in ui.perfetto.dev"]
+    try:
+        if options.record_load is not None and report.recorded is not None:
+            file = Path(options.record_load).with_suffix(".npz")
+            report.recorded.save(file)
+            lines.append(f"\nwritten to {file}: ep-moe plan {file} says what other numbers of ranks would do")
+        if options.plot is not None:
+            plot_load(report, options.plot)
+            lines.append(f"\nwritten to {options.plot}")
+    except OSError as error:
+        raise ConfigError(f"a file cannot be written: {error}") from error
+    return lines
+
+
+def plot_load(report: RunReport, file: str) -> None:
+    """Draw heat maps: each layer's load by expert and by rank, over its mean.
+
+    Args:
+        report: Of rank 0.
+        file: A picture's name.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 2 + 0.25 * len(report.expert_load)), layout="constrained")
+    wide, narrow = figure.subplots(1, 2, width_ratios=[2, 1])
+    for axes, name, load in ((wide, "expert", report.expert_load), (narrow, "EP rank", report.rank_load)):
+        relative = [[routes * len(row) / max(sum(row), 1) for routes in row] for row in load]
+        image = axes.imshow(relative, aspect="auto", vmin=0, interpolation="nearest")
+        fullest = max(map(max, relative))
+        axes.set(xlabel=name, ylabel="layer", title=f"load / mean by {name}: fullest {fullest:.2f}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        figure.colorbar(image, ax=axes)
+    figure.suptitle(report.title, fontsize="small", wrap=True)
+    figure.savefig(file, dpi=120)
 
 
 def print_tuned(out: Output, tuned: Tuned) -> None:

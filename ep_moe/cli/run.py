@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,23 +15,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import registry
 from ep_moe.checkpoint.hub import model_folder
 from ep_moe.checkpoint.reader import loading
-from ep_moe.checks import deadline_problem, did_you_mean
-from ep_moe.cli.output import log_records
+from ep_moe.checks import check_picture, check_target, deadline_problem, did_you_mean
+from ep_moe.cli.output import log_records, note
 from ep_moe.cli.run_eplb import Rebalanced, rebalance
 from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.context import EPContext
+from ep_moe.eplb.load import LoadRecorder
+from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
+from ep_moe.metrics import stages as watched_stages
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
 from ep_moe.parallel.layout import share
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, SCHEMES
-from ep_moe.runtime.profiling import StageTimes, balancedness
+from ep_moe.runtime.profiling import balancedness
+from ep_moe.runtime.progress import Progress
 from ep_moe.selection.explain import AUTO
 from ep_moe.selection.tuned import Tuned
 
@@ -52,6 +59,9 @@ class RunOptions:
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
     reference: also run the untouched model in one process; None: where its weights are few enough
     redundant: experts that have a second copy; eplb: rebalance the experts, and read the text again
+    trace: a file for torch.profiler's trace of one more forward, of rank 0; plot: a picture of the load
+    record_load: a file for the load of each forward, which `ep-moe plan` reads
+    quiet: show no progress
     tuned: a file of `ep-moe tune`; log_level: the least that ranks which are forked here write to stderr, None for what
     logging is set to
     """
@@ -75,6 +85,10 @@ class RunOptions:
     eplb: bool = False
     wire: str = "plain"
     tuned: str | None = None
+    trace: str | None = None
+    plot: str | None = None
+    record_load: str | None = None
+    quiet: bool = False
     deadline_s: float = 300.0
     log_level: str | None = None
 
@@ -98,6 +112,7 @@ class RunReport:
     forwards: int
     rebalanced: Rebalanced | None = None
     left_out: str | None = None  # why there is no reference, which was not asked for
+    recorded: LoadTrace | None = None
 
     @property
     def agrees(self) -> bool:
@@ -135,6 +150,8 @@ def run(options: RunOptions) -> RunReport | None:
         "forked": True,
     }
     longest = max(3 * options.deadline_s, _LOCAL_DEADLINE_S)
+    if not options.quiet:
+        note(f"run: starting {world} rank{'s' if world > 1 else ''} on this machine")
     report: RunReport = run_local_ranks("ep_moe.cli.run:run_on_rank", world, arguments, deadline_s=longest)[0]
     return report
 
@@ -188,6 +205,7 @@ def run_on_rank(
             quantization=options.quantization,
             wire=_wire(options.wire, folder, context),
             tuned=tuned,
+            progress=not options.quiet,
         )
         if int(windows.max()) >= model.config.vocab_size:
             raise ConfigError(
@@ -201,27 +219,38 @@ def run_on_rank(
         _step(model, layers, mine[:1])  # warm up, and leave it out of times and loads
         for layer in layers:
             layer.placement.reset_load()
-        context._stage_times = StageTimes(device)
 
         def forward(step: int) -> tuple[float, int]:
             return _step(model, layers, mine[step * options.batch : (step + 1) * options.batch])
 
         nll, count = 0.0, 0
-        for part_nll, part_count in map(forward, range(steps)):
-            nll, count = nll + part_nll, count + part_count
-        stages = context._stage_times.milliseconds()
-        context._stage_times = None
+        recorder = None
+        if options.record_load is not None:
+            recorder = LoadRecorder(layers, context.rank_groups["lockstep"], steps=steps)
+        shown = not options.quiet and context.layout.rank == 0
+        with watched_stages(context) as times, Progress(steps, "reading", "forward", shown=shown) as bar:
+            for part_nll, part_count in map(forward, range(steps)):
+                nll, count = nll + part_nll, count + part_count
+                if recorder is not None:
+                    recorder.step()
+                bar.update()
+        stages = times.milliseconds()
         first_tp = context.layout.tp_rank == 0
         total = _sum(torch.tensor([nll, count] if first_tp else [0.0, 0.0], dtype=torch.float64), device)
         loads = _sum(torch.stack([layer.placement.expert_load for layer in layers]), device)
         rank_loads = _sum(torch.stack([layer.placement.rank_load() for layer in layers]), device)
         slowest = _slowest(stages, device)
+        recorded = None if recorder is None else recorder.finish(options.model or DEMO.name)
+        if options.trace is not None:
+            _trace(options.trace, layers, partial(forward, 0), context)
         rebalanced = rebalance(layers, context, forward, steps) if options.eplb else None
         # each member of an etp group places the same routes
         copies = context.layout.etp
         reference, problem = None, None
         left_out = _too_large(folder) if options.reference is None else None
         if options.reference is not False and left_out is None and context.layout.rank == 0:
+            if shown:
+                note("run: the untouched model reads the text in one process")
             try:
                 reference = _reference(folder, windows, options.batch, dtype, device)
             except Exception as error:  # too large for one process, or packed in a way that transformers refuses here
@@ -241,6 +270,7 @@ def run_on_rank(
             stages=slowest,
             forwards=steps * len(layers),
             rebalanced=rebalanced,
+            recorded=recorded,
         )
 
 
@@ -269,10 +299,32 @@ def _check(options: RunOptions) -> None:
             raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}{hint}")
     if options.tuned is not None:
         Tuned.load(options.tuned)  # what is wrong with the file is said before ranks start
+    for option, file in (("--trace", options.trace), ("--record-load", options.record_load)):
+        check_target(option, None if file is None else Path(file))
+    check_picture("--plot", None if options.plot is None else Path(options.plot))
     if options.text is not None and not Path(options.text).is_file():
         raise ConfigError(f"--text {options.text} is not a file")
     if options.model is not None and options.text is None:
         raise ConfigError("a model needs --text: a file to read")
+
+
+def _trace(file: str, layers: Sequence[MoELayer], forward: Callable[[], Any], context: EPContext) -> None:
+    """One more forward, uncounted, of which rank 0 writes what torch.profiler saw. On all ranks."""
+    problem = None
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.no_stats())
+        if context.layout.rank:
+            forward()
+        else:
+            kinds = {ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if context.device.type == "cuda" else [])}
+            with profile(activities=kinds) as seen:
+                forward()
+            try:
+                seen.export_chrome_trace(file)
+            except (OSError, RuntimeError) as error:
+                problem = ConfigError(f"--trace {file} cannot be written: {error}")
+    context.consensus.healthy("trace", problem)
 
 
 def _wire(dispatch: str, folder: Path, context: EPContext) -> Wire:

@@ -20,8 +20,7 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.bench.harness import eager, replayed
 from ep_moe.checks import did_you_mean
-from ep_moe.cli.model import layer_config
-from ep_moe.cli.output import log_records
+from ep_moe.cli.output import log_records, note
 from ep_moe.cli.run import LAPTOP_RANKS
 from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import EPContext
@@ -29,11 +28,13 @@ from ep_moe.errors import ConfigError, PeerTimeout
 from ep_moe.execution.exchange import Exchange
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import INSIDE
+from ep_moe.integrations.model_name import layer_config
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.quant.schemes import PLAIN, SCHEMES, scheme_of
 from ep_moe.runtime.devices import on_device_of
+from ep_moe.runtime.progress import Progress
 from ep_moe.selection import explain as select
 from ep_moe.selection.tuned import Measured, Tuned, choose, layer_facts, machine_facts, versions
 from ep_moe.testing.expert_oracle import random_expert
@@ -56,9 +57,10 @@ Say = Callable[[str], None]
 class TuneOptions:
     """What `ep-moe tune` was asked for.
 
-    model: as `ep_moe.cli.model` takes it
+    model: as `ep_moe.integrations.model_name` takes it
     tokens: that every rank sends, one bucket each
     dtype: default bfloat16 on GPUs, float32 on the CPU; cache: a folder for the kernels' own tuning
+    quiet: show no progress
     log_level: the least that ranks which are forked here write to stderr, None for what logging is set to
     """
 
@@ -68,6 +70,7 @@ class TuneOptions:
     wire: str = PLAIN_WIRE.dispatch
     dtype: str | None = None
     cache: str | None = None
+    quiet: bool = False
     log_level: str | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +101,8 @@ def run(options: TuneOptions, say: Say) -> Tuned | None:
         finally:
             dist.destroy_process_group()
     arguments = {"options": options, "device": torch.device("cpu")}
+    if not options.quiet:
+        note(f"tune: starting {LAPTOP_RANKS} ranks on this machine")
     lines, found = run_local_ranks("ep_moe.cli.tune:told_on_rank", LAPTOP_RANKS, arguments, deadline_s=3 * DEADLINE_S)[
         0
     ]
@@ -127,6 +132,7 @@ def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned |
             dtype=_DTYPES[name],
             cache=options.cache,
             say=say if context.layout.rank == 0 else _quiet,
+            progress=not options.quiet,
         )
         return tuned if context.layout.rank == 0 else None
 
@@ -147,6 +153,7 @@ def tune(
     dtype: torch.dtype,
     cache: str | Path | None = None,
     say: Say = _quiet,
+    progress: bool = False,
 ) -> Tuned:
     """Time dispatch, experts and combine of every pair that can run, for each number of tokens that any rank passes at
     most; random weights, uniform routing, all ranks full. Kernels are tuned for their own first. Fused kernels are not
@@ -156,6 +163,7 @@ def tune(
     choose alike, from the slowest rank's medians. A candidate that fails is left out, and said.
 
     context: one of its own, with max_tokens; cache: a folder for the kernels' own tuning
+    progress: show on rank 0 how far it is
     Raises ConfigError, on all ranks, where nothing can run.
     """
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
@@ -163,21 +171,26 @@ def tune(
     facts = layer_facts(config, quantization, wire, dtype)
     pairs = _pairs(context, config, facts | {"tokens": counts}, scheme=quantization, wire=wire, dtype=dtype)
     layers: dict[str, MoELayer] = {}
-    for kernel in dict.fromkeys(kernel for _, kernel in pairs):
-        make = partial(_layer, context, config, pairs, kernel, quantization, wire, dtype)
-        layer, problem = _tried(context, f"making {kernel}", make)
-        if problem is None:
-            _, problem = _tried(
-                context, f"tuning {kernel}", partial(layer.tune, _rows(context, layer, counts), cache=cache)
-            )
-        if problem is None:
-            layers[kernel] = layer
-        else:
-            say(f"{kernel} is left out: {problem}")
+    kernels = list(dict.fromkeys(kernel for _, kernel in pairs))
     lines: list[Measured] = []
-    for count in counts:
-        with context.token_limit(count):
-            lines += _measure(context, layers, pairs, say)
+    shown = progress and context.layout.rank == 0
+    with Progress(len(kernels) + len(counts), "tuning", "step", shown=shown) as bar:  # kernels, then buckets
+        for kernel in kernels:
+            make = partial(_layer, context, config, pairs, kernel, quantization, wire, dtype)
+            layer, problem = _tried(context, f"making {kernel}", make)
+            if problem is None:
+                _, problem = _tried(
+                    context, f"tuning {kernel}", partial(layer.tune, _rows(context, layer, counts), cache=cache)
+                )
+            if problem is None:
+                layers[kernel] = layer
+            else:
+                say(f"{kernel} is left out: {problem}")
+            bar.update()
+        for count in counts:
+            with context.token_limit(count):
+                lines += _measure(context, layers, pairs, say)
+            bar.update()
     layouts = {kernel: registry.load("experts", kernel).weight_layout for kernel in layers}
     layout = context.layout
     return Tuned(

@@ -18,11 +18,12 @@ from ep_moe.bench import planner
 from ep_moe.bench.harness import json_text
 from ep_moe.cli import app as cli
 from ep_moe.cli import explain as explain_module
-from ep_moe.cli.model import ModelKind, checkpoint_named, kind_of, model_named, sizes_named
+from ep_moe.cli.model import model_named
 from ep_moe.cli.output import EXIT_CODES, LEVELS, log_records
 from ep_moe.cli.run import DEMO
 from ep_moe.config import load_model_config
 from ep_moe.eplb import LoadTrace
+from ep_moe.integrations.model_name import ModelKind, checkpoint_named, kind_of, sizes_named
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import RanksFailed
 from ep_moe.registry import targets as names
@@ -373,3 +374,55 @@ def test_codes_of_ends(monkeypatch):
     monkeypatch.setattr(cli, "run_model", lambda _: SimpleNamespace())  # a bug: no report
     with pytest.raises((AttributeError, TypeError)):
         invoke("run")
+
+
+# --- benchmarks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [(), ("--help",)])
+def test_bench_alone_lists_the_benchmarks(words):
+    assert "planner" in invoke("bench", *words).stdout
+
+
+def test_benchmarks_take_models_as_all_commands_do():
+    """A folder, a bundled config, the option of an earlier release, before and behind options."""
+    pytest.importorskip("transformers")
+    sizes = ("--ranks", "4", "--tokens", "16", "--totals", "64", "--json")
+    for words in ((DEMO, *sizes), ("demo", *sizes), (*sizes, "demo"), ("--models", "demo", *sizes)):
+        lines = object_of(invoke("bench", "scaling", *words))["lines"]
+        name = str(DEMO) if words[0] == DEMO else "demo"
+        assert {line["model"] for line in lines} == {name}
+        assert [{**line, "model": "demo"} for line in lines] == object_of(invoke("bench", "scaling", "demo", *sizes))[
+            "lines"
+        ]
+    both = object_of(invoke("bench", "scaling", "demo", "mixtral-8x7b", *sizes))["lines"]
+    assert {line["model"] for line in both} == {"demo", "mixtral-8x7b"}
+    assert "no bundled config is named 'dmo' (did you mean 'demo'?)" in invoke("bench", "scaling", "dmo", code=2).stderr
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+ENDLESS = {
+    "run": ("cli.app.run_model", ()),
+    "doctor": ("cli.doctor.versions", ()),
+    "explain": ("cli.app.explain_model", ("demo",)),
+    "fit": ("cli.app.run_fit", ("demo", "--gpus", "8")),
+    "plan": ("eplb.trace.LoadTrace.load", ("trace.npz", "--ranks", "2")),
+    "tune": ("cli.app.run_tune", ()),
+    "bench": ("bench.planner.compare", ("planner",)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_ctrl_c_is_one_line(name, monkeypatch):
+    where, words = ENDLESS[name]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"ep_moe.{where}", interrupted)
+    result = invoke(name, *words, code=130)
+    assert result.stdout.strip() == ""
+    said = [line for line in result.stderr.splitlines() if not line.startswith("measuring")]
+    assert said == ["interrupted"]

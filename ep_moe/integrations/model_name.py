@@ -1,0 +1,134 @@
+"""Names of models, as commands and benchmarks take them: a folder, a Hub id, a bundled configuration, a TOML file."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from enum import Enum
+from pathlib import Path
+
+from ep_moe.checkpoint.hub import model_folder
+from ep_moe.checks import did_you_mean
+from ep_moe.config import MoEConfig, load_model_config, model_configs
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+
+FORMS = "a folder with config.json, a Hub id (org/model), a bundled config, or a path that ends in .toml"
+DEMO = "demo"
+
+
+class ModelKind(Enum):
+    """What a name stands for: a folder or Hub id, or sizes alone."""
+
+    CHECKPOINT = "checkpoint"
+    SIZES = "sizes"
+
+
+def kind_of(model: str) -> ModelKind:
+    """Say what a name stands for. A folder comes before a bundled configuration of the same name.
+
+    Args:
+        model: The name.
+
+    Returns:
+        Its kind. A name with a slash is a checkpoint's, whether there is one or not.
+
+    Raises:
+        ConfigError: it has none of the four forms; lists the bundled configurations.
+    """
+    if Path(model).is_dir():
+        return ModelKind.CHECKPOINT
+    if model.endswith(".toml") or model in (known := model_configs()):
+        return ModelKind.SIZES
+    if "/" in model:
+        return ModelKind.CHECKPOINT
+    raise ConfigError(
+        f"no bundled config is named {model!r}{did_you_mean(model, known)}; there are {', '.join(known)}, or give a "
+        f"folder with config.json, a Hub id (org/model), or a path that ends in .toml"
+    )
+
+
+def checkpoint_named(model: str) -> str | None:
+    """Check a model whose weights are needed.
+
+    Args:
+        model: The name.
+
+    Returns:
+        A folder or Hub id; None for the bundled demo, the only configuration that has weights.
+
+    Raises:
+        ConfigError: it has sizes alone.
+    """
+    if kind_of(model) is ModelKind.CHECKPOINT:
+        return model
+    if model == DEMO:
+        return None
+    raise ConfigError(
+        f"{model} is a config: it has sizes and no weights; give a folder, a Hub id (org/model), or {DEMO}"
+    )
+
+
+def sizes_named(model: str) -> str | MoEConfig:
+    """Find the sizes of a model's MoE layers in this process alone.
+
+    Args:
+        model: The name.
+
+    Returns:
+        What `load_model_config` takes; of a checkpoint, the layers' configuration.
+
+    Raises:
+        ConfigError: no such model, or its layers have no configuration of ours.
+        CheckpointError: the folder or Hub id cannot be had.
+    """
+    if kind_of(model) is ModelKind.SIZES:
+        return model
+    _need_transformers(model)
+    from ep_moe.integrations.families import checked_config
+
+    return checked_config(model_folder(model, weights=False))[1]
+
+
+@functools.cache
+def config_named(model: str) -> MoEConfig:
+    """As `sizes_named`, read: the configuration of a model's MoE layers.
+
+    Args:
+        model: The name.
+
+    Returns:
+        The layers' configuration.
+
+    Raises:
+        ConfigError: as `sizes_named`.
+        CheckpointError: as `sizes_named`.
+    """
+    sizes = sizes_named(model)
+    return load_model_config(sizes).moe if isinstance(sizes, str) else sizes
+
+
+def layer_config(model: str, context: EPContext) -> MoEConfig:
+    """As `sizes_named`, on all ranks together.
+
+    Args:
+        model: The same name on all ranks.
+        context: The ranks.
+
+    Returns:
+        The layers' configuration.
+
+    Raises:
+        ConfigError: on all ranks, as `sizes_named`.
+        CheckpointError: on all ranks, as `sizes_named`.
+    """
+    if kind_of(model) is ModelKind.SIZES:
+        return load_model_config(model).moe
+    from ep_moe.integrations.transformers import read_moe_config
+
+    return read_moe_config(model, context)
+
+
+def _need_transformers(model: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"{model} is a checkpoint, whose config.json needs transformers; install ep-moe[hf]")
