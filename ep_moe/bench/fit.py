@@ -94,10 +94,6 @@ class Question:
                 f"--per-host must divide --gpus, got gpus={self.gpus}, per_host={self.per_host}; give whole hosts"
             )
 
-    @property
-    def hosts(self) -> int:
-        return max(1, self.gpus // self.per_host)
-
     def layout(self, parallel: ParallelConfig) -> RankLayout:
         """Of rank 0, which no rank has more experts than.
 
@@ -238,7 +234,7 @@ class LayerTime:
         floor: Of weights, products and the wire, with an expert's share of its etp group.
         groups: Of gathers and sums within tp and etp groups, over NVLink.
         expected: What such a layer takes, None where none like it was measured.
-        nvlink_bytes: That a rank receives over NVLink for each token of every rank, out and back.
+        nvlink_bytes: That a rank receives over NVLink for each token of every GPU, out and back, and in these groups.
         nic_bytes: The same over its network card.
     """
 
@@ -274,17 +270,26 @@ def layer_time(asked: Question, layout: RankLayout, choice: explain.BackendChoic
     )
     least = dataclasses.replace(whole, weights=whole.weights / etp, products=whole.products / etp)
     rows = way(config, layout.ep, per_host, asked.redundant)
-    row = config.hidden_size * asked.dtype.itemsize
-    gathers = asked.tokens * row * ((layout.split - 1) + 2 * (etp - 1))
-    expected = None
-    if layout.ep > 1 and layout.tp == etp == 1 and per_host == layout.ep and not asked.redundant:
-        pair = f"{choice.experts} + {choice.all2all}"
-        expected = expected_time(
-            Layer(asked.gpu.name, pair, asked.scheme.name, rows_text(asked.wire), config, layout.ep, tokens, least)
-        )
-    out_back = sum(row_bytes(config, asked.wire, rows.routes))
-    groups = 1e6 * gathers / asked.gpu.rates.link
-    return LayerTime(least, groups, expected, etp * rows.near * out_back, etp * rows.far * out_back)
+    out_back = etp * sum(row_bytes(config, asked.wire, rows.routes))
+    gathers = config.hidden_size * asked.dtype.itemsize * ((layout.split - 1) + 2 * (etp - 1))
+    return LayerTime(
+        floor=least,
+        groups=1e6 * asked.tokens * gathers / asked.gpu.rates.link,
+        expected=_expected(asked, layout, choice, least),
+        nvlink_bytes=rows.near * out_back + gathers,
+        nic_bytes=rows.far * out_back,
+    )
+
+
+def _expected(asked: Question, layout: RankLayout, choice: explain.BackendChoice, least: Floor) -> Expected | None:
+    """None for layouts of which none was measured."""
+    on_one_host = layout.ep > 1 and layout.ep_node_count == 1
+    if not on_one_host or layout.tp > 1 or layout.etp > 1 or asked.redundant:
+        return None
+    pair, tokens = f"{choice.experts} + {choice.all2all}", asked.dispatched(layout)
+    return expected_time(
+        Layer(asked.gpu.name, pair, asked.scheme.name, rows_text(asked.wire), asked.config, layout.ep, tokens, least)
+    )
 
 
 def _kind(asked: Question) -> Kind:

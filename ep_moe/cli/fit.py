@@ -236,12 +236,12 @@ def _accuracy(expected: Expected) -> dict[str, Any]:
 
 
 def _wire(asked: Question, found: Found) -> dict[str, Any]:
-    time, tokens = found.time, asked.dispatched(found.layout)
+    time = found.time
     links = {} if time is None else {"nvlink": time.nvlink_bytes, "nic": time.nic_bytes}
     return {
-        "tokens_sent_by_a_rank": tokens,
+        "tokens_sent_by_a_rank": asked.dispatched(found.layout),
         **{f"{link}_bytes_per_token": links.get(link) for link in ("nvlink", "nic")},
-        **{f"{link}_bytes_per_call": links[link] * tokens if links else None for link in ("nvlink", "nic")},
+        **{f"{link}_bytes_per_call": links[link] * asked.tokens if links else None for link in ("nvlink", "nic")},
     }
 
 
