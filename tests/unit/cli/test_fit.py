@@ -156,19 +156,17 @@ def test_what_only_a_library_knows_is_not_in_the_total(monkeypatch):
 
 
 def test_a_layer_that_was_measured_gets_its_time():
-    """Of all lines that the command can ask for: the files' own layers, on one host."""
-    asked = 0
+    """Of all lines that the command can ask for; it has no option for rows in fp8 on the way back."""
+    formats, asked = {"fp8_static": "fp8_tensor", "fp8_block": "fp8_block"}, 0
     for line in measured():
         experts, _, all2all = line.pair.partition(" + ")
-        if line.file != "layer-h200.csv" or all2all != "nvlink_p2p" or line.rows.endswith("/ fp8"):
+        if line.rows.endswith("/ fp8"):
             continue
-        dispatch = (
-            {"fp8_static": "fp8_tensor", "fp8_block": "fp8_block"}[line.scheme] if "fp8" in line.rows else "plain"
-        )
+        dispatch = formats.get(line.scheme, "fp8_row") if "fp8" in line.rows else "plain"
         wire = Wire(dispatch=dispatch, input_scale=1.0 if dispatch == "fp8_tensor" else None)
         one = question(
-            config=line.config, layers=1, gpus=line.ranks, tokens=line.tokens, scheme=scheme_of(line.scheme), wire=wire,
-            all2all=all2all, experts=experts,
+            config=line.config, layers=1, gpu=GPUS[line.gpu], gpus=line.ranks, tokens=line.tokens,
+            scheme=scheme_of(line.scheme), wire=wire, all2all=all2all, experts=experts,
         )  # fmt: skip
         layout = one.layout(ParallelConfig(dp=line.ranks))
         time = fit.layer_time(one, layout, one.choose(layout))
@@ -176,7 +174,7 @@ def test_a_layer_that_was_measured_gets_its_time():
         assert time.expected.basis == ITSELF
         assert f"{line.file}: {line.model}, {line.ranks} ranks" in time.expected.source
         asked += 1
-    assert asked >= 20
+    assert asked > 150
     assert "us, measured: this layer" in ask("fit", "qwen3-30b-a3b", "--gpus", 4, "--tokens", 128)
 
 
