@@ -136,6 +136,7 @@ class ExpertsCapabilities(KernelCapabilities):
         cuda_graph: A CUDA graph can hold a call.
         host_sync: A call waits for the device.
         deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
+        exact: With `ExpertsOptions.exact` it keeps the promise made there.
         differentiable: A call has a backward.
         schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
         spare_sms: It heeds `ExpertsOptions.spare_sms`.

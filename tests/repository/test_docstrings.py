@@ -36,8 +36,8 @@ def used() -> Iterator[tuple[str, Any]]:
     for place, code in codes.items():
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ep_moe"):
-                for alias in node.names:
-                    yield place, pkgutil.resolve_name(f"{node.module}:{alias.name}")
+                found = [pkgutil.resolve_name(f"{node.module}:{alias.name}") for alias in node.names]
+                yield from ((place, one) for one in found if one not in EXPORTS)
 
 
 def public() -> Iterator[tuple[str, Any]]:
