@@ -25,11 +25,13 @@ from ep_moe.bench.measured_lines import (
     layer_sizes,
     log_rows,
     measured,
+    out_of,
     work_us,
 )
 from ep_moe.config import MoEConfig
 
-ITSELF, RANKS, TOKENS, MODEL = "itself", "a number of ranks", "a number of tokens", "a model"
+ITSELF, RANKS, TOKENS, MODEL = "itself", "another number of ranks", "another number of tokens", "another model"
+ROWS_OUT, ROWS_BACK = "another format of rows on the way out", "another format of rows on the way back"
 FEW_TOKENS = 16  # of a rank, up to which errors are told apart
 
 
@@ -58,7 +60,7 @@ class Expected:
         us: Microseconds.
         launches_us: The part that does not depend on its size.
         source: The file and its lines, and what differs from what was asked.
-        basis: What differs most: ITSELF for nothing, RANKS, TOKENS or MODEL. A key of `held_back`, but for ITSELF.
+        basis: What differs most: MODEL, ROWS_OUT, ROWS_BACK, RANKS, TOKENS, in this order, or ITSELF for nothing.
     """
 
     us: float
@@ -157,8 +159,10 @@ def _launches_us(layer: Layer, lines: Iterable[Line]) -> float:
 
 def _basis(layer: Layer, used: list[Line]) -> str:
     first = used[0]
-    if first.layer != layer_sizes(layer.config) or first.rows != layer.rows:
+    if first.layer != layer_sizes(layer.config):
         return MODEL
+    if first.rows != layer.rows:
+        return ROWS_BACK if out_of(first.rows) == out_of(layer.rows) else ROWS_OUT
     if first.ranks != layer.ranks:
         return RANKS
     return ITSELF if len(used) == 1 and first.tokens == layer.tokens else TOKENS
@@ -199,33 +203,38 @@ class HeldBack:
     few: tuple[float, ...]
 
     @property
-    def median(self) -> float:
-        """Of the sizes of errors."""
-        return statistics.median(map(abs, self.errors))
+    def median(self) -> float | None:
+        """Of the sizes of errors, None without any."""
+        return statistics.median(map(abs, self.errors)) if self.errors else None
 
     def within(self, share: float) -> int:
         """How many errors are smaller."""
         return sum(abs(error) < share for error in self.errors)
 
     @staticmethod
-    def worst(errors: Iterable[float]) -> float:
-        """The largest, with its sign."""
-        return max(errors, key=abs)
+    def worst(errors: Iterable[float]) -> float | None:
+        """The largest, with its sign; None without any."""
+        return max(errors, key=abs, default=None)
 
 
-def _same(one: Line, other: Line, basis: str) -> bool:
-    """Whether a line must be hidden when another one is predicted."""
+def _hidden(line: Line, other: Line, basis: str) -> bool:
+    """Whether one must not be known when the other is predicted."""
+    if line.model != other.model or basis == MODEL:
+        return line.model == other.model
+    if basis == ROWS_OUT:
+        return out_of(line.rows) == out_of(other.rows)
+    if basis == ROWS_BACK:
+        return line.rows == other.rows
+    return line.ranks == other.ranks and (basis == RANKS or line.tokens == other.tokens)
+
+
+def _serves(line: Line, other: Line, basis: str) -> bool:
+    """Whether a line that is not hidden differs in the basis alone."""
     if basis == MODEL:
-        return one.model == other.model
-    same = one.model == other.model and one.ranks == other.ranks
-    return same and (basis == RANKS or one.tokens == other.tokens)
-
-
-def _near(one: Line, other: Line, basis: str) -> bool:
-    """Whether a run is of those that the basis is about."""
-    if basis == MODEL:
-        return one.rows == other.rows
-    return one.rows == other.rows and one.model == other.model and (basis == RANKS or one.ranks == other.ranks)
+        return line.rows == other.rows
+    rows = {ROWS_OUT: out_of(line.rows) != out_of(other.rows), ROWS_BACK: out_of(line.rows) == out_of(other.rows)}
+    ranks = line.ranks == other.ranks or basis == RANKS
+    return line.model == other.model and ranks and rows.get(basis, line.rows == other.rows)
 
 
 @cache
@@ -236,18 +245,19 @@ def held_back(basis: str) -> HeldBack:
 
     Args:
         basis: RANKS: a line is predicted from the same layer on other ranks; TOKENS: from other numbers of tokens of
-            the same layer and ranks; MODEL: from another model.
+            the same layer and ranks; ROWS_OUT, ROWS_BACK: from rows of another format; MODEL: from another model.
 
     Returns:
-        The errors.
+        The errors, none where no lines differ in the basis alone.
     """
     errors, few = [], []
     for line in measured():
-        left = [other for other in measured() if not _same(line, other, basis)]
+        left = [other for other in measured() if not _hidden(line, other, basis)]
         alike = [
             other
             for other in left
-            if (other.gpu, other.pair, other.scheme) == (line.gpu, line.pair, line.scheme) and _near(line, other, basis)
+            if (other.gpu, other.pair, other.scheme) == (line.gpu, line.pair, line.scheme)
+            and _serves(line, other, basis)
         ]
         if alike:
             layer = Layer(line.gpu, line.pair, line.scheme, line.rows, line.config, line.ranks, line.tokens, line.floor)

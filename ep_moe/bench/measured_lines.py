@@ -103,6 +103,11 @@ def rows_text(wire: Wire) -> str:
     return f"{'fp8' if 'fp8' in wire.dispatch else 'bf16'} / {'fp8' if wire.combine == 'fp8' else 'bf16'}"
 
 
+def out_of(rows: str) -> str:
+    """The part of `rows_text` that is about the way out."""
+    return rows.partition(" / ")[0]
+
+
 @cache
 def measured() -> tuple[Line, ...]:
     """Lines of all files: ours, in one part, over a transport."""

@@ -344,14 +344,17 @@ def _print_expected(time: dict[str, Any], say: Callable[[str], None]) -> None:
     launches = f"of which {time['launches_us']:.0f} us for launches, whatever the size"
     say(f"  expected  {time['expected_us']:.1f} us (floor x {time['ratio']:.2f}), {launches}")
     say(f"            {time['source']}")
-    kind, few = accuracy["predicted_from"].removeprefix("a "), accuracy[f"worst_error_to_{FEW_TOKENS}_tokens"]
+    if not accuracy["held_back_lines"]:
+        say(f"            from {accuracy['predicted_from']}: no measured lines tell how far off that is")
+        return
     say(
-        f"            from another {kind}: within 20 % on {accuracy['within_20_percent']} of "
+        f"            from {accuracy['predicted_from']}: within 20 % on {accuracy['within_20_percent']} of "
         f"{accuracy['held_back_lines']} measured lines that were held back, half of them within"
     )
+    few = accuracy[f"worst_error_to_{FEW_TOKENS}_tokens"]
     say(
-        f"            {accuracy['median_error']:.0%}, the worst {accuracy['worst_error']:+.0%}, and {few:+.0%} up to "
-        f"{FEW_TOKENS} tokens"
+        f"            {accuracy['median_error']:.0%}, the worst {accuracy['worst_error']:+.0%}"
+        + ("" if few is None else f", and {few:+.0%} up to {FEW_TOKENS} tokens")
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ep_moe.bench import expected_time
-from ep_moe.bench.expected_time import ITSELF, MODEL, RANKS, TOKENS, Layer, held_back
+from ep_moe.bench.expected_time import ITSELF, MODEL, RANKS, ROWS_BACK, ROWS_OUT, TOKENS, Layer, held_back
 from ep_moe.bench.floors import Floor, deduplicated, floor, kind_of
 from ep_moe.bench.measured_lines import FOLDER, Line, measured, work_us
 from ep_moe.config import MoEConfig, Wire
@@ -66,9 +66,10 @@ def test_beyond_the_lines_the_last_multiple_holds_and_is_said(predict):
 
 
 def test_rows_and_sizes_that_differ_are_said(predict):
-    found = predict(layer(4, 4, 40, rows="fp8 / bf16"))
-    assert found.basis == MODEL
-    assert "rows bf16 / bf16 for fp8 / bf16" in found.source
+    for rows, basis in (("fp8 / bf16", ROWS_OUT), ("bf16 / fp8", ROWS_BACK)):
+        found = predict(layer(4, 4, 40, rows=rows))
+        assert found.basis == basis
+        assert f"rows bf16 / bf16 for {rows}" in found.source
     for change, says in (
         ({"num_experts": 32}, "for another number of experts or top-k, or other shapes"),
         ({"intermediate_size": 16}, "for experts of 0.25 times the size"),
@@ -106,13 +107,21 @@ def test_lines_have_the_floors_of_the_routes_that_they_drew():
     assert line.floor == floor(line.config, kind, line.ranks, 8192, per_host=line.ranks, way=deduplicated)
 
 
-@pytest.mark.parametrize(("basis", "lines", "within", "median"), [(RANKS, 126, 122, 0.05), (TOKENS, 198, 172, 0.09)])
+@pytest.mark.parametrize(
+    ("basis", "lines", "within", "median"),
+    [(RANKS, 126, 122, 0.05), (TOKENS, 198, 172, 0.09), (ROWS_BACK, 27, 27, 0.01)],
+)
 def test_held_back_lines_are_predicted(basis, lines, within, median):
     """What docs/how-to/fit.md says."""
     found = held_back(basis)
     assert len(found.errors) == lines
     assert found.within(0.2) >= within
     assert found.median < median
+
+
+def test_no_lines_tell_of_rows_sent_in_another_format():
+    found = held_back(ROWS_OUT)
+    assert (found.errors, found.median, found.worst(found.errors)) == ((), None, None)
 
 
 def test_another_model_is_an_estimate():
