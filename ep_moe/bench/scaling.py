@@ -178,25 +178,26 @@ def print_hosts(console: Console, name: str, asked: argparse.Namespace) -> None:
         for column in ("EP", "hosts", "slots", "NVLink", "network", "faster", *(f"T = {t}" for t in asked.tokens)):
             found.add_column(column, no_wrap=True, justify="right")
         for count in groups:
-            redundant = redundant_of(config, count, asked)
-            ways = [way(config, count, per_host, redundant) for way in (deduplicated, two_level)]
-            row = sum(row_bytes(config, kind.wire, config.top_k)) / 1024
-            both = two_levels_beside_flat(config, kind, count, per_host, redundant)
-            times = [
-                [least(config, kind, count, t, asked, way) for way in (deduplicated, two_level)] for t in asked.tokens
-            ]
-            found.add_row(
-                f"{count} + {redundant}" if redundant else str(count),
-                str(count // per_host),
-                str(-(-(config.num_experts + redundant) // count)),
-                " / ".join(f"{one.near * row:.1f}" for one in ways),
-                " / ".join(f"{one.far * row:.1f}" for one in ways),
-                both.two_level_pays,
-                *(f"{flat.in_turn:.0f} / {two.in_turn:.0f}" for flat, two in times),
-            )
+            found.add_row(*host_cells(config, kind, count, asked))
         console.print(found)
     if groups:
         console.print(f"faster: tokens per rank at which two levels are, if they cost {SECOND_LEVEL_US:g} us more")
+
+
+def host_cells(config: MoEConfig, kind: Kind, ranks: int, asked: argparse.Namespace) -> list[str]:
+    """Of a line of `print_hosts`."""
+    redundant, both = redundant_of(config, ranks, asked), (deduplicated, two_level)
+    rows = [way(config, ranks, asked.per_host, redundant) for way in both]
+    kib = sum(row_bytes(config, kind.wire, config.top_k)) / 1024
+    return [
+        f"{ranks} + {redundant}" if redundant else str(ranks),
+        str(ranks // asked.per_host),
+        str(-(-(config.num_experts + redundant) // ranks)),
+        " / ".join(f"{one.near * kib:.1f}" for one in rows),
+        " / ".join(f"{one.far * kib:.1f}" for one in rows),
+        two_levels_beside_flat(config, kind, ranks, asked.per_host, redundant).two_level_pays,
+        *(" / ".join(f"{least(config, kind, ranks, t, asked, way).in_turn:.0f}" for way in both) for t in asked.tokens),
+    ]
 
 
 def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespace) -> None:
