@@ -146,6 +146,7 @@ class Dispatcher(ABC):
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
     run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
+    once_per_node: ClassVar[bool] = False  # a token goes once to each node that has an expert of it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -95,7 +95,7 @@ def layer_lines(file: Path, ranks: int) -> list[list[str]]:
         wire = Wire(dispatch="fp8_block" if "fp8" in out else "plain", combine="fp8" if "fp8" in back else "plain")
         kind = dataclasses.replace(KINDS[weights], wire=wire)
         own, us = int(line.get("ranks") or ranks), float(line["us"])
-        least = floor(config_named(line["model"]), kind, own, int(line["tokens"]))
+        least = floor(uniform(line["model"]), kind, own, int(line["tokens"]))
         what = line.get("name") or " ".join(line.get(name) or "" for name in ("experts", "all2all"))
         cells = [line["model"], str(own), line["tokens"], what, weights, rows, f"{us:.0f}", str(least)]
         found.append([*cells, f"{us / least.in_turn:.2f}", f"{us / least.overlapped:.2f}"])
@@ -154,8 +154,14 @@ def floors_table(title: str, first: str, lines: Iterable[tuple[str, Sequence[obj
     return found
 
 
+def uniform(name: str) -> MoEConfig:
+    """The layer of a model, with a router that knows no groups of experts."""
+    config = config_named(name)
+    return dataclasses.replace(config, routing=dataclasses.replace(config.routing, num_groups=1, top_groups=1))
+
+
 def print_model(console: Console, name: str, asked: argparse.Namespace) -> None:
-    config, ranks = config_named(name), asked.ranks
+    config, ranks = uniform(name), asked.ranks
     extra = [redundant_of(config, count, asked) for count in ranks]
     heads = [f"R = {count}" + (f" + {more}" if more else "") for count, more in zip(ranks, extra, strict=True)]
     for kind in KINDS.values():
@@ -168,7 +174,7 @@ def print_model(console: Console, name: str, asked: argparse.Namespace) -> None:
 
 def print_hosts(console: Console, name: str, asked: argparse.Namespace) -> None:
     """EP groups of several hosts, flat and in two levels."""
-    config, per_host = config_named(name), asked.per_host
+    config, per_host = uniform(name), asked.per_host
     groups = [count for count in asked.ep if count > per_host]
     for kind in KINDS.values() if groups else ():
         found = Table(
@@ -207,7 +213,7 @@ def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespac
     for column in ("model", "rows", "R", "d_r", "dedup KiB", "per route KiB", "AG + RS KiB", "saves ns", *extra):
         found.add_column(column, no_wrap=True, justify="left" if column in ("model", "rows") else "right")
     for name in models:
-        config = config_named(name)
+        config = uniform(name)
         for kind in KINDS.values():
             for count in ranks:
                 redundant = redundant_of(config, count, asked)
@@ -222,7 +228,7 @@ def print_wire(console: Console, models: Sequence[str], asked: argparse.Namespac
     for column in ("model", "weights, rows", *(f"T = {count}" for count in asked.tokens)):
         bound.add_column(column, no_wrap=True)
     for name in models:
-        config = config_named(name)
+        config = uniform(name)
         for kind in KINDS.values():
             cells = (wire_bound_from(config, kind, count, asked.per_host) or "never" for count in asked.tokens)
             bound.add_row(name, kind.name, *map(str, cells))
@@ -253,7 +259,7 @@ def lines_of(models: Sequence[str], asked: argparse.Namespace) -> list[dict[str,
     are those that a rank receives in a call."""
     found: list[dict[str, object]] = []
     for name in models:
-        config = config_named(name)
+        config = uniform(name)
         for kind in KINDS.values():
             for ranks in sorted({*asked.ranks, *asked.ep}):
                 tokens = sorted({*asked.tokens, *(total / ranks for total in asked.totals if ranks in asked.ranks)})
@@ -292,7 +298,7 @@ def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
     figure = Figure(figsize=(5 * len(models) + 2, 8), layout="constrained")
     grid = figure.subplots(len(KINDS), len(models), squeeze=False)
     for column, name in enumerate(models):
-        config = config_named(name)
+        config = uniform(name)
         for row, kind in enumerate(KINDS.values()):
             axes = grid[row][column]
             for index, tokens in enumerate(asked.tokens):

@@ -41,6 +41,7 @@ from ep_moe.eplb.migration.consensus import (
     connect,
     on_found_nodes,
     reach_verdict,
+    with_routers_groups,
 )
 from ep_moe.eplb.migration.schedule import TransferSchedule
 from ep_moe.eplb.migration.transfer import BalancedLayer, Migration
@@ -97,6 +98,7 @@ class ExpertBalancer:
         self._connection: Connections = connect(layers, context, self.config)
         self.layers = self._connection.layers
         self._mover, self._status_exchange = self._connection.mover, self._connection.status_exchange
+        self.config = with_routers_groups(self.config, self.layers)
         self._planner = planner or default_planner(self.config, [layer.placement.slots for layer in self.layers])
         self._load = LoadWindow(self.layers, self.config.interval, self.config.window)
         self._state, self._since = State.IDLE, 0.0

@@ -28,7 +28,8 @@ class EPLBConfig:
             the context's deadline. Default: half of that.
         nodes: For the planner, see `ep_moe.eplb.plan`, for prices, and for which replica is nearest. Default: those
             that the context found, where each has as many consecutive EP ranks, else 1.
-        groups: For the planner, see `ep_moe.eplb.plan`.
+        groups: For the planner, see `ep_moe.eplb.plan`. Default: those of the layers' router where it chooses groups
+            first and there are several nodes, else 1.
         tolerance: For the planner, see `ep_moe.eplb.plan`.
         enough: For the planner, see `ep_moe.eplb.plan`.
         machine: Rates by which a plan is priced. A plan that does not pay within `interval` steps is refused. Default:
@@ -46,16 +47,17 @@ class EPLBConfig:
     sync_every: int = 2
     deadline_s: float | None = None
     nodes: int | None = None
-    groups: int = 1
+    groups: int | None = None
     tolerance: float = 0.01
     enough: float = 1.0
     machine: Machine | None = None
     replicas: Replicas = Replicas.SPREAD
 
     def __post_init__(self) -> None:
-        set_counts(self, interval=0, window=1, bytes_per_step=1, bytes_per_commit=1, sync_every=1, groups=1)
-        if self.nodes is not None:
-            set_counts(self, nodes=1)
+        set_counts(self, interval=0, window=1, bytes_per_step=1, bytes_per_commit=1, sync_every=1)
+        for name in ("nodes", "groups"):
+            if getattr(self, name) is not None:
+                set_counts(self, **{name: 1})
         if self.interval and self.window > self.interval:
             raise ConfigError(
                 f"EPLBConfig.window must not exceed interval, got window={self.window}, interval={self.interval}"

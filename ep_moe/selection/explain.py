@@ -21,6 +21,7 @@ from ep_moe.experts.fused.base import INSIDE, FusedExperts
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.node_limit import NodeLimit
 from ep_moe.quant.schemes import PLAIN, Scheme, scheme_of
 from ep_moe.runtime.devices import as_device
 from ep_moe.runtime.gpus import GPU, compute_capability, gpu_named
@@ -97,7 +98,8 @@ def explain(
         options: How the kernel shall run.
         max_tokens: The most tokens that a rank sends in one call, None for any number.
         wire: How rows are written while they travel.
-        expert_map: Where experts are; any fused kernel serves some maps only. Default: not considered.
+        expert_map: Where experts are. Any fused kernel serves some maps only; the nodes of a token depend on it, which
+            `hierarchical` states. Default: not considered, the linear map for the nodes.
 
     Returns:
         A row per pair, the best first.
@@ -111,6 +113,7 @@ def explain(
     _check_names(all2all, experts)
     backends = _Backends(device)
     ours, others = _ranked(backends, config, layout)
+    limit = NodeLimit.of(config, layout, expert_map)
     kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
 
     def pairs(transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
@@ -120,6 +123,8 @@ def explain(
                     backends, config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire
                 )
                 text = f"{why}; {kernel} is {stated}" if stated else why
+                if reason is None and limit is not None and backends.load("dispatchers", transport).once_per_node:
+                    text = f"{text}; {limit}"
                 if reason is None and max_tokens is None and backends.load("dispatchers", transport).capabilities.grows:
                     text = f"{text}; its buffers grow with the calls, and max_tokens makes them once, for CUDA graphs"
                 yield transport, kernel, text, reason

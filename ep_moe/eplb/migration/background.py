@@ -65,7 +65,7 @@ def default_planner(config: EPLBConfig, slots: Sequence[Sequence[int]]) -> Plann
     def by_load(load: Ints, current: Sequence[ExpertMap]) -> Sequence[ExpertMap]:
         c = config
         return plan(
-            load, current, groups=c.groups, nodes=c.nodes or 1, slots=slots, tolerance=c.tolerance, enough=c.enough
+            load, current, groups=c.groups or 1, nodes=c.nodes or 1, slots=slots, tolerance=c.tolerance, enough=c.enough
         )
 
     return by_load

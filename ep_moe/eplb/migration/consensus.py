@@ -214,6 +214,18 @@ def on_found_nodes(config: EPLBConfig, context: Context) -> EPLBConfig:
     return replace(config, nodes=context.layout.ep // context.layout.ep_ranks_per_node)
 
 
+def with_routers_groups(config: EPLBConfig, layers: Sequence[BalancedLayer]) -> EPLBConfig:
+    """The same with the groups that all routers choose from, unless it states some: groups that stay on one node limit
+    the nodes of a token."""
+    if not isinstance(config, EPLBConfig) or config.groups is not None:
+        return config
+    routers = [layer.config.routing for layer in layers if hasattr(layer, "config")]
+    found = {(routing.num_groups, routing.top_groups) for routing in routers}
+    groups, best = found.pop() if len(found) == 1 else (1, 1)
+    limited = (config.nodes or 1) > 1 and best < groups
+    return replace(config, groups=groups if limited else 1)
+
+
 def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
     """Agree, then make the groups. Raises ConfigError on all ranks of the world alike."""
     layers = layers_of(given)
@@ -314,7 +326,7 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
     first = layers[0].placement.expert_map
     if first.num_ranks % (config.nodes or 1):
         return ConfigError(f"EPLBConfig.nodes must divide the {first.num_ranks} EP ranks, got {config.nodes}")
-    if first.num_experts % config.groups:
+    if first.num_experts % (config.groups or 1):
         return ConfigError(f"EPLBConfig.groups must divide the {first.num_experts} experts, got {config.groups}")
     for layer in layers:
         placed, weights = layer.placement.expert_map, layer.expert_weights

@@ -340,7 +340,7 @@ def test_deduplication_saves_within_a_host_but_not_across_few():
 
 def test_two_levels_pay_until_a_host_holds_few_experts():
     """A token of DeepSeek-V3 has 8 experts, which 32 hosts or more seldom have two of."""
-    config = load_model_config("deepseek-v3").moe
+    config = scaling.uniform("deepseek-v3")
     found = {
         ranks: two_levels_beside_flat(config, KINDS["fp8"], ranks, 8, filling(256, ranks))
         for ranks in (16, 32, 64, 128, 144, 256, 320)
