@@ -37,7 +37,7 @@ def wheel(tmp_path_factory):
     root = tmp_path_factory.mktemp("wheel")
     source = root / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist", ".*")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "ep_moe_command.py"):
         if (ROOT / name).is_file():
             source.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, source)
@@ -59,7 +59,7 @@ def test_wheel_holds_every_file_of_the_package(wheel):
         if "__pycache__" not in folder
     }
     packed = {name for name in names(wheel) if not name.split("/")[0].endswith(".dist-info")}
-    assert packed == files  # and so no tests and no tools either
+    assert packed == files | {"ep_moe_command.py"}  # and so no tests and no tools either
     assert {"ep_moe/py.typed", "ep_moe/configs/deepseek-v3.toml", "ep_moe/demo/heldout.txt"} <= packed
     assert any(name.startswith("ep_moe/demo/model-") for name in packed)
 
@@ -73,7 +73,7 @@ def test_wheel_holds_the_licence(wheel, name):
 def test_wheel_declares_the_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         text = next(archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt"))
-    assert "ep-moe = ep_moe.cli.app:app" in text
+    assert "ep-moe = ep_moe_command:main" in text
 
 
 USE = """
