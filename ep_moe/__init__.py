@@ -33,6 +33,7 @@ from ep_moe.errors import (
     RankFailed,
     RebalanceError,
 )
+from ep_moe.execution.routing_replay import RoutingBuffer
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.layout import RankLayout
@@ -67,6 +68,7 @@ __all__ = [
     "RebalanceError",
     "Router",
     "Routing",
+    "RoutingBuffer",
     "RoutingConfig",
     "RoutingMethod",
     "Tokens",

@@ -24,6 +24,7 @@ from ep_moe.execution.layer_checks import (
     chosen_problem,
     mask_problem,
 )
+from ep_moe.execution.routing_replay import Replay
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import (
     FusedCall,
@@ -138,7 +139,8 @@ class MoELayer(LayerParts):
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
-        if not self.exact and _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
+        hidden = self.exact or self._routes.active  # from a graph
+        if not hidden and _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
             return self._call(x, routing, mask)
         out: Tensor = _compiled().between_graphs(self, x, routing, mask)
         return out
@@ -166,8 +168,10 @@ class MoELayer(LayerParts):
                 return self._call(x, routing, mask)
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing, mask)
-        # a replay gives no router logits, and does not check a mask
-        if not self._logit_taps and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
+        # a replay gives no router logits and no routes, and does not check a mask
+        if not (self._logit_taps or self._routes.active) and (
+            mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)
+        ):
             replayed = self._graphs.replay(self, x, routing, mask)
             if replayed is not None:
                 return replayed
@@ -198,7 +202,8 @@ class MoELayer(LayerParts):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
-            call = flow.enter(len(rows), None, rows.device, _passed(rows, routing, mask), gradients=gradients)
+            passed = _passed(rows, routing, mask, self._routes.replayed)
+            call = flow.enter(len(rows), None, rows.device, passed, gradients=gradients)
             local, gathered = flow.local_tokens(rows, call), flow.etp_gather(rows, call)
             to_router = gathered
             if self.exact:  # with etp = 1 these are the same rows
@@ -238,6 +243,7 @@ class MoELayer(LayerParts):
         if routing is not None:
             if tapped:
                 self._tap(routing.logits)
+            self._routes.record(routing.ids, routing.weights)
             ids, weights = routing.ids, flow.shared_gradients(routing.weights)
             if flow.etp_rows_are_local:
                 return Routing(flow.etp_gather(ids, call), flow.etp_gather(weights, call))
@@ -245,7 +251,7 @@ class MoELayer(LayerParts):
                 *flow.etp_gather_routing(flow.local_tokens(ids, call), flow.local_tokens(weights, call), call)
             )
         rows = rows if flow.etp_rows_are_local else local
-        chosen: Routing = self._replicated(self.router, rows)
+        chosen = self._chosen(rows, call)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
             problem = chosen_problem(self, chosen, rows)
             flow.agree(problem, rows.device)
@@ -254,9 +260,23 @@ class MoELayer(LayerParts):
         if tapped:
             assert chosen.logits is not None
             self._tap(flow.whole_input(chosen.logits, call))
+        if self._routes.buffer is not None and not recomputing():
+            with torch.no_grad():  # float32 holds ids exactly
+                both = flow.whole_input(torch.cat([chosen.ids.float(), chosen.weights], 1), call)
+            self._routes.record(*both.chunk(2, dim=1))
         if not flow.etp_rows_are_local:
             return Routing(*flow.etp_gather_routing(chosen.ids, chosen.weights, call))
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
+
+    def _chosen(self, rows: Tensor, call: Share) -> Routing:
+        """What the router chooses for rows as `_route` gives them to it, or what is replayed there."""
+        flow, replayed = self.context._tokens, self._routes.replayed
+        if replayed is None:
+            routing: Routing = self._replicated(self.router, rows)
+            return routing
+        cut = flow.etp_gather if flow.etp_rows_are_local else flow.local_tokens
+        routing = self._replicated(self.router, rows, cut(replayed.ids, call), partial=replayed.partial)
+        return Routing(routing.ids, self._routes.seen(routing.weights), routing.logits)
 
     def _tap(self, logits: Tensor | None) -> None:
         for tap in self._logit_taps:
@@ -268,16 +288,16 @@ class MoELayer(LayerParts):
             return rows, routing
         return rows * routing.weights.to(rows.dtype), Routing(routing.ids, torch.ones_like(routing.weights))
 
-    def _replicated(self, module: Any, x: Tensor) -> Any:
+    def _replicated(self, module: Any, x: Tensor, *more: Tensor, **options: bool) -> Any:
         """Call a module that all tp ranks hold alike on this rank's rows; its gradients are summed over tp."""
         flow = self.context._tokens
         if torch.compiler.is_compiling():  # one process
-            return module(x)
+            return module(x, *more, **options)
         try:
             if flow.whole or not isinstance(module, nn.Module) or not torch.is_grad_enabled():
-                return module(x)
+                return module(x, *more, **options)
             parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
-            return functional_call(module, parameters, (x,))
+            return functional_call(module, parameters, (x, *more), options)
         except EPMoEError as error:
             self.context._broken_by(error, users=True)
             raise
@@ -417,9 +437,13 @@ class MoELayer(LayerParts):
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
 
 
-def _passed(rows: Tensor, routing: Routing | None, mask: TokenMask | None) -> dict[str, Tensor]:
+def _passed(
+    rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed: Replay | None
+) -> dict[str, Tensor]:
     """What tp ranks must pass alike."""
     passed = {"x": rows}
+    if replayed is not None:
+        passed |= {"routing.ids": replayed.ids}
     if routing is not None:
         passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
     if mask is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from ep_moe.context import TUNED_ROWS, EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.execution.graphs import CallGraphs
 from ep_moe.execution.layer_checks import RankChecks, fresh_numbers
+from ep_moe.execution.routing_replay import Replay, RoutingBuffer, RoutingTap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE, fused_dispatch_shape
 from ep_moe.experts.shared_experts import SharedExperts
@@ -82,6 +83,7 @@ class LayerParts(nn.Module):
         self._checks = RankChecks(self)
         self._slow_training = SlowTraining()
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
+        self._routes = RoutingTap()
         self._graphs = CallGraphs(context, config, self._kernels)
         context._register(self)
 
@@ -264,6 +266,50 @@ class LayerParts(nn.Module):
         if self._routes_inside:
             raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
         return layer_stats(self.name, self.placement, self.context.rank_groups["ep"])
+
+    @contextmanager
+    def record_routing(self, buffer: RoutingBuffer) -> Iterator[RoutingBuffer]:
+        """Write the routes of all calls in a block to device memory, in the order of calls and of their rows.
+
+        Nothing waits for the device. A CUDA graph of the user's that is captured within the block appends rows at each
+        replay. Calls within run without graphs of the layer's own. A call that activation checkpointing repeats in
+        backward is recorded once.
+
+        Args:
+            buffer: Room for the rows. Where tp ranks pass the same tokens, each of them records, and all rows of x.
+
+        Yields:
+            The buffer.
+        """
+        before, self._routes.buffer = self._routes.buffer, buffer
+        try:
+            yield buffer
+        finally:
+            self._routes.buffer = before
+
+    @contextmanager
+    def replay_routing(self, ids: Tensor | None, mask: Tensor | None = None) -> Iterator[None]:
+        """Take the experts of each call in a block from recorded ids, and their weights from the router's live logits.
+
+        Weights have gradients as ever. Each call in the block has the ids' number of rows, and takes the same ids: so
+        does a call that activation checkpointing repeats, if backward runs within the block. A wrong argument is an
+        InputError of the first call, on all ranks. Ids are read in each call: within a CUDA graph of the user's, a
+        replay takes what is there then.
+
+        Args:
+            ids: int16, int32 or int64 [..., K] of T rows, logical ids, -1 for no expert, on the layer's device. With
+                None the first call is refused, on all ranks.
+            mask: bool [...] of T elements, True for rows that take these ids. Other rows are routed, such as those of
+                sequences without a record. Default: all rows take them.
+
+        Yields:
+            Nothing.
+        """
+        before, self._routes.replayed = self._routes.replayed, Replay(ids, mask)
+        try:
+            yield
+        finally:
+            self._routes.replayed = before
 
     def no_stats(self) -> AbstractContextManager[None]:
         """Count no forward as load within the block: for warm-up and idle steps.

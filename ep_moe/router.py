@@ -109,6 +109,42 @@ def sigmoid_topk(
     return weights, ids
 
 
+LIVE = -2  # in ids that a router is given: this row is to be routed
+
+
+def weights_of(logits: Tensor, ids: Tensor, config: RoutingConfig, *, exact: bool = False) -> Tensor:
+    """Compute the weights that `route` gives these experts, whoever chose them.
+
+    Args:
+        logits: [T, E], floating point.
+        ids: int64 [T, K], distinct in a row, -1 for no expert.
+        config: The method and its constants.
+        exact: As for `softmax_topk`.
+
+    Returns:
+        Weights, float32 [T, K], 0 where there is no expert.
+    """
+    named = ids >= 0
+    at = ids.clamp(min=0)
+    match config.method:
+        case RoutingMethod.SOFTMAX_TOPK:
+            weights = _softmax(logits.float(), exact).gather(-1, at)
+        case RoutingMethod.TOPK_SOFTMAX:
+            none = torch.where(named.any(-1, keepdim=True), -math.inf, 0.0).to(logits.dtype)
+            weights = _softmax(torch.where(named, logits.gather(-1, at), none), exact)
+        case RoutingMethod.TOPK_SIGMOID:
+            weights = _sigmoid(logits.gather(-1, at).float(), exact)
+        case RoutingMethod.SIGMOID_TOPK:
+            weights = _sigmoid(logits.float(), exact).gather(-1, at)
+    weights = weights.masked_fill(~named, 0.0)
+    if config.renormalize:
+        total = _sum(weights, exact)
+        least = 1e-20 if config.method is RoutingMethod.SIGMOID_TOPK else 0.0
+        weights = weights / (total.masked_fill(~named.any(-1, keepdim=True), 1.0) + least)
+    weights = weights.float()
+    return weights * config.scaling_factor if config.scaling_factor != 1.0 else weights
+
+
 def _softmax(x: Tensor, exact: bool) -> Tensor:
     return batch_invariant.softmax(x).to(x.dtype) if exact else x.softmax(-1)
 
@@ -235,17 +271,23 @@ class Router(nn.Module):
         super()._apply(applied, recurse)
         return self
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, ids: Tensor | None = None, *, partial: bool = False) -> Routing:
         """Choose experts for rows.
 
         Args:
             x: [T, H] of the weight's dtype; any floating point with `float32_logits`.
+            ids: int64 [T, K], experts that were chosen before, and get weights here. Default: none.
+            partial: Whether ids has rows of `LIVE`, for which experts are chosen.
 
         Returns:
             Ids, int64 [T, K], and weights, float32 [T, K].
         """
         logits = self.logits(x)
-        routing = route(logits, self.top_k, self.config, self.e_score_correction_bias, exact=self.exact)
+        if ids is None or partial:
+            routing = route(logits, self.top_k, self.config, self.e_score_correction_bias, exact=self.exact)
+        if ids is not None:
+            ids = torch.where(ids == LIVE, routing.ids, ids) if partial else ids
+            routing = Routing(ids, weights_of(logits, ids, self.config, exact=self.exact))
         return Routing(routing.ids, routing.weights, logits) if self.keeps_logits else routing
 
     def logits(self, x: Tensor) -> Tensor:

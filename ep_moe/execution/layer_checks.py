@@ -24,6 +24,7 @@ from ep_moe.all2all.base import Dispatcher, routing_problem
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
+from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.placement.placement import Placement
@@ -262,6 +263,7 @@ class Layer(ComparedLayer, Protocol):
     _dtype_problems: dict[torch.dtype, str | None]
     _logit_taps: list[Callable[[Tensor], None]]
     _made_dtype: torch.dtype
+    _routes: RoutingTap
     _routes_inside: bool
     _table: Any
 
@@ -294,6 +296,9 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     inside = f"experts={layer.choice.experts} routes inside"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
         return f"{inside}: call forward, under the map of construction"
+    problem = layer._routes.problem(layer, x.numel() // layer.config.hidden_size, routed=routing is not None)
+    if problem is not None:
+        return problem
     if mask is not None and (problem := mask_problem(mask, x)) is not None:
         return problem
     if mask is not None and layer._routes_inside:

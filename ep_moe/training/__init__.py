@@ -1,5 +1,5 @@
 """What a training loop needs beside the layer: gradients over ranks and their norm, torch's data-parallel wrappers,
-losses of the routers, and their balance without a loss."""
+losses of the routers, their balance without a loss, and records of their routes."""
 
 from ep_moe.training.balance import (
     BiasUpdate,
@@ -15,17 +15,22 @@ from ep_moe.training.gradients import (
     parameter_groups,
     sync_gradients,
 )
+from ep_moe.training.routing import RoutingRecord, load_routing, record_routing, replay_routing
 from ep_moe.training.wrappers import exclude_experts, fully_shard
 
 __all__ = [
     "BiasUpdate",
+    "RoutingRecord",
     "clip_grad_norm_",
     "dense_parameters",
     "exclude_experts",
     "expert_parameters",
     "fully_shard",
     "load_balancing_loss",
+    "load_routing",
     "parameter_groups",
+    "record_routing",
+    "replay_routing",
     "router_logits",
     "router_z_loss",
     "sequence_balancing_loss",
