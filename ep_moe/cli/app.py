@@ -1,5 +1,5 @@
-"""The command line: `ep-moe run`, `explain`, `fit`, `tune`, `plan`, `bench`, `doctor`. It only parses, prints and sets
-exit codes; what commands share is in `output` and `model`."""
+"""The command line: `ep-moe run`, `check-exact`, `explain`, `fit`, `tune`, `plan`, `bench`, `doctor`. It only parses,
+prints and sets exit codes; what commands share is in `output` and `model`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ep_moe._version import __version__
 from ep_moe.checks import check_picture, check_target, did_you_mean
 from ep_moe.cli import cluster_tables
 from ep_moe.cli import doctor as doctor_report
+from ep_moe.cli.check_exact import CheckOptions
+from ep_moe.cli.check_exact import run as run_check_exact
 from ep_moe.cli.cluster import ClusterReport
 from ep_moe.cli.cluster import run as run_cluster
 from ep_moe.cli.explain import grouped, in_order
@@ -27,7 +29,7 @@ from ep_moe.cli.fit import FitOptions, print_answer
 from ep_moe.cli.fit import run as run_fit
 from ep_moe.cli.model import ModelArgument, model_named
 from ep_moe.cli.output import DEFAULT_LEVEL, EXIT_CODES, AsJson, LogLevel, Output, Quiet, command, least_level, note
-from ep_moe.cli.reports import print_report, print_tuned, write_files
+from ep_moe.cli.reports import print_checked, print_report, print_tuned, write_files
 from ep_moe.cli.run import RunOptions
 from ep_moe.cli.run import run as run_model
 from ep_moe.cli.tune import TuneOptions
@@ -318,6 +320,44 @@ class _NumberLists(TyperCommand):
                 option = arg if arg in ("--ranks", "--redundant", "--tokens") else ""
             spread.append(arg)
         return super().parse_args(ctx, spread)
+
+
+@app.command("check-exact", cls=_NumberLists)
+def check_exact(
+    model: ModelArgument = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Text file whose beginning is the prompts; the demo has one.")
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="Numbers of ranks, one or more; default 1 2 4, under torchrun its own.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 6,
+    window: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 48,
+    experts: Annotated[str, typer.Option(help="Expert kernel, or auto.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_static, ...")] = "none",
+    dtype: Annotated[str | None, typer.Option(help="auto for the checkpoint's, float32, bfloat16 or float16.")] = None,
+    exact: Annotated[bool, typer.Option(help="Without it: see what is not equal.")] = True,
+    deadline: Annotated[float, typer.Option(help="Seconds until a silent peer is taken for lost.")] = 300.0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
+) -> None:
+    """Prove that results do not depend on ranks, expert maps, transports and batches (ExpertsOptions.exact).
+
+    Exits with 1 where a checksum differs, and names the first layer that does.
+    """
+    with command(as_json, quiet, log_level) as out:
+        found = run_check_exact(
+            CheckOptions(
+                model=None if model is None else checkpoint_named(model), revision=revision, text=text,
+                ranks=None if ranks is None else tuple(ranks), prompts=prompts, window=window, experts=experts,
+                quantization=quantization, dtype=dtype, exact=exact, deadline_s=deadline,
+                log_level=least_level(quiet, log_level),
+            )
+        )  # fmt: skip
+        if found is not None and not print_checked(found, out):
+            raise typer.Exit(1)
 
 
 @app.command(cls=_NumberLists)

@@ -1,9 +1,11 @@
-"""Reports of `ep-moe run` and `ep-moe tune` for a reader, and the files of a run."""
+"""Reports of `ep-moe run`, `ep-moe check-exact` and `ep-moe tune` for a reader, and the files of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from ep_moe.cli.check_exact import LOGITS, Found
 from ep_moe.cli.output import Output
 from ep_moe.cli.run import DIGITS, RunOptions, RunReport
 from ep_moe.cli.run_eplb import Rebalanced
@@ -42,6 +44,42 @@ def print_report(out: Output, report: RunReport) -> None:
     out.table(
         f"time per stage, slowest rank, {report.forwards} layer calls", ["stage", "ms", "us per call", "share"], rows
     )
+
+
+def print_checked(found: Sequence[Found], out: Output) -> bool:
+    """Print what `ep-moe check-exact` found.
+
+    Args:
+        found: Of all ways; others are compared with the first one.
+        out: Where.
+
+    Returns:
+        Whether all are equal.
+    """
+    first = found[0]
+    differences = [one.differs_from(first) for one in found]
+    rows = [
+        [
+            str(one.ranks), one.expert_map, one.all2all, one.batching, one.checksum, one.digests.get(LOGITS, ""),
+            "" if name is None else f"first at {name}",
+        ]
+        for one, name in zip(found, differences, strict=True)
+    ]  # fmt: skip
+    out.line(f"{len(first.digests) - 1} MoE layers, experts {first.experts}")
+    out.table("", ["ranks", "map", "transport", "batches", "layers", "logits", "differs"], rows)
+    apart = sum(name is not None for name in differences)
+    out.line()
+    out.line("all equal, bit for bit" if not apart else f"{apart} of {len(found)} differ from the first")
+    runs = [
+        {
+            "ranks": one.ranks, "expert_map": one.expert_map, "all2all": one.all2all, "experts": one.experts,
+            "batching": one.batching, "checksum": one.checksum, "logits": one.digests.get(LOGITS),
+            "first_difference": name,
+        }
+        for one, name in zip(found, differences, strict=True)
+    ]  # fmt: skip
+    out.result({"equal": not apart, "runs": runs})
+    return not apart
 
 
 def _print_rebalanced(out: Output, found: Rebalanced) -> None:

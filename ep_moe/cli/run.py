@@ -128,7 +128,7 @@ class RunReport:
 
 def run(options: RunOptions) -> RunReport | None:
     """Run on torchrun's ranks where there are any, else on ranks forked here. None on ranks other than 0."""
-    _check(options)
+    check_options(options)
     if TorchrunEnv.present():
         world = TorchrunEnv.read().world_size
         device = local_device()
@@ -190,8 +190,8 @@ def run_on_rank(
         if folder is None:
             folder = model_folder(options.model or str(DEMO), context.consensus, revision=options.revision)
         with loading(folder, context.consensus):
-            dtype = _dtype(options.dtype, folder)
-            windows = _windows(options, folder)
+            dtype = model_dtype(options.dtype, folder)
+            windows = text_windows(options, folder)
         expert_map = None
         if options.redundant:
             expert_map = ExpertMap.redundant(num_experts(folder, context), context.layout.ep, options.redundant)
@@ -274,7 +274,8 @@ def run_on_rank(
         )
 
 
-def _check(options: RunOptions) -> None:
+def check_options(options: RunOptions) -> None:
+    """Raise ConfigError for what is wrong without a look at the ranks."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("ep-moe run needs transformers; install ep-moe[hf]")
     least = {"dp": 1, "tp": 1, "ep": 1, "etp": 1, "window": 2, "batch": 1, "text_tokens": 1, "redundant": 0}
@@ -333,7 +334,8 @@ def _wire(dispatch: str, folder: Path, context: EPContext) -> Wire:
     return calibrated_wire(folder, context, dispatch) if dispatch in ONE_SCALE else Wire(dispatch=dispatch)
 
 
-def _dtype(name: str | None, folder: Path) -> torch.dtype:
+def model_dtype(name: str | None, folder: Path) -> torch.dtype:
+    """Of `RunOptions.dtype`, "auto" for the checkpoint's."""
     if name == "auto":
         from ep_moe.integrations.config_file import read_config
 
@@ -341,7 +343,7 @@ def _dtype(name: str | None, folder: Path) -> torch.dtype:
     return _DTYPES[name or "float32"]
 
 
-def _windows(options: RunOptions, folder: Path) -> Tensor:
+def text_windows(options: RunOptions, folder: Path) -> Tensor:
     """int64 [windows, window]: the text's tokens, what does not fill a window left out."""
     path = Path(options.text) if options.text else Path(str(DEMO / "heldout.txt"))
     raw = path.read_bytes()
