@@ -139,7 +139,7 @@ class MoELayer(LayerParts):
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
-        hidden = self.exact or self._routes.active  # from a graph
+        hidden = self.exact or (self._routes is not None and self._routes.active)  # from a graph
         if not hidden and _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
             return self._call(x, routing, mask)
         out: Tensor = _compiled().between_graphs(self, x, routing, mask)
@@ -169,9 +169,8 @@ class MoELayer(LayerParts):
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing, mask)
         # a replay gives no router logits and no routes, and does not check a mask
-        if not (self._logit_taps or self._routes.active) and (
-            mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)
-        ):
+        seen = self._logit_taps or (self._routes is not None and self._routes.active)
+        if not seen and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
             replayed = self._graphs.replay(self, x, routing, mask)
             if replayed is not None:
                 return replayed
@@ -202,7 +201,7 @@ class MoELayer(LayerParts):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
-            passed = _passed(rows, routing, mask, self._routes.replayed)
+            passed = _passed(rows, routing, mask, self._replayed)
             call = flow.enter(len(rows), None, rows.device, passed, gradients=gradients)
             local, gathered = flow.local_tokens(rows, call), flow.etp_gather(rows, call)
             to_router = gathered
@@ -243,7 +242,8 @@ class MoELayer(LayerParts):
         if routing is not None:
             if tapped:
                 self._tap(routing.logits)
-            self._routes.record(routing.ids, routing.weights)
+            if self._routes is not None:
+                self._routes.record(routing.ids, routing.weights)
             ids, weights = routing.ids, flow.shared_gradients(routing.weights)
             if flow.etp_rows_are_local:
                 return Routing(flow.etp_gather(ids, call), flow.etp_gather(weights, call))
@@ -260,7 +260,7 @@ class MoELayer(LayerParts):
         if tapped:
             assert chosen.logits is not None
             self._tap(flow.whole_input(chosen.logits, call))
-        if self._routes.buffer is not None and not recomputing():
+        if self._routes is not None and self._routes.buffer is not None and not recomputing():
             with torch.no_grad():  # float32 holds ids exactly
                 both = flow.whole_input(torch.cat([chosen.ids.float(), chosen.weights], 1), call)
             self._routes.record(*both.chunk(2, dim=1))
@@ -270,13 +270,18 @@ class MoELayer(LayerParts):
 
     def _chosen(self, rows: Tensor, call: Share) -> Routing:
         """What the router chooses for rows as `_route` gives them to it, or what is replayed there."""
-        flow, replayed = self.context._tokens, self._routes.replayed
+        flow, replayed = self.context._tokens, self._replayed
         if replayed is None:
             routing: Routing = self._replicated(self.router, rows)
             return routing
         cut = flow.etp_gather if flow.etp_rows_are_local else flow.local_tokens
         routing = self._replicated(self.router, rows, cut(replayed.ids, call), partial=replayed.partial)
+        assert self._routes is not None
         return Routing(routing.ids, self._routes.seen(routing.weights), routing.logits)
+
+    @property
+    def _replayed(self) -> Replay | None:
+        return None if self._routes is None else self._routes.replayed
 
     def _tap(self, logits: Tensor | None) -> None:
         for tap in self._logit_taps:

@@ -83,7 +83,7 @@ class LayerParts(nn.Module):
         self._checks = RankChecks(self)
         self._slow_training = SlowTraining()
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
-        self._routes = RoutingTap()
+        self._routes: RoutingTap | None = None  # once routes are recorded or replayed
         self._graphs = CallGraphs(context, config, self._kernels)
         context._register(self)
 
@@ -281,11 +281,12 @@ class LayerParts(nn.Module):
         Yields:
             The buffer.
         """
-        before, self._routes.buffer = self._routes.buffer, buffer
+        routes = self._routes = self._routes or RoutingTap()
+        before, routes.buffer = routes.buffer, buffer
         try:
             yield buffer
         finally:
-            self._routes.buffer = before
+            routes.buffer = before
 
     @contextmanager
     def replay_routing(self, ids: Tensor | None, mask: Tensor | None = None) -> Iterator[None]:
@@ -305,11 +306,12 @@ class LayerParts(nn.Module):
         Yields:
             Nothing.
         """
-        before, self._routes.replayed = self._routes.replayed, Replay(ids, mask)
+        routes = self._routes = self._routes or RoutingTap()
+        before, routes.replayed = routes.replayed, Replay(ids, mask)
         try:
             yield
         finally:
-            self._routes.replayed = before
+            routes.replayed = before
 
     def no_stats(self) -> AbstractContextManager[None]:
         """Count no forward as load within the block: for warm-up and idle steps.

@@ -263,7 +263,7 @@ class Layer(ComparedLayer, Protocol):
     _dtype_problems: dict[torch.dtype, str | None]
     _logit_taps: list[Callable[[Tensor], None]]
     _made_dtype: torch.dtype
-    _routes: RoutingTap
+    _routes: RoutingTap | None
     _routes_inside: bool
     _table: Any
 
@@ -296,9 +296,10 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     inside = f"experts={layer.choice.experts} routes inside"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
         return f"{inside}: call forward, under the map of construction"
-    problem = layer._routes.problem(layer, x.numel() // layer.config.hidden_size, routed=routing is not None)
-    if problem is not None:
-        return problem
+    if layer._routes is not None:
+        problem = layer._routes.problem(layer, x.numel() // layer.config.hidden_size, routed=routing is not None)
+        if problem is not None:
+            return problem
     if mask is not None and (problem := mask_problem(mask, x)) is not None:
         return problem
     if mask is not None and layer._routes_inside:
