@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -174,9 +175,11 @@ def test_calls_in_parts(world_size):
 
 @distributed(4)
 def test_uneven_nodes_are_refused_on_all_ranks(world_size):
-    with EPContext.from_groups(device=rank_device(), ranks_per_node=3) as context:
-        said = same_error(BackendUnavailable, lambda: MoELayer(CONFIG, context, all2all="hierarchical"))
-        assert "different numbers of ranks on its nodes: node 0 (ranks 0, 1, 2), node 1 (rank 3)" in said
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=3, max_tokens=8) as context:
+        for kind in ("hierarchical", "hierarchical_static"):
+            said = same_error(BackendUnavailable, partial(MoELayer, CONFIG, context, all2all=kind))
+            assert f"{kind} needs as many ranks of an EP group on each of its nodes, and the EP group has" in said
+            assert "different numbers of ranks on its nodes: node 0 (ranks 0, 1, 2), node 1 (rank 3)" in said
         assert chosen(context) == "torch_a2a"
 
 
@@ -224,7 +227,7 @@ def pairs(ranks: int, per_node: int, counts: tuple[int, ...]) -> int:
     """(token, remote node) of all ranks together."""
     total = 0
     for rank in range(ranks):
-        ids = sparse_routes(rank, counts[rank], ranks).ids
+        ids = sparse_routes(rank, counts[rank % len(counts)], ranks).ids
         nodes = torch.where(ids >= 0, ids // CAP // per_node, -1)
         total += sum(len(set(row) - {-1, rank // per_node}) for row in nodes.tolist())
     return total
@@ -238,8 +241,9 @@ def check_bytes(kind: type[Dispatcher], per_node: int, wire: Wire) -> None:
         dispatcher = kind(shape, context.rank_groups["ep"])
         plain = wire == Wire()
         for counts in COUNTS:
-            x = rows(rank, counts[rank], BF16, wire).to(device).requires_grad_(plain)
-            routing = moved(sparse_routes(rank, counts[rank], ranks), device)
+            tokens = counts[rank % len(counts)]
+            x = rows(rank, tokens, BF16, wire).to(device).requires_grad_(plain)
+            routing = moved(sparse_routes(rank, tokens, ranks), device)
             weights = routing.weights.requires_grad_(plain)
             with counted_links(context) as links:
                 data, scale = rounded(x, shape)
@@ -267,6 +271,11 @@ def test_a_row_crosses_once_per_remote_node(wire, world_size):
 @pytest.mark.parametrize("per_node", [2, 4])
 def test_a_row_crosses_once_per_remote_node_of_8_ranks(per_node, world_size):
     check_bytes(HierarchicalDispatcher, per_node, Wire())
+
+
+@distributed(16, deadline_s=240)
+def test_a_row_crosses_once_per_remote_node_of_4_by_4(world_size):
+    check_bytes(HierarchicalDispatcher, 4, Wire())
 
 
 @distributed(4)

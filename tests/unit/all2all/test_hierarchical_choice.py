@@ -1,18 +1,18 @@
 """Where "auto" takes `hierarchical`, and what transports of one host say of several nodes."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from ep_moe import BackendUnavailable, MoEConfig, ParallelConfig, RankLayout
-from ep_moe.all2all.deepep import DeepEPDispatcher
-from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
-from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
-from ep_moe.all2all.pplx import PplxDispatcher
+from ep_moe import BackendUnavailable, MoEConfig, ParallelConfig, RankLayout, registry
+from ep_moe.all2all.hierarchical_nvlink import HierarchicalNVLinkDispatcher
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.selection.explain import BackendChoice, choose, explain
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-OF_ONE_HOST = (FlashInferNVLinkDispatcher, DeepEPDispatcher, NVLinkP2PDispatcher, PplxDispatcher)
+BETWEEN_HOSTS = {"allgather", "torch_a2a", "hierarchical", "hierarchical_nvlink", "hierarchical_static"}
+OF_ONE_HOST = [name for name in registry.targets("dispatchers") if name not in BETWEEN_HOSTS | {"local"}]
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=32, top_k=8)
 
 
@@ -24,10 +24,12 @@ def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
     )
 
 
-def row(found: RankLayout, name: str, device: torch.device = CPU) -> BackendChoice:
+def row(
+    found: RankLayout, name: str, device: torch.device = CPU, config: MoEConfig = CONFIG, max_tokens: int | None = 64
+) -> BackendChoice:
     (line,) = (
         line
-        for line in explain(CONFIG, found, device, BF16, max_tokens=64)
+        for line in explain(config, found, device, BF16, max_tokens=max_tokens)
         if (line.all2all, line.experts) == (name, "reference")
     )
     return line
@@ -62,16 +64,47 @@ def test_uneven_nodes_are_refused_by_name_and_others_go_on():
             choose(CONFIG, uneven, CPU, BF16, all2all="hierarchical")
 
 
-def test_transports_of_one_host_refuse_several(monkeypatch):
-    """Also where a host shows GPUs for all ranks of an EP group, of which some are on another host."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    for kind in OF_ONE_HOST:
-        monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
+@pytest.mark.parametrize("name", OF_ONE_HOST)
+def test_transports_of_one_host_refuse_several(name, monkeypatch):
+    """Also where a host shows GPUs for all ranks of an EP group, of which some are on another host; and those whose
+    buffers grow, without `max_tokens`."""
+    on_gpus(monkeypatch)
+    kind = registry.load("dispatchers", name)
+    monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
     for rank in range(4):
-        for kind in OF_ONE_HOST:
-            found = row(layout("aabb", rank), kind.name, GPU)
+        for max_tokens in (64, None) if kind.capabilities.grows or not kind.capabilities.static else (64,):
+            found = row(layout("aabb", rank), name, GPU, max_tokens=max_tokens)
             sentence = "is for one host, and the ranks of an EP group are on several: a (ranks 0, 1), b (ranks 2, 3)"
-            assert (found.status, found.reason) == ("refused", f"{kind.name} {sentence}")
-        assert row(layout("aabb", rank), "hierarchical", GPU).status == "chosen"
-        assert "on several" not in row(layout("aabb", rank, ep=2), "nvlink_p2p", GPU).reason
+            assert (found.status, found.reason) == ("refused", f"{name} {sentence}")
+            assert row(layout("aabb", rank), "hierarchical", GPU, max_tokens=max_tokens).status == "chosen"
+        assert "on several" not in row(layout("aabb", rank, ep=2), name, GPU).reason
+
+
+def on_gpus(monkeypatch, count: int = 8) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_where_nvlink_can_carry_rows_within_nodes(monkeypatch):
+    module = "ep_moe.all2all.hierarchical_nvlink"
+    monkeypatch.setattr(HierarchicalNVLinkDispatcher, "available", classmethod(lambda cls: None))
+    asked = []
+    monkeypatch.setattr(f"{module}.without_peer_atomics", lambda gpus: asked.append(gpus))
+    on_gpus(monkeypatch, 2)
+    many = dataclasses.replace(CONFIG, num_experts=36)
+
+    def said(hosts, **sizes):
+        found = row(layout(hosts, **sizes), "hierarchical_nvlink", GPU, many)
+        return found.reason if found.status == "refused" else found.status
+
+    assert said("aabb") == "possible"
+    assert set(asked) == {2}
+    assert (
+        said("aaaabbbb") == "hierarchical_nvlink needs 4 GPUs for the ranks of an EP group on a node, and this host "
+        "shows 2"
+    )
+    assert said("aaaabbbb", ep=4, etp=2) == said("aaaabbbb")  # 2 ranks of an EP group on a node, of 2 GPUs each
+    assert "serves at most 8 ranks of an EP group on a node, here are 9" in said("a" * 9 + "b" * 9)
+    assert "different numbers of ranks" in said("aaab")
+    monkeypatch.setattr(f"{module}.without_peer_atomics", lambda gpus: (0, 1))
+    assert said("aabb") == "hierarchical_nvlink needs NVLink between the GPUs of a node, and 0 and 1 have none"
