@@ -1,6 +1,7 @@
 """Two torchrun agents that meet by c10d rendezvous, as on two nodes; NCCL_HOSTID makes a host of each."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,8 +23,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def on_two_hosts(*program: str, ends: int = 0) -> str:
-    """What both agents print, which end with so much."""
+def on_two_hosts(*program: str, ends: int | None = 0) -> str:
+    """What both agents print, which end with so much, or anyhow."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two agents"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(RANKS)]
     given = os.environ | {
@@ -42,7 +43,8 @@ def on_two_hosts(*program: str, ends: int = 0) -> str:
         for agent in agents:
             agent.kill()
             agent.wait()
-    assert [agent.returncode for agent in agents] == [ends, ends], "\n".join(printed)[-3000:]
+    if ends is not None:
+        assert [agent.returncode for agent in agents] == [ends, ends], "\n".join(printed)[-3000:]
     return "\n".join(printed)
 
 
@@ -67,6 +69,13 @@ def test_ep_moe_run():
     printed = on_two_hosts("-m", "ep_moe", "run", "--text-tokens", "2048", "--batch", "2")
     assert "all2all hierarchical" in printed
     assert "equal to 5 digits" in printed
+
+
+@pytest.mark.timeout(240)
+def test_the_host_of_the_store_is_lost():
+    printed = on_two_hosts("tests/fixtures/lost_agent.py", ends=None)
+    held = r"The store of the job is gone: the agent that started ranks (0, 1|2, 3) on host (left|right) held it, so"
+    assert len(re.findall(f"^found: .*{held} this process, its host or the way to it is lost", printed, re.M)) == RANKS
 
 
 @pytest.mark.timeout(240)
