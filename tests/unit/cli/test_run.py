@@ -504,7 +504,7 @@ def session(leader):
 def test_ranks_end_with_the_command(how, when, tmp_path):
     """And so does the fork server, which imports for seconds before it looks. With ranks: itself, the resource tracker,
     the fork server, its guard and the ranks."""
-    args = ("run", "--text-tokens", "16384", "--no-reference", "--window", "32", "--batch", "1")
+    args = ("run", "--text-tokens", "16384", "--no-reference", "--window", "32", "--batch", "1", "--quiet")
     count = 4 + (run_module.LAPTOP_RANKS if when == "ranks" else 0)
     process, members = started(*args, processes=count, folder=tmp_path)
     number = getattr(signal, how)
