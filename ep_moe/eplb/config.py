@@ -28,8 +28,8 @@ class EPLBConfig:
             the context's deadline. Default: half of that.
         nodes: For the planner, see `ep_moe.eplb.plan`, for prices, and for which replica is nearest. Default: those
             that the context found, where each has as many consecutive EP ranks, else 1.
-        groups: For the planner, see `ep_moe.eplb.plan`. Default: those of the layers' router where it chooses groups
-            first and there are several nodes, else 1.
+        groups: For the planner, see `ep_moe.eplb.plan`. Default: those of the layers' router where it chooses fewer
+            groups than there are nodes, else 1.
         tolerance: For the planner, see `ep_moe.eplb.plan`.
         enough: For the planner, see `ep_moe.eplb.plan`.
         machine: Rates by which a plan is priced. A plan that does not pay within `interval` steps is refused. Default:

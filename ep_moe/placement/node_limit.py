@@ -38,10 +38,11 @@ class NodeLimit:
             expert_map: Where experts are, copies too. Default: the linear map.
 
         Returns:
-            The limit, None where the EP group is on one node, or the router does not choose groups.
+            The limit, None where a token may go to every node whatever the map: one node, a router that does not
+            choose groups, or as many groups as nodes.
         """
         routing, parts = config.routing, layout.ep_nodes
-        if len(parts) == 1 or routing.top_groups == routing.num_groups:
+        if routing.top_groups == routing.num_groups or min(routing.top_groups, config.top_k) >= len(parts):
             return None
         placed = ExpertMap.linear(config.num_experts, layout.ep) if expert_map is None else expert_map
         per_group, group = config.num_experts // routing.num_groups, layout.group("ep")

@@ -222,7 +222,7 @@ def with_routers_groups(config: EPLBConfig, layers: Sequence[BalancedLayer]) -> 
     routers = [layer.config.routing for layer in layers if hasattr(layer, "config")]
     found = {(routing.num_groups, routing.top_groups) for routing in routers}
     groups, best = found.pop() if len(found) == 1 else (1, 1)
-    limited = (config.nodes or 1) > 1 and best < groups
+    limited = best < min(groups, config.nodes or 1)  # else a token may go to every node anyway
     return replace(config, groups=groups if limited else 1)
 
 

@@ -34,7 +34,6 @@ def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
     [
         ("aabbccdd", None, 2, ()),
         ("abcdabcd", None, 4, (0, 1, 2, 3)),  # ranks 0 and 1 have one group, and are on two nodes
-        ("aabb", None, 2, ()),
         ("aabbccdd", ExpertMap.round_robin(32, 8), 4, (0, 1, 2, 3)),
         ("aabbccdd", ExpertMap.redundant(32, 8, 8), 4, (0, 1, 2, 3)),  # 5 slots a rank
     ],
@@ -49,6 +48,7 @@ def test_nodes_of_a_token(hosts, expert_map, most, apart):
 def test_where_nothing_is_limited():
     assert NodeLimit.of(config(), layout("aaaa")) is None
     assert NodeLimit.of(config(), layout("aabb", ep=2)) is None
+    assert NodeLimit.of(config(), layout("aabb"), ExpertMap.round_robin(32, 4)) is None  # 2 groups, 2 nodes
     assert NodeLimit.of(config(top_groups=4, top_k=4), layout("aabb")) is None
 
 
@@ -104,9 +104,9 @@ def test_eplb_keeps_groups_on_nodes():
     def groups(layers, **fields):
         return with_routers_groups(EPLBConfig(**fields), layers).groups
 
-    assert groups([limited, limited], nodes=2) == 4
-    assert groups([limited], nodes=1) == 1
-    assert groups([limited], nodes=2, groups=1) == 1
-    assert groups([free], nodes=2) == 1
-    assert groups([limited, free], nodes=2) == 1
-    assert groups([SimpleNamespace()], nodes=2) == 1
+    assert groups([limited, limited], nodes=4) == 4
+    assert groups([limited], nodes=1) == groups([limited], nodes=2) == 1  # 2 groups reach both nodes
+    assert groups([limited], nodes=4, groups=1) == 1
+    assert groups([free], nodes=4) == 1
+    assert groups([limited, free], nodes=4) == 1
+    assert groups([SimpleNamespace()], nodes=4) == 1
