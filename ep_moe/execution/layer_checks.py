@@ -296,7 +296,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     inside = f"experts={layer.choice.experts} routes inside"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
         return f"{inside}: call forward, under the map of construction"
-    if layer._routes is not None:
+    if layer._routes is not None and not torch.compiler.is_compiling():  # calls that record are no part of a graph
         problem = layer._routes.problem(layer, x.numel() // layer.config.hidden_size, routed=routing is not None)
         if problem is not None:
             return problem
