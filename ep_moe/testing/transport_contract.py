@@ -53,6 +53,7 @@ from ep_moe.testing.transport_promises import (
     equal_calls_give_equal_bits,
     gradients_flow,
     one_token_too_many,
+    single_rows_keep_their_order_and_bits,
     what_is_wrong_on_one_rank_is_raised_on_all,
 )
 from ep_moe.types import PeerRows, PhysicalIds, PhysicalRouting, Received, RowLayout
@@ -324,6 +325,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     two_in_flight,
     nan_stays_with_its_owner,
     equal_calls_give_equal_bits,
+    single_rows_keep_their_order_and_bits,
     poisoned_buffers,
     random_delays,
     bounds_that_change,

@@ -14,6 +14,7 @@ from ep_moe.all2all.base import DispatchShape
 from ep_moe.config import PLAIN_WIRE
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
+from ep_moe.experts.layouts import localized
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing.transport_case import (
     COUNTS,
@@ -93,6 +94,29 @@ def equal_calls_give_equal_bits(case: Case) -> None:
     first = case.once(x, routing)
     for _ in range(5):
         case.same(case.once(x, routing), first, "again")
+
+
+def single_rows_keep_their_order_and_bits(case: Case) -> None:
+    """Rows of one route arrive in the order of ranks and tokens, and come back as they were, if it says so."""
+    g = case.shape
+    if not case.dispatcher.capabilities.exact or g.wire != PLAIN_WIRE:
+        return
+    for counts in COUNTS[:4]:
+        tokens = counts[case.rank % 4]
+        generator = torch.Generator().manual_seed(case.rank)
+        x = torch.randn(tokens, HIDDEN, generator=generator)
+        x[:, 0], x[:, 1] = case.rank + 1, torch.arange(tokens)
+        ids = torch.full((tokens, g.top_k), -1)
+        ids[:, -1] = torch.randint(g.num_physical, (tokens,), generator=generator)
+        x, ids = x.to(g.dtype).to(case.device), ids.to(case.device)
+        received = case.dispatch(x, PhysicalRouting(PhysicalIds(ids), torch.ones(ids.shape, device=case.device)))
+        local = localized(received, g.slots_per_rank).local_ids
+        assert local is not None
+        here = received.x[(local >= 0).any(1)].float()
+        places = (here[:, 0] * MAX_TOKENS + here[:, 1]).tolist()
+        case.that(places == sorted(places), f"single rows arrive in another order, got {places}")
+        back = case.dispatcher.combine(case.experts(received), received.handle)
+        case.that(torch.equal(back, x), "single rows come back with other bits")
 
 
 def captured_and_replayed(case: Case) -> None:

@@ -312,6 +312,32 @@ class NoProblem(TorchAll2AllDispatcher):
         return super().dispatch_start(x, routing, **options)
 
 
+class OutOfOrder(TorchAll2AllDispatcher):
+    """The last rows first, and combined again as they belong."""
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        pending = super()._dispatch(x, x_scale, routing, problem, max_tokens)
+
+        def finish():
+            received = pending.wait()
+            turned = {name: getattr(received, name).flip(0) for name in ("x", "local_ids", "weights")}
+            scale = None if received.x_scale is None else received.x_scale.flip(0)
+            return dataclasses.replace(received, x_scale=scale, **turned)
+
+        return mock.Mock(wait=finish, ready=False)
+
+    def _combine(self, y, handle, out):
+        return super()._combine(y.flip(0), handle, out)
+
+
+class Rounds(TorchAll2AllDispatcher):
+    """What small integers do not show."""
+
+    def _combine(self, y, handle, out):
+        rounded = (y.detach().contiguous().view(torch.int16) & ~1).view(torch.bfloat16)  # integers to 128 stay
+        return super()._combine(y + (rounded - y).detach(), handle, out)
+
+
 class AnyId(TorchAll2AllDispatcher):
     """Takes an id of no expert for an empty one."""
 
@@ -383,6 +409,8 @@ def test_the_suite_sees_what_refusals_lack(world_size):
         (WritesItsInput, "weights must be left as they were"),
         (NoProblem, "what is wrong on one rank .*problem was not raised"),
         (AnyId, "what is wrong on one rank .*id 16 was not refused"),
+        (OutOfOrder, "single rows keep their order and bits .*in another order"),
+        (Rounds, "single rows keep their order and bits .*with other bits"),
         (NoGradients, "gradients flow .*gradient of x"),
         (Untyped, "uneven and empty ranks .*fp8_tensor"),
         (Unscaled, "uneven and empty ranks .*fp8_tensor"),
