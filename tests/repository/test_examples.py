@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "serve": "rank 1: 16 answers, equal to transformers: True",
     "rl_weight_push": "update 4: loss",
+    "rollout_replay": "24 log-probabilities of 2 ranks and of one process are equal",
     "from_vllm": "grouped sigmoid: allgather with reference gives what FusedMoE gives",
 }
 pytestmark = [
@@ -24,7 +25,7 @@ pytestmark = [
 def torchrun(name: str, ranks: int, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     ran = subprocess.run(
-        [*command, f"examples/{name}.py", *arguments], cwd=ROOT, text=True, capture_output=True, timeout=110,
+        [*command, f"examples/{name}.py", *arguments], cwd=ROOT, text=True, capture_output=True, timeout=220,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]
