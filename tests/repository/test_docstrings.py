@@ -37,7 +37,7 @@ def used() -> Iterator[tuple[str, Any]]:
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ep_moe"):
                 found = [pkgutil.resolve_name(f"{node.module}:{alias.name}") for alias in node.names]
-                yield from ((place, one) for one in found if one not in EXPORTS)
+                yield from ((place, one) for one in found if not inspect.ismodule(one))
 
 
 def public() -> Iterator[tuple[str, Any]]:
