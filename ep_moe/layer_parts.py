@@ -174,12 +174,13 @@ class LayerParts(nn.Module):
     def update_expert(self, logical_id: int, **tensors: Tensor) -> int:
         """Write an expert's whole tensors into all its replicas.
 
-        Local: call it on every rank with the same tensors.
+        Local: call it on every rank with the same tensors, between two calls.
 
         Args:
             logical_id: The expert, in [0, E).
             **tensors: w13 [2I, H] (gate above up; [I, H] without a gate), w2 [H, I], and w13_bias and w2_bias where the
-                layer has biases.
+                layer has biases. A quantized layer quantizes w13 and w2, or takes codes and scales by the names of its
+                scheme (w13, w13_scale, ...). Calibrated input scales stay as they are unless they are given.
 
         Returns:
             The number of slots written here.

@@ -316,14 +316,14 @@ class Scheme:
         """Quantize the matrices of experts.
 
         Args:
-            tensors: Float w13 and w2; biases and input scales are kept as they are.
+            tensors: Float w13 and w2, or one of them; biases and input scales are kept as they are.
             dtype: Of the layer.
 
         Returns:
             This scheme's tensors by name.
         """
         parts = {name: tensor for name, tensor in tensors.items() if name not in ("w13", "w2")}
-        for name in ("w13", "w2"):
+        for name in tensors.keys() & {"w13", "w2"}:
             parts |= {name + part: tensor for part, tensor in self.weights.quantize(tensors[name], dtype).items()}
         return parts
 

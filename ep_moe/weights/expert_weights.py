@@ -114,7 +114,8 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def update_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write an expert's whole tensors (some or all of them) into every slot that holds it here.
+        """Write an expert's whole tensors (some or all of them) into every slot that holds it here. Matrices may be
+        numbers, which a quantised layer quantises whole, so that an etp rank has the scales of all.
 
         Local: call it on all ranks with the same tensors. Returns the number of slots written on this rank.
         """
@@ -132,8 +133,14 @@ class ExpertWeights(ExpertSlots):
         self.updates += 1
         slots = self.held.get(int(logical_id), [])
         if slots:
-            self.write(slots, self._cut(tensors))
+            numbers = {name: tensors[name].to(self.device) for name in tensors if self._is_numbers(name, tensors[name])}
+            codes = {name: tensor for name, tensor in tensors.items() if name not in numbers}
+            self.write(slots, self._cut(codes | self.scheme.quantize(numbers, self._dtype)))
         return len(slots)
+
+    def _is_numbers(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is a matrix that is to be quantised here."""
+        return not self.scheme.plain and name in ("w13", "w2") and tensor.is_floating_point() and tensor.itemsize > 1
 
     @torch.no_grad()
     def write(self, slots: list[int], pieces: Mapping[str, Tensor]) -> None:
@@ -160,7 +167,9 @@ class ExpertWeights(ExpertSlots):
             if tensor.layout is not torch.strided or tensor.is_meta:
                 what = "on the meta device" if tensor.is_meta else str(tensor.layout)
                 raise InputError(f"expert {logical_id}: {name} must be a dense tensor with numbers, got one {what}")
-            shape, dtype = specs[name].shape, specs[name].dtype
+            numbers = self._is_numbers(name, tensor)
+            spec = PLAIN.expert(self.config, self._dtype)[name] if numbers else specs[name]
+            shape, dtype = spec.shape, spec.dtype
             if tuple(tensor.shape) != shape:
                 raise InputError(f"expert {logical_id}: {name} must be {list(shape)}, got {list(tensor.shape)}")
             # numbers may be rounded to the layer's dtype; codes and their scales mean nothing in another
@@ -170,10 +179,19 @@ class ExpertWeights(ExpertSlots):
                         f"expert {logical_id}: {name} must be numbers that are rounded to {dtype_name(dtype)}, got "
                         f"{dtype_name(tensor.dtype)}; multiply codes by their scales first"
                     )
+            elif numbers:
+                codes = sorted(other for other in tensors if other in (f"{name}_scale", f"{name}_global_scale"))
+                if codes:
+                    raise InputError(
+                        f"expert {logical_id}: {name} is numbers in {dtype_name(tensor.dtype)}, and {codes[0]} belongs "
+                        f"to codes; give the numbers alone, or the codes with their scales"
+                    )
+                if not bool(tensor.isfinite().all()):
+                    raise InputError(f"expert {logical_id}: {name} must be finite to be quantized")
             elif tensor.dtype != dtype:
                 raise InputError(
                     f"expert {logical_id}: {name} must be {dtype_name(dtype)} under quantization={self.scheme.name}, "
-                    f"got {dtype_name(tensor.dtype)}; quantize it with ep_moe.quant.schemes first"
+                    f"got {dtype_name(tensor.dtype)}; give numbers, which are quantized here, or codes of the scheme"
                 )
 
     # --- saving and loading ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from ep_moe import Activation, ConfigError, EPContext, ExpertMap, InputError, Mo
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import cut, cut_dim, join
@@ -294,6 +295,62 @@ def test_update_writes_every_replica_and_cuts(activation, etp):
             for expert in written:
                 written[expert] += weights.update_expert(expert, integer_expert(config, expert))
     assert tuple(written.values()) == tuple(etp * count for count in REDUNDANT.replica_count)
+
+
+LARGE = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=3, top_k=2, expert_bias=True)  # whole blocks
+QUANTISED = [scheme for scheme in SCHEMES.values() if not scheme.plain]
+
+
+def numbers_of_an_expert():
+    generator = torch.Generator().manual_seed(2)
+    return {
+        name: torch.randn(spec.shape, generator=generator) / 16
+        for name, spec in PLAIN.expert(LARGE, torch.float32).items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)
+def test_a_quantised_layer_quantises_numbers_whole(scheme, dtype):
+    """Each etp rank holds its piece of what the whole matrix is quantised to; input scales stay."""
+    given = {name: tensor.to(dtype) for name, tensor in numbers_of_an_expert().items()}
+    wanted = scheme.quantize(given, torch.bfloat16)
+    for etp, rank in ((1, 0), (2, 0), (2, 1)):
+        options = {"dtype": torch.bfloat16, "scheme": scheme, "etp": etp_link(etp, rank)}
+        weights = ExpertWeights(LARGE, ExpertMap.redundant(3, 2, 1), **options)
+        before = {name: tensor.clone() for name, tensor in weights.slot(0).items()}
+        assert weights.update_expert(0, given) == 1
+        found = weights.slot(0)
+        assert found.keys() == wanted.keys() | {name for name in before if name.endswith("input_scale")}
+        for name, tensor in found.items():
+            kept = name not in wanted
+            expected = before[name] if kept else cut(LARGE, name, wanted[name], etp, rank)
+            assert torch.equal(tensor.float(), expected.to(tensor.dtype).float()), name
+            assert kept or not torch.equal(tensor.float(), before[name].float()), name
+        only = {"w2": given["w2"] * 2}
+        weights.update_expert(0, only)
+        expected = cut(LARGE, "w2", scheme.quantize(only, torch.bfloat16)["w2"], etp, rank)
+        assert torch.equal(weights.slot(0)["w2"].float(), expected.float())
+        assert torch.equal(weights.slot(0)["w13"].float(), found["w13"].float())
+
+
+@pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)
+def test_numbers_that_cannot_be_quantised_change_nothing(scheme):
+    weights = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16, scheme=scheme)
+    before = {name: tensor.clone() for name, tensor in weights.stored_tensors().items()}
+    good, bad = numbers_of_an_expert()["w13"], numbers_of_an_expert()["w2"]
+    bad[3, 5] = torch.inf
+    codes = scheme.quantize({"w13": good}, torch.bfloat16)
+    cases = [
+        ({"w13": good, "w2": bad}, "expert 1: w2 must be finite to be quantized"),
+        ({"w13": good, "w13_scale": codes["w13_scale"]}, r"expert 1: w13 is numbers in float32, and w13_scale belongs"),
+        ({"w13": good[:, :128]}, r"expert 1: w13 must be \[512, 256\], got \[512, 128\]"),
+    ]
+    for tensors, sentence in cases:
+        with pytest.raises(InputError, match=sentence):
+            weights.update_expert(1, tensors)
+    for name, tensor in weights.stored_tensors().items():
+        assert torch.equal(tensor.float(), before[name].float()), name
 
 
 def test_update_writes_an_expert_twice_on_one_rank():
