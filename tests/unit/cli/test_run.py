@@ -74,14 +74,15 @@ def test_demo_rebalanced():
     assert re.search(r"moved +[\d.]+ MiB between ranks, within \d+ forwards\n", result.output)
 
 
-def test_a_model_with_its_own_router(tmp_path):
-    """OLMoE, of which only the experts are ours."""
+@pytest.mark.parametrize("kind", ["olmoe", "glm4_moe", "jamba"])
+def test_a_model_with_its_own_router(kind, tmp_path):
+    """Families of which only the experts are ours."""
     quiet()
-    tiny_transformers_model("olmoe").save_pretrained(tmp_path / "olmoe")
+    tiny_transformers_model(kind).save_pretrained(tmp_path / kind)
     text = tmp_path / "text.txt"
     text.write_bytes((DEMO / "heldout.txt").read_bytes()[:512])
     options = ("--text", text, "--dtype", "float32", "--window", 64, "--redundant", 4)
-    result = invoke("run", tmp_path / "olmoe", *options)
+    result = invoke("run", tmp_path / kind, *options)
     assert result.exit_code == 0, result.output
     assert re.search(r"ep_moe +[\d.]+\n +transformers +[\d.]+ +\(one process; equal", result.output)
 
