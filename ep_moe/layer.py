@@ -174,7 +174,8 @@ class MoELayer(LayerParts):
             replayed = self._graphs.replay(self, x, routing, mask)
             if replayed is not None:
                 return replayed
-        self._checks.note_eager()
+        if not torch.compiler.is_compiling():  # a counter in a graph would be compiled anew at each count
+            self._checks.note_eager()
         self._checks.first_call(self)
         problem = call_problem(self, x, routing, mask)
         if problem is not None:

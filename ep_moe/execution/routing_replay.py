@@ -180,7 +180,7 @@ class Replay:
     def __init__(self, ids: Tensor | None, mask: Tensor | None) -> None:
         self._given, self._mask = ids, mask
         self._checked = False
-        self.ids, self.partial = torch.empty(0), mask is not None
+        self.ids, self.partial = torch.empty(0, device="cpu"), mask is not None
 
     def problem(self, rows: int, config: Any, device: torch.device) -> str | None:
         """None, or what is wrong for a call of so many rows. Waits for the device once, but for a graph's capture."""

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ep_moe"
 KINDS = ("dispatchers", "experts", "fused")
 BACKENDS = {target.partition(":")[0] for kind in KINDS for target in registry._BUILT_IN[kind].values()}
-DRIVERS = ("ep_moe.all2all", "ep_moe.experts", "ep_moe.bench")  # where libraries of kernels and transports may be used
+# where libraries of kernels and transports, and of metrics, may be used
+DRIVERS = ("ep_moe.all2all", "ep_moe.experts", "ep_moe.bench", "ep_moe.metrics")
 CHOOSERS = ("ep_moe.layer", "ep_moe.layer_parts", "ep_moe.execution", "ep_moe.selection", "ep_moe.context", "ep_moe.cli.app", "ep_moe.integrations")  # fmt: skip  # noqa: E501
 # beside pyproject's dependencies: what torch and transformers bring, the driver, PEFT, and pytest for `ep_moe.testing`
 OWN = {"torch", "triton", "cuda", "nvidia", "huggingface_hub", "peft", "pytest"}

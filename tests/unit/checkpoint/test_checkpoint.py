@@ -229,10 +229,10 @@ def test_replicas_are_read_once(checkpoints):
 
 
 class Bar:
-    """Stands for tqdm."""
+    """Stands for `Progress`."""
 
-    def __init__(self, *, total, disable, **_):
-        self.total, self.disable, self.done = total, disable, 0
+    def __init__(self, total, *_, shown):
+        self.total, self.shown, self.done = total, shown, 0
 
     def __enter__(self):
         return self
@@ -249,15 +249,14 @@ def test_only_rank_0_shows_a_bar(checkpoints, world_size):
     checkpoint = checkpoints["llama4_text shards"]
     with EPContext.from_groups(device=rank_device()) as context, pytest.MonkeyPatch.context() as patch:
         bars = []
-        patch.setattr(reader, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
+        patch.setattr(reader, "Progress", lambda *given, **options: bars.append(Bar(*given, **options)) or bars[-1])
         ranks = {1: [[*range(8), 0, 0]], 2: [[0, 1, 0, 2, 3], [4, 5, 6, 7, -1, 6, 6]]}[world_size]
         layers = make_layers(checkpoint, context, [0, 2], ExpertMap.from_ranks(ranks, 8, allow_duplicates=True))
         for progress in (True, False):
             load_layers(layers, checkpoint.folder, checkpoint.family, progress=progress)
         shown, hidden = bars
-        # None: tqdm shows it on a terminal only
-        assert shown.disable is (None if dist.get_rank() == 0 else True)
-        assert hidden.disable is True
+        assert shown.shown is (dist.get_rank() == 0)
+        assert hidden.shown is False
         # an expert in two slots is read once and counts twice
         slots = 2 * sum(expert >= 0 for expert in ranks[dist.get_rank()])
         assert (shown.total, shown.done) == (slots, slots)
@@ -266,8 +265,8 @@ def test_only_rank_0_shows_a_bar(checkpoints, world_size):
 def test_the_contexts_first_rank_shows_the_bar(checkpoints, monkeypatch):
     """Whatever its number in the job is."""
     bars, checkpoint = [], checkpoints["mixtral shards"]
-    monkeypatch.setattr(reader, "tqdm", lambda **options: bars.append(Bar(**options)) or bars[-1])
+    monkeypatch.setattr(reader, "Progress", lambda *given, **options: bars.append(Bar(*given, **options)) or bars[-1])
     layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
     with EPContext(layout, cpu, None, Links(layout, recorder, cpu), recorder) as context:
         load_layers(make_layers(checkpoint, context, [0]), checkpoint.folder, "mixtral")
-    assert [bar.disable for bar in bars] == [None]
+    assert [bar.shown for bar in bars] == [True]

@@ -208,7 +208,10 @@ def test_a_reference_that_cannot_run_is_one_sentence(monkeypatch):
     monkeypatch.setattr(run_module, "run_local_ranks", ranks)
     result = invoke("run", "--text-tokens", 512, "--dp", 2)
     assert result.exit_code == 2
-    assert re.fullmatch("error: .*pass --no-reference: no room for the whole model\n", result.output)
+    assert re.fullmatch(
+        "run: starting 2 ranks on this machine\nerror: .*pass --no-reference: no room for the whole model\n",
+        result.output,
+    )
 
 
 def test_rows_rounded_on_the_wire(tmp_path):
@@ -391,7 +394,7 @@ def test_bad_flags_are_one_sentence(flags, users):
     paths = {name: users / name for name in ("bytes", "empty", "broken", "small")} | {"text": users / "text.txt"}
     result = invoke("run", *flags.format_map(paths).split())
     assert result.exit_code == 2, result.output
-    lines = result.output.splitlines()
+    lines = [line for line in result.output.splitlines() if not line.startswith("run: starting")]
     assert len(lines) == 1, result.output
     assert re.match(f"error: .*{BAD[flags]}", lines[0])
 

@@ -65,24 +65,24 @@ def test_all_of_the_model_is_loaded_and_saved(folder, tmp_path):
 
 def test_a_bar_of_the_contexts_first_rank_counts_each_expert(folder, monkeypatch):
     """Whatever that rank's number in the job is."""
-    shown = []
+    bars = []
 
     class Bar(contextlib.nullcontext):
-        def __init__(self, *, total, disable, **_):
+        def __init__(self, total, *_, shown):
             super().__init__(self)
             self.left = total
-            shown.append((self, disable))
+            bars.append((self, shown))
 
         def update(self, count):
             self.left -= count
 
-    monkeypatch.setattr(load, "tqdm", Bar)
+    monkeypatch.setattr(load, "Progress", Bar)
     layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
     with EPContext(layout, cpu, None, Links(layout, recorder, cpu), recorder) as context:
         for progress in (True, False):
             load_pretrained(folder, context, progress=progress)
-    assert [disable for _, disable in shown] == [None, True]
-    assert [bar.left for bar, _ in shown] == [0, 0]
+    assert [shown for _, shown in bars] == [True, False]
+    assert [bar.left for bar, _ in bars] == [0, 0]
 
 
 def test_a_class_that_is_not_named_is_refused(folder, tmp_path):
