@@ -1,7 +1,7 @@
 """The `ep-moe` command until its own modules are there: importing torch takes seconds, on a cold disk many.
 
-It is a module of its own, since Python imports all of `ep_moe` before any module in it. A terminal is told at once that
-the command begins, and Ctrl-C ends it by one line from the start.
+It is a module of its own, since Python imports all of `ep_moe` before any module in it. On a terminal it
+prints at once that the command starts. Ctrl-C ends the command with one line.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ LIVE = -2  # in ids that a router is given: this row is to be routed
 
 
 def weights_of(logits: Tensor, ids: Tensor, config: RoutingConfig, *, exact: bool = False) -> Tensor:
-    """Compute the weights that `route` gives these experts, whoever chose them.
+    """Compute the weights that `route` would give to experts that are already chosen.
 
     Args:
         logits: [T, E], floating point.

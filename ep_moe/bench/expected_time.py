@@ -32,7 +32,7 @@ from ep_moe.config import MoEConfig
 
 ITSELF, RANKS, TOKENS, MODEL = "itself", "another number of ranks", "another number of tokens", "another model"
 ROWS_OUT, ROWS_BACK = "another format of rows on the way out", "another format of rows on the way back"
-FEW_TOKENS = 16  # of a rank, up to which errors are told apart
+FEW_TOKENS = 16  # of a rank, up to which errors are listed separately
 
 
 class Layer(NamedTuple):

@@ -206,7 +206,7 @@ class Replay:
                     f"replay_routing: mask must be [{rows}] on {device}, as the ids without their last size, got "
                     f"{list(mask.shape)} on {mask.device}"
                 )
-        # anew for each call, and so within a graph: whoever rewrites the ids need not capture again
+        # read in each call, also in a CUDA graph: rewritten ids need no new capture
         given = ids.reshape(-1, config.top_k).long()
         kept = None if mask is None else mask.reshape(-1)
         self.ids = given if kept is None else given.masked_fill(~kept.unsqueeze(1), LIVE)

@@ -133,7 +133,7 @@ def test_every_wait_for_a_lost_store_raises_the_same():
         ):
             with pytest.raises(PeerTimeout, match=at):
                 call()
-        recorder.refuse("told to nobody")
+        recorder.refuse("no rank hears this")
     finally:
         recorder.close()
 

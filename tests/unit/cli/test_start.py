@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# an import that takes for ever, in the place of torch's
+# replaces torch by a module whose import never ends
 ENDLESS = """
 import sys, time
 class Endless:

@@ -139,7 +139,9 @@ def test_wrong_arguments_of_serve():
                 metrics.serve(source, port=port)
         with pytest.raises(ConfigError, match="serve: source must be"):
             metrics.serve(context, port=0)
-        with pytest.raises(ConfigError, match=r"port 0 of 203.0.113.7 cannot be used"):  # nobody's address
+        with pytest.raises(
+            ConfigError, match=r"port 0 of 203.0.113.7 cannot be used"
+        ):  # an address for documentation (RFC 5737)
             metrics.serve(source, port=0, host="203.0.113.7")
 
 

@@ -365,7 +365,7 @@ def test_wrong_dtype_is_refused_by_name(scheme):
     for name, tensor in random_tensors(config(), scheme).items():
         if name.endswith("_bias"):
             continue
-        # numbers in the place of codes would be quantized
+        # floating-point numbers would be quantized
         other = tensor.float().int() if name in ("w13", "w2") else tensor.double()
         with pytest.raises(InputError) as error:
             weights.update_expert(0, {"w2_bias": torch.ones(256), name: other})
