@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, overload
@@ -17,189 +17,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
+from ep_moe.experts.capabilities import ExpertsCapabilities as ExpertsCapabilities
+from ep_moe.experts.capabilities import ExpertsOptions as ExpertsOptions
+from ep_moe.experts.capabilities import KernelCapabilities as KernelCapabilities
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.gpus import GPU, compute_capability
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import Activation, LocalIds, PeerRows, Received, RowLayout, Weighting, dtype_name
+from ep_moe.types import LocalIds, PeerRows, Received, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelCapabilities:
-    """What any kernel can do. Defaults promise nothing.
-
-    Args:
-        activations: What stands between the two expert matrices.
-        dtypes: Of the layer.
-        biases: Experts may have biases.
-        etp: Experts may be cut over ranks.
-        cuda_graph: A CUDA graph can hold a call.
-        host_sync: A call waits for the device.
-        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
-        exact: With `ExpertsOptions.exact` it keeps the promise made there.
-        differentiable: A call has a backward.
-        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
-        spare_sms: It heeds `ExpertsOptions.spare_sms`.
-        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
-        max_compute_capability: Highest of a GPU; None for any.
-        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
-            without naming it warns.
-        devices: Device types.
-        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
-            name it comes last.
-    """
-
-    activations: frozenset[Activation]
-    dtypes: frozenset[torch.dtype]
-    biases: bool = False
-    etp: bool = False
-    cuda_graph: bool = False
-    host_sync: bool = True
-    deterministic: bool = False
-    exact: bool = False
-    differentiable: bool = False
-    schemes: frozenset[str] = frozenset({PLAIN.name})
-    spare_sms: bool = False
-    min_compute_capability: tuple[int, int] | None = None
-    max_compute_capability: tuple[int, int] | None = None
-    run_on: frozenset[tuple[int, int]] | None = None
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    ahead_of: frozenset[str] = frozenset()
-
-    def check(self) -> None:
-        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
-        leaves the others usable.
-
-        Raises:
-            ConfigError: A field is of a wrong kind or out of range.
-        """
-        check_fields(self, KernelCapabilities)
-
-    def problem(
-        self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
-    ) -> str | None:
-        """Say what of a layer the capabilities do not hold.
-
-        Args:
-            config: The layer.
-            dtype: Of the layer.
-            etp: Ranks over which an expert is cut.
-            scheme: Quantization of the experts.
-            options: How the kernel runs, None for the defaults.
-
-        Returns:
-            None if they hold all of it, else the reason.
-        """
-        if scheme.name not in self.schemes:
-            return f"quantization {scheme.name} is not among {', '.join(sorted(self.schemes))}"
-        if options is not None and options.deterministic and not self.deterministic:
-            return "it is not deterministic"
-        if options is not None and options.exact and (problem := self._inexact(etp)) is not None:
-            return problem
-        if options is not None and options.spare_sms and not self.spare_sms:
-            return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
-        if options is not None and options.recompute and not self.differentiable:
-            return "it has no backward (recompute=True)"
-        if dtype not in self.dtypes:
-            return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, self.dtypes)))}"
-        if config.activation not in self.activations:
-            known = ", ".join(sorted(activation.value for activation in self.activations))
-            return f"activation {config.activation.value} is not among {known}"
-        if config.expert_bias and not self.biases:
-            return "it has no expert biases (expert_bias=True)"
-        if etp > 1 and not self.etp:
-            return f"it cannot cut experts over ranks (etp={etp})"
-        return None
-
-    def _inexact(self, etp: int) -> str | None:
-        if not self.exact:
-            return "it does not promise that a row's bits are the same among any other rows (exact=True)"
-        if etp > 1:
-            return f"etp={etp} cuts a row's sum over ranks, which exact=True forbids; use etp=1"
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsCapabilities(KernelCapabilities):
-    """What an expert kernel can do; one constant per class.
-
-    Args:
-        activations: What stands between the two expert matrices.
-        dtypes: Of the layer.
-        biases: Experts may have biases.
-        etp: Experts may be cut over ranks.
-        cuda_graph: A CUDA graph can hold a call.
-        host_sync: A call waits for the device.
-        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
-        exact: With `ExpertsOptions.exact` it keeps the promise made there.
-        differentiable: A call has a backward.
-        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
-        spare_sms: It heeds `ExpertsOptions.spare_sms`.
-        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
-        max_compute_capability: Highest of a GPU; None for any.
-        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
-            without naming it warns.
-        devices: Device types.
-        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
-            name it comes last.
-        layouts: Row layouts that it takes. A kernel for RANK_MAJOR takes the others through `as_rank_major`.
-        weightings: Who multiplies by the routing weights.
-        alignment_bytes: The bytes of a row of H and of I (its etp shard) must be a multiple of this.
-        row_formats: Values of `Wire.dispatch` that it reads. Any kernel takes the others, widened to the layer's dtype.
-        wire_ids: It reads `Received.wire_ids`. Any kernel takes them as local ids.
-        peer_out: It writes to `Received.peer_out`, for RANK_MAJOR rows.
-    """
-
-    layouts: frozenset[RowLayout] = frozenset({RowLayout.RANK_MAJOR})
-    weightings: frozenset[Weighting] = frozenset({Weighting.EXPERTS})
-    alignment_bytes: int = 16
-    row_formats: frozenset[str] = frozenset({"plain"})
-    wire_ids: bool = False
-    peer_out: bool = False
-
-    def check(self) -> None:
-        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
-        leaves the others usable.
-
-        Raises:
-            ConfigError: A field is of a wrong kind or out of range.
-        """
-        check_fields(self, ExpertsCapabilities)
-        check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsOptions:
-    """How a kernel runs, where it leaves a choice.
-
-    Args:
-        deterministic: Equal inputs give equal bits.
-        chunk_rows: Received rows of one kernel call. More are computed in several, so that scratch memory has a bound.
-        spare_sms: Multiprocessors that its long-running kernels leave to a transport beside them
-            (`MoELayer(pipeline=)`).
-        recompute: In training, keep a call's received rows alone, and compute the experts' inner rows again in
-            backward. Rows are neither routed nor dispatched again, as `torch.utils.checkpoint` of the layer would.
-        exact: A token's output bits depend on the token, the weights and the scheme alone: not on the batch, the ranks,
-            the expert map, the transport, or how the layer is called (docs/how-to/exactness.md).
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-
-    deterministic: bool = False
-    chunk_rows: int = 16384
-    spare_sms: int = 0
-    recompute: bool = False
-    exact: bool = False
-
-    def __post_init__(self) -> None:
-        set_counts(self, spare_sms=0, chunk_rows=1)
-        set_flags(self, "deterministic", "recompute", "exact")
 
 
 class Experts(ABC):
