@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -314,6 +314,17 @@ class LayerParts(nn.Module):
         finally:
             routes.replayed = before
 
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Within, the rows of calls are no tokens: no routes are recorded or replayed, and logits of no rows."""
+        before = self._logit_taps
+        self._logit_taps = [partial(_tap_nothing, tap) for tap in before]
+        try:
+            with nullcontext() if self._routes is None else self._routes.idle():
+                yield
+        finally:
+            self._logit_taps = before
+
     def no_stats(self) -> AbstractContextManager[None]:
         """Count no forward as load within the block: for warm-up and idle steps.
 
@@ -347,3 +358,7 @@ class LayerParts(nn.Module):
             f"quantization={self.expert_weights.scheme.name}"
             + ("" if self.tuned is None else f", tuned: {self._table}")
         )
+
+
+def _tap_nothing(tap: Callable[[Tensor], None], logits: Tensor) -> None:
+    tap(logits[:0])

@@ -117,15 +117,16 @@ def weights_of(logits: Tensor, ids: Tensor, config: RoutingConfig, *, exact: boo
 
     Args:
         logits: [T, E], floating point.
-        ids: int64 [T, K], distinct in a row, -1 for no expert.
+        ids: int64 [T, K], distinct in a row, -1 for no expert. One of at least E is none either: a gather by it would
+            end the process of a GPU, where `InvalidIds` tells of it.
         config: The method and its constants.
         exact: As for `softmax_topk`.
 
     Returns:
         Weights, float32 [T, K], 0 where there is no expert.
     """
-    named = ids >= 0
-    at = ids.clamp(min=0)
+    named = (ids >= 0) & (ids < logits.shape[-1])
+    at = ids.where(named, 0)
     match config.method:
         case RoutingMethod.SOFTMAX_TOPK:
             weights = _softmax(logits.float(), exact).gather(-1, at)

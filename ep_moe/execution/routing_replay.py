@@ -7,6 +7,8 @@ by what it finds, and CUDA graphs hold it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,6 +119,16 @@ class RoutingTap:
         """Whether a call must come by here."""
         return self.buffer is not None or self.replayed is not None
 
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within, the rows of calls are no tokens: they are not recorded, and take no ids."""
+        before = self.buffer, self.replayed
+        self.buffer = self.replayed = None
+        try:
+            yield
+        finally:
+            self.buffer, self.replayed = before
+
     def problem(self, layer: Any, rows: int, *, routed: bool) -> str | None:
         """None, or what is wrong with this call of a layer.
 
@@ -183,7 +195,8 @@ class Replay:
         self.ids, self.partial = torch.empty(0, device="cpu"), mask is not None
 
     def problem(self, rows: int, config: Any, device: torch.device) -> str | None:
-        """None, or what is wrong for a call of so many rows. Waits for the device once, but for a graph's capture."""
+        """None, or what is wrong for a call of so many rows. Waits for a GPU once, but for a graph's capture: kernels
+        drop an id that is written later and names no expert, and tell of it as of all ids (`InvalidIds`)."""
         ids, mask = self._given, self._mask
         if ids is None:
             return "replay_routing: no ids were given for this layer; record the same layers that are replayed"
@@ -210,7 +223,7 @@ class Replay:
         given = ids.reshape(-1, config.top_k).long()
         kept = None if mask is None else mask.reshape(-1)
         self.ids = given if kept is None else given.masked_fill(~kept.unsqueeze(1), LIVE)
-        if self._checked or capturing(device):
+        if device.type != "cpu" and (self._checked or capturing(device)):
             return None
         self._checked = True
         return _ids_problem(given if kept is None else given[kept], config.num_experts)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.integrations.model_hooks import TokenMasks
+from ep_moe.layer import MoELayer
 
 if TYPE_CHECKING:
     from ep_moe.integrations.generic import ExpertParallelExperts
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 def idle_step(model: nn.Module) -> Tensor:
     """Take part in one forward of the other ranks without tokens, on a rank that has no batch.
 
-    The model runs on one row of padding, which is not counted as load and goes to no expert. With gradients the row is
-    computed as a token. In training call `backward` on the result: it takes part in the others' backward, and leaves
-    zeros as the gradients of this rank's tokens.
+    The model runs on one row of padding, which is not counted as load, not recorded by `record_routing` and
+    `router_logits`, takes no replayed ids, and goes to no expert. With gradients the row is computed as a token. In
+    training call `backward` on the result: it takes part in the others' backward, and leaves zeros as the gradients of
+    this rank's tokens.
 
         loss = model(**batch).loss if batch is not None else idle_step(model)
         loss.backward()
@@ -57,6 +59,9 @@ def idle_step(model: nn.Module) -> Tensor:
     with ExitStack() as idle:
         for one in masks.values():
             idle.enter_context(one.idle())
+        for module in model.modules():
+            if isinstance(module, MoELayer):
+                idle.enter_context(module._idle())
         device = next(model.parameters()).device
         row = torch.zeros(1, 1, dtype=torch.int64, device=device)
         out = model(input_ids=row, use_cache=False, return_dict=True)

@@ -12,7 +12,7 @@ from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.transformers import expert_parallel, idle_step, moe_layers
 from ep_moe.parallel.groups import default_store
 from ep_moe.testing import distributed, rank_device
-from ep_moe.training import exclude_experts, sync_gradients
+from ep_moe.training import exclude_experts, record_routing, replay_routing, router_logits, sync_gradients
 from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
 from tests.fixtures.distributed_cases import everywhere, same_error
 
@@ -230,6 +230,32 @@ def test_an_idle_step(family, world_size):
             sums = [float(p.grad.abs().sum()) for layer in moe_layers(model) for p in layer.expert_weights.parameters()]
             assert sum(sums) > 0, "the peer's tokens"
         sync_gradients(model, context)
+
+
+@distributed(2)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_padding_of_idle_steps_is_no_record(family, world_size):
+    """Recorded routes and logits are of the rank's own tokens, and a rank without a batch replays none."""
+    context, model, _ = made({"dp": 2}, family)
+    with context:
+        ids, busy = prompt(context.layout, 1), context.layout.dp_rank == 1
+        length = 3 + 4 * context.layout.dp_rank
+        with record_routing(model, rows=100) as record:
+            found = model.generate(ids, max_new_tokens=length, **GREEDY)
+            again = model.generate(found[:, :-1], max_new_tokens=1, **GREEDY)  # the same tokens in one call
+        assert torch.equal(found, again)
+        for routes in record.ids().values():
+            assert len(routes) == 2 * (ids.shape[1] + length - 1)
+            assert torch.equal(*(part.sort(1).values for part in routes.chunk(2)))
+        record.reset()
+        with torch.no_grad(), router_logits(model) as logits, record_routing(model, rows=100) as record:
+            model(ids) if busy else idle_step(model)
+        rows = ids.numel() if busy else 0
+        assert {len(routes) for routes in record.ids().values()} == {len(each) for each in logits} == {rows}
+        batch = {name: routes[: ids.numel()] for name, routes in record.ids().items()}
+        given = batch if busy else {name: routes.new_zeros(9, routes.shape[1]) for name, routes in batch.items()}
+        with replay_routing(model.train(), given):
+            (model(ids, labels=ids).loss if busy else idle_step(model)).backward()
 
 
 @distributed(2)

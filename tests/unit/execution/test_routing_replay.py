@@ -194,6 +194,26 @@ def test_wrong_replays_are_refused(context, what):
     layer(rows_of(4))
 
 
+@pytest.mark.parametrize("wrong", [[0, EXPERTS], [LIVE, 1], [3, 3]])
+def test_ids_that_are_written_later_are_refused_too(context, wrong):
+    layer, ids = MoELayer(shape(), context), torch.tensor([[0, 1]] * 4)
+    with layer.replay_routing(ids):
+        layer(rows_of(4))
+        ids[2] = torch.tensor(wrong)
+        with pytest.raises(InputError, match="replay_routing: "):
+            layer(rows_of(4))
+        ids[2] = torch.tensor([2, 1])
+        layer(rows_of(4))
+
+
+@pytest.mark.parametrize("routing", METHODS, ids=lambda routing: f"{routing.method.value}-{routing.renormalize}")
+def test_an_id_of_no_expert_has_no_weight(routing):
+    """A GPU's ids are not looked at in each call: they must not index memory."""
+    logits = torch.randn(2, EXPERTS)
+    named, none = (weights_of(logits, torch.tensor([[2, last], [0, 5]]), routing) for last in (-1, EXPERTS + 90))
+    assert same_bits(named, none)
+
+
 def test_what_has_weights_of_its_own_is_not_replayed(context):
     x, ids = rows_of(2), torch.tensor([[0, 1], [2, 3]])
     layer = MoELayer(shape(), context)
