@@ -27,7 +27,7 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.experts.base import Experts, Kept
+from ep_moe.experts.base import Experts, Kept, begin_backward
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.kernels import round_to_travel
 from ep_moe.runtime.profiling import stage
@@ -292,6 +292,7 @@ class _TrainedExchange(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        begin_backward(ctx.experts.weights)
         ids, weights, *kept = ctx.saved_tensors
         rows, narrow_rows, bound = ctx.transports.rows, ctx.transports.weights, ctx.transports.bound
         routing = PhysicalRouting(PhysicalIds(ids), weights)

@@ -66,10 +66,15 @@ class RankChecks:
         self._newest_eager = 0  # its number among `forwards`
         self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
         self._wrapper: weakref.ref[Any] | None = None
-        self._backwards = 0
-        if layer.context.layout.stage > 1:
+        self._backwards = {"lockstep": 0, "expert_data": 0}
+        self._warned = False
+        layout, weights = layer.context.layout, layer.expert_weights
+        if layout.stage > 1:
             own = weakref.ref(layer)  # the layer holds what it hands this to
-            layer.expert_weights.gradient_sum.each_backward = lambda: self.after_steps(own())
+            if layout.lockstep > 1:
+                weights.each_backward = lambda: self.after_steps(own(), "lockstep")
+            if layout.replicas > 1:
+                weights.gradient_sum.each_sum = lambda: self.after_steps(own(), "expert_data")
 
     def note_eager(self) -> None:
         """Of the newest of `forwards`: it was not replayed. Replays count nothing themselves."""
@@ -130,16 +135,18 @@ class RankChecks:
         self._done = True
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 
-    def after_steps(self, layer: ComparedLayer | None) -> None:
+    def after_steps(self, layer: ComparedLayer | None, kind: str) -> None:
         """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
-        are of its own tokens until something averages them. Collective over the stage, within a backward. Waits for
-        the device, and so not inside a graph capture."""
+        are of its own tokens until something averages them. Collective within a backward, over one kind of group: the
+        ranks of the call, or those that sum gradients of the same experts. Together they reach the whole stage. Waits
+        for the device, and so not inside a graph capture."""
         if layer is None or capturing(layer.context.device):
             return
-        self._backwards += 1
-        if self._backwards < 2 or self._backwards & (self._backwards - 1):
+        self._backwards[kind] += 1
+        number = self._backwards[kind]
+        if number < 2 or number & (number - 1):
             return
-        rank_group, device = layer.context.rank_groups["stage"], layer.context.device
+        rank_group, device = layer.context.rank_groups[kind], layer.context.device
         dense = dict(_dense(layer))
         sums = [checksum(tensor, device) for tensor in dense.values()]
         total = checksum(torch.stack(sums), device) if sums else torch.zeros((), dtype=torch.int64, device=device)
@@ -147,9 +154,15 @@ class RankChecks:
             if len({row[0] for row in rank_group.exchange(total.reshape(1))}) == 1:
                 return
             name = _name_dense(rank_group, dense, sums, device)
-        layer.expert_weights.gradient_sum.each_backward = None
+        if kind == "lockstep":  # the other group may find nothing, and goes on
+            layer.expert_weights.each_backward = None
+        else:
+            layer.expert_weights.gradient_sum.each_sum = None
+        if self._warned:
+            return
+        self._warned = True
         warnings.warn(
-            f"{layer.name}: {name} differs from the other ranks' after {self._backwards} backward calls, so that ranks "
+            f"{layer.name}: {name} differs from the other ranks' after {number} backward calls, so that ranks "
             f"train different models; average gradients before each optimizer step with "
             f"ep_moe.training.sync_gradients(model, context), or wrap the model as docs/how-to/training.md shows",
             UserWarning,
@@ -186,7 +199,7 @@ def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tens
 def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device) -> None:
     """Copies of an expert must be equal; whole ranks must not be."""
     weights, expert_map = layer.expert_weights, layer.placement.expert_map
-    if rank_group.size == 1 or not weights.stored_tensors():
+    if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
         return
     slots_per_rank = expert_map.slots_per_rank
     facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)

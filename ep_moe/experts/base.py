@@ -233,7 +233,9 @@ class Experts(ABC):
         if not self.capabilities.differentiable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return y  # compiled layers have no peers
         given = (received.x, received.weights, *self.weights.stored_tensors().values(), self.weights.anchor)
-        joined: Tensor = _Attached.apply(y, *(one for one in given if one is not None and one.requires_grad))
+        joined: Tensor = _Attached.apply(
+            y, self.weights, *(one for one in given if one is not None and one.requires_grad)
+        )
         return joined
 
     @abstractmethod
@@ -328,13 +330,20 @@ class _Attached(Function):
     """The identity on y, which keeps it in the graph of what no row used."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = len(others)
+    def forward(ctx: Any, y: Tensor, weights: ExpertWeights, *others: Tensor) -> Tensor:
+        ctx.weights, ctx.others = weights, len(others)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (grad, *[None] * ctx.others)
+        begin_backward(ctx.weights)
+        return (grad, None, *[None] * ctx.others)
+
+
+def begin_backward(weights: ExpertWeights) -> None:
+    """First in the backward of a call, in each kind of node that stands for its experts."""
+    if weights.each_backward is not None:
+        weights.each_backward()
 
 
 class StepGradients(NamedTuple):
@@ -404,6 +413,7 @@ class _DifferentiableStep(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        begin_backward(ctx.experts.weights)
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
         found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
         return (None, None, None, None, found.x, found.weights, *(found.stored[name] for name in ctx.names))

@@ -95,7 +95,10 @@ def fully_shard(
         gradients = weights.gradient_sum
         gradients.divisor = layout.token_ranks
         cut = shard_experts and gradients.replicas.size > 1 and weights.named and not weights.expert_map.num_redundant
-        if not cut or weights.etp.size > 1 or not weights.held:
+        if not cut or weights.etp.size > 1:
+            continue
+        weights.sharded = True  # on a rank without experts too: what ranks compare depends on it
+        if not weights.held:
             continue
         group, kind = gradients.replicas.group, context.device.type
         ranks = torch.tensor(gradients.replicas.ranks, device="cpu")

@@ -67,6 +67,8 @@ class ExpertSlots(nn.Module):
         self.weight_layout = weight_layout(config, scheme, self._dtype, self.etp.size)
         self.names = tuple(self.weight_layout.canonical)
         self.gradient_sum = GradientSum(self, ep or RankGroup.alone(), self.etp, replicas or RankGroup.alone())
+        # called in the backward of every call, on all ranks of the call alike: whether or not a rank's experts learn
+        self.each_backward: Callable[[], None] | None = None
         self.named = trainable and scheme.plain and type(self.weight_layout) is WeightLayout
         self._slots: dict[str, Tensor] = {}
         self._joined: dict[str, Tensor] | None = None

@@ -43,7 +43,7 @@ class GradientSum:
         of their own for the mean, as dense parameters have it (`ep_moe.training`)
     sharded: FSDP cuts the experts over `replicas` and averages over them
     compared: `ep_moe.training` has compared what ranks hold alike
-    each_backward: called first in every backward, on all ranks of the stage alike
+    each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
     """
 
     def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
@@ -52,7 +52,7 @@ class GradientSum:
         self.divisor = 1
         self.sharded = False
         self.compared = False
-        self.each_backward: Callable[[], None] | None = None
+        self.each_sum: Callable[[], None] | None = None
 
     @property
     def alone(self) -> bool:
@@ -74,8 +74,8 @@ class GradientSum:
 
     def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""
-        if self.each_backward is not None:
-            self.each_backward()
+        if self.each_sum is not None:
+            self.each_sum()
         divisor = self.divisor / self.replicas.size if self.sharded else self.divisor  # FSDP takes the mean itself
         if divisor != 1:
             gradients = {name: gradient / divisor for name, gradient in gradients.items()}

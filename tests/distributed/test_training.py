@@ -99,6 +99,37 @@ def test_losses_are_those_of_one_process(way, world_size):
                 check_copies(model, context, what)
 
 
+@distributed(2, 4, deadline_s=120)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_whose_experts_do_not_learn(way, world_size):
+    """A rank without experts, or with frozen ones, goes backward as often as its peers, and meets them there."""
+
+    def frozen(model):
+        for name, parameter in model.named_parameters():
+            if ".expert_weights." in name and int(name.split(".expert_weights.")[1].split(".")[0]) < EXPERTS // 2:
+                parameter.requires_grad_(False)
+        return model
+
+    alone = EPContext.local(rank_device())
+    wanted = {}
+    for change in (None, frozen):
+        model = made(alone) if change is None else change(made(alone))
+        wanted[change] = run(model, alone, OPTIMIZERS["sgd"](model.parameters()), lambda: None, range(5))
+    for context in contexts([P(dp=2)] if world_size == 2 else [P(dp=4), P(dp=4, ep=2), P(dp=2, tp=2, ep=2)]):
+        empty = ExpertMap.uneven([EXPERTS - 1, 1] if context.layout.ep == 4 else [EXPERTS, 0])
+        if context.layout.ep == 4:
+            empty = ExpertMap.uneven([EXPERTS - 2, 0, 2, 0])
+        for change, expert_map in ((None, empty), (frozen, None), (frozen, empty)):
+            if way == "FSDP2" and context.device.type == "cuda":
+                torch.cuda.set_device(context.device)
+            model = made(context, expert_map)
+            model, after = WAYS[way](model if change is None else change(model), context)
+            optimizer = OPTIMIZERS["sgd"](training.parameter_groups(model))
+            found = run(model, context, optimizer, after, range(5))
+            assert furthest(found, wanted[change]) <= BOUND, f"{way}, {context.layout}, {expert_map}, {change}"
+    alone.destroy()
+
+
 def check_copies(model, context, what):
     """After the run all that hold an expert, or the same piece of it, hold the same bits."""
     own = {

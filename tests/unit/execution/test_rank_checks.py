@@ -18,7 +18,7 @@ class Layer(SimpleNamespace):
 @pytest.fixture
 def layer():
     weights = nn.Linear(2, 2)
-    weights.gradient_sum = SimpleNamespace(each_backward=None, divisor=1)
+    weights.gradient_sum = SimpleNamespace(each_sum=None, divisor=1)
     layout = RankLayout(world=4, rank=0, dp=2, tp=2, ep=4)
     return Layer(context=SimpleNamespace(layout=layout), expert_weights=weights)
 
