@@ -232,10 +232,10 @@ class Experts(ABC):
         without rows, or without experts, as on its peers."""
         if not self.capabilities.differentiable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return y  # compiled layers have no peers
-        given = (received.x, received.weights, *self.weights.stored_tensors().values(), self.weights.anchor)
-        joined: Tensor = _Attached.apply(
-            y, self.weights, *(one for one in given if one is not None and one.requires_grad)
-        )
+        stored = [one for one in self.weights.stored_tensors().values() if one.requires_grad]
+        others = (received.x, received.weights, self.weights.anchor)
+        given = (*stored, *(one for one in others if one is not None and one.requires_grad))
+        joined: Tensor = _Attached.apply(y, self.weights, bool(stored), *given)
         return joined
 
     @abstractmethod
@@ -330,20 +330,21 @@ class _Attached(Function):
     """The identity on y, which keeps it in the graph of what no row used."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: ExpertWeights, *others: Tensor) -> Tensor:
-        ctx.weights, ctx.others = weights, len(others)
+    def forward(ctx: Any, y: Tensor, weights: ExpertWeights, learns: bool, *others: Tensor) -> Tensor:
+        ctx.weights, ctx.learns, ctx.others = weights, learns, len(others)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        begin_backward(ctx.weights)
-        return (grad, None, *[None] * ctx.others)
+        begin_backward(ctx.weights, learns=ctx.learns)
+        return (grad, None, None, *[None] * ctx.others)
 
 
-def begin_backward(weights: ExpertWeights) -> None:
-    """First in the backward of a call, in each kind of node that stands for its experts."""
+def begin_backward(weights: ExpertWeights, *, learns: bool) -> None:
+    """First in the backward of a call, in each kind of node that stands for its experts. learns: one of them does"""
     if weights.each_backward is not None:
         weights.each_backward()
+    weights.gradient_sum.meet(sums=learns)
 
 
 class StepGradients(NamedTuple):
@@ -413,7 +414,7 @@ class _DifferentiableStep(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        begin_backward(ctx.experts.weights)
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
+        begin_backward(ctx.experts.weights, learns=any(wanted.values()))
         found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
         return (None, None, None, None, found.x, found.weights, *(found.stored[name] for name in ctx.names))

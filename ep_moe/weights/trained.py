@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.types import capturing
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
@@ -53,6 +54,7 @@ class GradientSum:
         self.sharded = False
         self.compared = False
         self.each_sum: Callable[[], None] | None = None
+        self._learns_somewhere: bool | None = None  # in the EP group, as of the first backward
 
     @property
     def alone(self) -> bool:
@@ -71,6 +73,21 @@ class GradientSum:
                     f"expert_map gives rank {rank} of the EP group no expert and others twice: gradients of copies "
                     f"cannot be summed there; give that rank an expert to train"
                 )
+
+    def meet(self, *, sums: bool) -> None:
+        """Take part in the peers' sums over copies where none of this rank's experts learns, and so `__call__` is not
+        reached. Collective over the EP group. sums: whether it will be, in the backward that begins"""
+        weights = self._weights
+        redundant = weights.expert_map.replicated
+        if self.ep.size == 1 or not redundant or not weights.named:
+            return
+        if self._learns_somewhere is None and not capturing(weights.device):
+            with self.ep.flight_recorder.step("backward by what learns", counted=False):
+                rows = self.ep.exchange(torch.tensor([sums], dtype=torch.int64, device=weights.device))
+            self._learns_somewhere = any(row[0] for row in rows)
+        if self._learns_somewhere and not sums:
+            for tensor in weights.stored_tensors().values():
+                self._over_copies(_zeros(tensor, len(redundant)))
 
     def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""
@@ -99,14 +116,17 @@ class GradientSum:
 
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
         """float32 [len(redundant), ...], summed over all slots of the EP group."""
-        total = torch.zeros(len(redundant), *gradient.shape[1:], dtype=torch.float32, device=gradient.device)
+        total = _zeros(gradient, len(redundant))
         for place, expert in enumerate(redundant):
             for slot in self._weights.held.get(expert, ()):
                 total[place] += gradient[slot]
+        self._over_copies(total)
+        return total
+
+    def _over_copies(self, total: Tensor) -> None:
         if self.ep.size > 1:
             with self.ep.flight_recorder.step("backward by the sum over copies"):
                 dist.all_reduce(total, group=self.ep.group)
-        return total
 
     def _put_back(self, gradient: Tensor, total: Tensor, redundant: list[int]) -> Tensor:
         gradient = gradient.clone()  # it may be another's too
@@ -114,6 +134,11 @@ class GradientSum:
             for slot in self._weights.held.get(expert, ()):
                 gradient[slot] = total[place].to(gradient.dtype)
         return gradient
+
+
+def _zeros(stored: Tensor, experts: int) -> Tensor:
+    """float32 [experts, ...] for a stored tensor [L, ...]."""
+    return torch.zeros(experts, *stored.shape[1:], dtype=torch.float32, device=stored.device)
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,11 @@ def test_ranks_whose_experts_do_not_learn(way, world_size):
         model = made(alone) if change is None else change(made(alone))
         wanted[change] = run(model, alone, OPTIMIZERS["sgd"](model.parameters()), lambda: None, range(5))
     for context in contexts([P(dp=2)] if world_size == 2 else [P(dp=4), P(dp=4, ep=2), P(dp=2, tp=2, ep=2)]):
-        empty = ExpertMap.uneven([EXPERTS - 1, 1] if context.layout.ep == 4 else [EXPERTS, 0])
+        empty, copies = ExpertMap.uneven([EXPERTS, 0]), ExpertMap.from_ranks([[0, 1, 2, 3], [4, 5, 6, 7, 0]], EXPERTS)
         if context.layout.ep == 4:
             empty = ExpertMap.uneven([EXPERTS - 2, 0, 2, 0])
-        for change, expert_map in ((None, empty), (frozen, None), (frozen, empty)):
+            copies = ExpertMap.from_ranks([[0, 1], [2, 3], [4, 5, 0], [6, 7, 4]], EXPERTS)
+        for change, expert_map in ((None, empty), (frozen, None), (frozen, empty), (frozen, copies)):
             if way == "FSDP2" and context.device.type == "cuda":
                 torch.cuda.set_device(context.device)
             model = made(context, expert_map)
