@@ -7,6 +7,13 @@
 Imports go one way, from `cli` down to `types` and `errors`; `lint-imports` checks the order in pyproject.toml. Backend
 files are imported by no module; `registry` holds their names."""
 
+import sys
+
+if sys.argv[:1] == ["-m"]:  # Python is looking for a module to run: perhaps `python -m ep_moe`
+    from ep_moe_command import begin_module_form
+
+    begin_module_form()  # before the imports below, which take most of the command's start
+
 from ep_moe._version import __version__
 from ep_moe.config import (
     ModelConfig,

@@ -1,3 +1,3 @@
-from ep_moe.cli.app import app
+from ep_moe_command import main
 
-app()
+main()

@@ -12,43 +12,49 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# replaces torch by a module whose import never ends
-ENDLESS = """
-import sys, time
-class Endless:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("ep_moe."):
-            print("importing", flush=True)
-            time.sleep(60)
-sys.meta_path.insert(0, Endless())
-sys.modules["ep_moe"] = type(sys)("ep_moe")
-sys.modules["ep_moe"].__path__ = []
-sys.argv = ["ep-moe", *sys.argv[1:]]
-import ep_moe_command
-ep_moe_command.main()
-"""
+COMMAND = ("-c", "import sys; sys.argv[0] = 'ep-moe'; import ep_moe_command; ep_moe_command.main()")
+MODULE = ("-m", "ep_moe")
+FORMS = pytest.mark.parametrize("form", [COMMAND, MODULE, ("-u", *MODULE)], ids=["ep-moe", "-m", "as torchrun's rank"])
 
 
-def started(*words, **streams):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", ENDLESS, *words], env=environment, **streams)
+@pytest.fixture
+def started(tmp_path):
+    """Start a form of the command that never ends to import torch."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+
+    def start(form, *words, **streams):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+        return subprocess.Popen([sys.executable, *form, *words], env=environment, cwd=tmp_path, **streams)
+
+    return start
 
 
+@FORMS
 @pytest.mark.parametrize(("rank", "said"), [("0", "interrupted\n"), ("1", "")])
-def test_ctrl_c_while_torch_is_imported(rank, said, monkeypatch):
+def test_ctrl_c_while_torch_is_imported(form, rank, said, started, monkeypatch):
     monkeypatch.setenv("RANK", rank)
-    process = started("run", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = started(form, "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", said)
 
 
+def test_ctrl_c_of_another_program_is_its_own(started):
+    process = started(
+        ("-c", "import ep_moe"), "-m", "ep_moe", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[1].endswith("KeyboardInterrupt\n")
+
+
+@FORMS
 @pytest.mark.parametrize(("words", "said"), [(("run",), "ep-moe: starting"), (("run", "--quiet"), "")])
-def test_a_terminal_hears_of_it_first(words, said, monkeypatch):
+def test_a_terminal_hears_of_it_first(form, words, said, started, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     main, side = pty.openpty()
-    process = started(*words, stderr=side, stdout=subprocess.PIPE, text=True)
+    process = started(form, *words, stderr=side, stdout=subprocess.PIPE, text=True)
     os.close(side)
     try:
         assert process.stdout.readline() == "importing\n"
