@@ -1,10 +1,20 @@
-"""Run the Python of README.md and docs/ on ranks, as it stands on the page.
+"""Run the Python and the commands of README.md, CONTRIBUTING.md and docs/, as they stand on the page.
 
-    python tools/run_snippets.py [--nproc-per-node 2] [PAGE ...]
+    python tools/run_snippets.py [--cpu] [--nproc-per-node 2] [PAGE ...]
 
-starts torchrun. The blocks of a page are one program in their order; no block calls `torch.cuda.set_device`. What a
-page leaves open is given here: a small Qwen3-MoE where it names a checkpoint, a map, batches. One line per block: ok,
-the error of the first rank that has one, or why it was not run. The exit status is 1 where a block fails.
+The Python blocks of a page are one program on ranks of torchrun, in their order; no block calls
+`torch.cuda.set_device`. What a page leaves open is given here: a small Qwen3-MoE where it names a checkpoint, a map,
+batches. Commands run behind it, in a folder of the page that has copies of examples/, launch/, docs/ and configs/.
+
+A page says what a block is:
+
+- ```python title="use.py": a part of that file, which a command behind it runs, and no part of the program.
+- ```bash: commands, which must exit with 0.
+- # needs 2 GPUs, as the first line: not run with fewer.
+- # not run in CI: REASON, as the first line: not run by this tool.
+- ```text title="output": lines that the commands before it print on a CPU, in any order.
+
+One line per block: ok, the error, or why it was not run. The exit status is 1 where a block fails.
 
 Without GPUs, and with `--cpu`, the blocks that need none are run over gloo.
 """
@@ -20,12 +30,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import snippets
+from snippets import ROOT, Block
+
 CHECKPOINTS = ("path/to/Qwen3-30B-A3B", "path/to/DeepSeek-V3")
+FILES = (*CHECKPOINTS, "map.json")
 OF_GPUS = r"torch\.cuda|quantization=|pipeline=|\.capture\(|max_tokens=|Wire\("  # kernels, or transports, of GPUs
 BATCHES = 4
 
@@ -49,27 +61,15 @@ NOT_RUN = {
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    """line: of the page, where the code begins"""
-
-    page: str
-    line: int
-    source: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.page}:{self.line}"
-
-    def unsupported_reason(self, gpus: bool) -> str | None:
-        for word, reason in NOT_RUN.items():
-            if word in self.source:
-                return reason
-        if "from peft" in self.source and importlib.util.find_spec("peft") is None:
-            return "needs peft"
-        if not gpus and re.search(OF_GPUS, without_guarded(self.source)):
-            return "needs GPUs"
-        return None
+def unsupported_reason(block: Block, gpus: bool) -> str | None:
+    for word, reason in NOT_RUN.items():
+        if word in block.source:
+            return reason
+    if "from peft" in block.source and importlib.util.find_spec("peft") is None:
+        return "needs peft"
+    if not gpus and re.search(OF_GPUS, without_guarded(block.source)):
+        return "needs GPUs"
+    return None
 
 
 def without_guarded(source: str) -> str:
@@ -81,17 +81,9 @@ def without_guarded(source: str) -> str:
     return "\n".join(lines)
 
 
-def blocks(page: str) -> list[Block]:
-    text = (ROOT / page).read_text()
-    return [
-        Block(page, text[: found.start(1)].count("\n") + 1, found[1])
-        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    ]
-
-
 def pages() -> list[str]:
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [path.relative_to(ROOT).as_posix() for path in found if blocks(path.relative_to(ROOT).as_posix())]
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 def main() -> int:
@@ -103,17 +95,44 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.on_ranks:
         return on_rank(asked.pages)
-    status = 0
-    for page in asked.pages or pages():  # a process for each: what one leaves is not the next one's
+    gpus = 0 if asked.cpu else count_gpus()
+    failed = False
+    for page in asked.pages or pages():  # a process and a folder for each: what one leaves is not the next one's
         with tempfile.TemporaryDirectory() as folder:
-            ranks = ["--standalone", "--nproc-per-node", str(asked.nproc_per_node)]
-            command = [sys.executable, "-m", "torch.distributed.run", *ranks, __file__, "--on-ranks", page]
-            own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun warns otherwise
-            own |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-            if asked.cpu:
-                own["CUDA_VISIBLE_DEVICES"] = ""
-            status |= subprocess.run(command, cwd=folder, env=os.environ | own, check=False).returncode != 0
-    return status
+            failed |= run_page(page, Path(folder), gpus, asked.nproc_per_node)
+    return int(failed)
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_page(page: str, folder: Path, gpus: int, nproc_per_node: int) -> bool:
+    """Whether a block failed."""
+    failed = False
+    reasons = {block: unsupported_reason(block, gpus > 0) for block in program(page)}
+    if reasons and all(reasons.values()):
+        for block, reason in reasons.items():
+            print(f"{block.name}: not run, {reason}", flush=True)
+    elif reasons:
+        ranks = ["--standalone", "--nproc-per-node", str(nproc_per_node)]
+        command = [sys.executable, "-m", "torch.distributed.run", *ranks, __file__, "--on-ranks", page]
+        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun warns otherwise
+        variables = snippets.environment(folder, gpus) | own
+        failed |= subprocess.run(command, cwd=folder, env=variables, check=False).returncode != 0
+    found = snippets.blocks(page)
+    if any(block.kind == "bash" for block in found):
+        snippets.make_folder(folder)
+    for block, became, wrong in snippets.run_commands(found, folder, gpus, snippets.commands_of_ci()):
+        print(f"{block.name}: {became}", flush=True)
+        failed |= wrong
+    return failed
+
+
+def program(page: str) -> list[Block]:
+    return [block for block in snippets.blocks(page) if block.kind == "python" and not block.title]
 
 
 def on_rank(asked: list[str]) -> int:
@@ -125,18 +144,17 @@ def on_rank(asked: list[str]) -> int:
     gpus = torch.cuda.is_available()
     EPContext.from_torchrun().destroy()  # the default group, as the page's first line makes it
     gloo_group = dist.new_group(backend="gloo")
-    make_files(gloo_group)
+    if any(name in block.source for page in asked for block in program(page) for name in FILES):
+        make_files(gloo_group)
     status = 0
     for page in asked:
         space: dict[str, Any] = {"__name__": "__main__"}
         failed = run("before the first block", BEFORE.get(page, ""), 1, space, gloo_group, quiet=True)
         space["batches"] = [torch.ones(1, 8, dtype=torch.int64, device=own_device()) for _ in range(BATCHES)]
-        for block in blocks(page):
-            unsupported_reason = block.unsupported_reason(gpus) or (
-                "an earlier block of this program failed" if failed else None
-            )
-            if unsupported_reason is not None:
-                say(gloo_group, f"{block.name}: not run, {unsupported_reason}")
+        for block in program(page):
+            reason = unsupported_reason(block, gpus) or ("an earlier block of this program failed" if failed else None)
+            if reason is not None:
+                say(gloo_group, f"{block.name}: not run, {reason}")
                 continue
             partly = not gpus and without_guarded(block.source) != block.source.rstrip("\n")
             name = f"{block.name} (without its part for GPUs)" if partly else block.name
