@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.source import CheckpointSource, matrix_name
+from ep_moe.checkpoint.source import TensorSource, matrix_name
 from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError
 from ep_moe.types import dtype_name
@@ -69,7 +69,7 @@ class Destinations:
     used: the entries of transformers' mapping that applied, in its order
     """
 
-    def __init__(self, model: PreTrainedModel, source: CheckpointSource) -> None:
+    def __init__(self, model: PreTrainedModel, source: TensorSource) -> None:
         self.recipes: dict[str, Recipe] = {}
         self.unknown: dict[str, str] = {}
         stems = {matrix_name(name) for name in source.names()}
@@ -117,7 +117,7 @@ class ExpertRecipe:
         self,
         recipe: Recipe,
         wanted: Mapping[str, Tensor],
-        source: CheckpointSource,
+        source: TensorSource,
         config: Any,
         *,
         experts: int,
@@ -235,7 +235,7 @@ class ExpertRecipe:
         for pattern in [] if self.recipe.converter is None else self.recipe.converter.source_patterns:
             if pattern not in self.recipe.sources:
                 raise CheckpointError(
-                    f"{self.source.folder} has no {pattern} for {self.recipe.target}, and has "
+                    f"{self.source.origin} has no {pattern} for {self.recipe.target}, and has "
                     f"{listed(self.recipe.names())}; fetch the checkpoint again"
                 )
         for pattern, names in self.recipe.sources.items():
@@ -252,12 +252,12 @@ class ExpertRecipe:
             parts = names[0].split(".")
             name = ".".join([*parts[: self.column], str(missing[0]), *parts[self.column + 1 :]])
             raise CheckpointError(
-                f"{name} is missing in {self.source.folder}: {len(missing)} of {self.experts} experts of "
+                f"{name} is missing in {self.source.origin}: {len(missing)} of {self.experts} experts of "
                 f"{self.recipe.target} are not there; fetch the checkpoint again"
             )
         if extra := [name for number, name in by_number.items() if number >= self._entries]:
             raise CheckpointError(
-                f"{self.source.folder} has {listed(extra)}, and {self.recipe.target} has {self.experts} experts; "
+                f"{self.source.origin} has {listed(extra)}, and {self.recipe.target} has {self.experts} experts; "
                 f"config.json must state the number that the checkpoint has"
             )
         return [by_number[number] for number in range(self.experts)]

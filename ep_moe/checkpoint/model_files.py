@@ -18,7 +18,7 @@ from ep_moe.checkpoint.conversion import Destinations, ExpertRecipe
 from ep_moe.checkpoint.declared import foreign, foreign_refusal
 from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused, PerExpert
 from ep_moe.checkpoint.model_names import ModuleLayout
-from ep_moe.checkpoint.source import CheckpointSource
+from ep_moe.checkpoint.source import TensorSource
 from ep_moe.checkpoint.stored import check_fits
 from ep_moe.checkpoint.unread import HARMLESS_NAMES, listed
 from ep_moe.errors import CheckpointError
@@ -32,7 +32,7 @@ class ExpertFiles:
     formats: of each module, the block and the format in which `reader` knows its experts; None if in none
     """
 
-    def __init__(self, model: PreTrainedModel, source: CheckpointSource, modules: Mapping[str, ModuleLayout]) -> None:
+    def __init__(self, model: PreTrainedModel, source: TensorSource, modules: Mapping[str, ModuleLayout]) -> None:
         """Look for all experts of all modules, in headers alone.
 
         Args:
@@ -90,7 +90,7 @@ class ExpertFiles:
         unknown = unknown or list(self.destinations.unknown)
         said = f"; {listed(unknown)} is there instead" if unknown else ""
         return (
-            f"{listed(missing)} is missing in {self.source.folder}, under that name and each that transformers has for "
+            f"{listed(missing)} is missing in {self.source.origin}, under that name and each that transformers has for "
             f"it{said}{self.source.declared.said}; fetch the checkpoint that belongs to config.json, or dequantise it "
             f"to bf16 if it has codes"
         )
@@ -109,9 +109,9 @@ class ExpertFiles:
         }
         blocks = tuple(_block(module) for module in self.modules)
         if inside := [name for name, target in unknown.items() if target.startswith(blocks)]:
-            self._refuse_foreign(str(self.source.folder), inside)
+            self._refuse_foreign(str(self.source.origin), inside)
             raise CheckpointError(
-                f"{self.source.folder} has {listed(inside)}, which {type(self.model).__name__} has no place for: "
+                f"{self.source.origin} has {listed(inside)}, which {type(self.model).__name__} has no place for: "
                 f"outputs would be wrong without{self.source.declared.said}; fetch the checkpoint that belongs to "
                 f"config.json, or dequantise it to bf16 if these are codes"
             )
@@ -223,7 +223,7 @@ def load_skeleton(
     for name, recipe in files.rest.items():
         _check_dtype(source, name, model.get_parameter_or_buffer(name), recipe.names())
     config = LoadStateDictConfig(
-        pretrained_model_name_or_path=str(source.folder),
+        pretrained_model_name_or_path=str(source.origin),
         device_map={"": device},
         dtype=dtype,
         weight_mapping=get_model_conversion_mapping(model),
@@ -233,20 +233,20 @@ def load_skeleton(
         _check(source, info)
         model._finalize_model_loading(model, config, info)
         if missing := set(info.missing_keys) - fresh:  # transformers gave them random numbers
-            raise CheckpointError(f"{listed(sorted(missing))} is missing in {source.folder}; fetch it again")
+            raise CheckpointError(f"{listed(sorted(missing))} is missing in {source.origin}; fetch it again")
     model._weight_conversions = files.destinations.used  # for saving: transformers saw the names of the rest alone
     return set(info.missing_keys)
 
 
-def _check(source: CheckpointSource, info: Any) -> None:
+def _check(source: TensorSource, info: Any) -> None:
     """Refuse what transformers says in a report, and goes on with random numbers."""
     for name, error in info.conversion_errors.items():
-        raise CheckpointError(f"{name} cannot be made of the tensors of {source.folder}: {error}")
+        raise CheckpointError(f"{name} cannot be made of the tensors of {source.origin}: {error}")
     for name, found, wanted in sorted(info.mismatched_keys):
-        raise CheckpointError(f"{name} must have shape {list(wanted)}, got {list(found)} in {source.folder}")
+        raise CheckpointError(f"{name} must have shape {list(wanted)}, got {list(found)} in {source.origin}")
 
 
-def _check_dtype(source: CheckpointSource, name: str, tensor: Tensor, sources: list[str]) -> None:
+def _check_dtype(source: TensorSource, name: str, tensor: Tensor, sources: list[str]) -> None:
     for each in sources:
         if tensor.is_floating_point() and source.dtype(each) not in NUMBERS:
             if others := source.foreign(each.rpartition(".")[0]):
@@ -278,7 +278,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 class _Lazy:
     """A tensor of the files that is read when transformers asks for it, as it asks a safetensors slice."""
 
-    def __init__(self, source: CheckpointSource, name: str) -> None:
+    def __init__(self, source: TensorSource, name: str) -> None:
         self._source, self._name = source, name
 
     def __getitem__(self, index: Any) -> _Cast:
@@ -294,7 +294,7 @@ class _Lazy:
 class _Cast:
     """What transformers casts next: numbers that the dtype cannot hold are refused."""
 
-    def __init__(self, source: CheckpointSource, name: str, index: Any) -> None:
+    def __init__(self, source: TensorSource, name: str, index: Any) -> None:
         self._source, self._name, self._index = source, name, index
 
     def to(self, *, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, St
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.kept import read_quantized, rounds_again, wrong_scheme
 from ep_moe.checkpoint.model_names import CheckpointNames, names_of
-from ep_moe.checkpoint.source import CheckpointSource
+from ep_moe.checkpoint.source import CheckpointSource, TensorSource
 from ep_moe.checkpoint.stored import check_finite, check_fits, factors, input_scales, wrong_dtype
 from ep_moe.checkpoint.unread import left_out, other_family, refusal, unread
 from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
@@ -111,7 +111,7 @@ def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
             raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def quantised_again(source: CheckpointSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
+def quantised_again(source: TensorSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
     """A sentence if a scheme quantises numbers that the checkpoint has in other codes."""
     for layer, block, form in plan:
         scheme = layer.expert_weights.scheme

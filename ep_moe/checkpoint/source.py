@@ -1,10 +1,11 @@
-"""Sources of tensors: a folder of safetensors, of which parts are read, and a module in memory."""
+"""Sources of tensors: a folder of safetensors, of which parts are read, and tensors in memory."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Container
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def our_name(name: str, names: Container[str]) -> str:
     return name
 
 
-# --- a folder, and a module -------------------------------------------------------------------------------------------
+# --- a folder, and memory ---------------------------------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -72,98 +73,56 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
 }
+_CALLED = {dtype: called for called, dtype in _DTYPES.items()} | {torch.uint8: "U8", torch.float8_e8m0fnu: "F8_E8M0"}
 
 
-class CheckpointSource:
-    """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
+class TensorSource(ABC):
+    """Named tensors of which parts are read, and how each matrix of them is stored.
 
-    Opens only the shards that are asked for. bytes_read: bytes of tensor data read so far.
-
-    called: the name that the source has for a tensor of the files, from its name there and all names there
+    origin: where they are from, for a sentence; bytes_read: bytes of tensor data read so far
     """
 
-    def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = our_name) -> None:
-        self.folder = Path(folder)
-        self._called = called
+    declared = Declared()
+    origin: str
+
+    def __init__(self) -> None:
         self.bytes_read = 0
-        self._open: dict[str, Any] = {}
         self._slices: dict[str, Any] = {}
-        self._listed: dict[str, str] | None = None  # what the index names
         self._matrices: dict[tuple[str, bool, int], StoredMatrix] = {}
         self._foreign: dict[str, str] | None = None
-        self.declared = read_declared(self.folder)
-        self._where = self._index()
 
-    def _index(self) -> dict[str, tuple[str, str]]:
-        """Our name of a tensor -> (file, name in the file)."""
-        if (self.folder / INDEX).is_file():
-            files = self._listed = weight_map(self.folder / INDEX)
-        elif (self.folder / SINGLE).is_file():
-            files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
-        else:
-            raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
-        where: dict[str, tuple[str, str]] = {}
-        for name, file in files.items():
-            ours = self._called(name, files)
-            if ours in where:
-                raise CheckpointError(f"{self.folder} has {ours} twice, as {where[ours][1]} and as {name}; remove one")
-            where[ours] = file, name
-        for file in set(files.values()):
-            file_inside(self.folder, file)
-        if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
-            raise CheckpointError(
-                f"{self.folder} holds {SINGLE}, and {INDEX} with other files; remove the one that is not meant"
-            )
-        return where
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Ours, of all tensors."""
 
-    def _file(self, file: str) -> Any:
-        if file not in self._open:
-            path = file_inside(self.folder, file)
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing, though {INDEX} names it; fetch the checkpoint again")
-            try:
-                self._open[file] = safe_open(path, framework="pt")
-            except Exception as error:
-                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-            if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
-                warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
-        return self._open[file]
+    @abstractmethod
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that very name."""
+
+    @abstractmethod
+    def location(self, name: str) -> str:
+        """The tensor's name and file, for a sentence."""
+
+    @abstractmethod
+    def _opened(self, name: str) -> Any:
+        """A tensor that is there, as safetensors gives slices. Raises CheckpointError."""
 
     def has(self, name: str) -> bool:
         return self.holds(name) or any(map(self.holds, code_names(name)))
 
-    def holds(self, name: str) -> bool:
-        return name in self._where
-
-    def names(self) -> list[str]:
-        return list(self._where)
-
     def under(self, block: str) -> list[str]:
-        return [name for name in self._where if name.startswith(f"{block}.")]
+        return [name for name in self.names() if name.startswith(f"{block}.")]
 
     def _slice(self, name: str) -> Any:
         if name not in self._slices:
-            if name not in self._where:
-                raise CheckpointError(f"{name} is missing in {self.folder}")
-            file, name_in_file = self._where[name]
-            handle = self._file(file)
-            try:
-                self._slices[name] = handle.get_slice(name_in_file)
-            except Exception as error:
-                raise CheckpointError(
-                    f"{name_in_file} is not in {self.folder / file}, though {INDEX} says so"
-                ) from error
+            if not self.holds(name):
+                raise CheckpointError(f"{name} is missing in {self.origin}")
+            self._slices[name] = self._opened(name)
         return self._slices[name]
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         stored = self._slice(name)
         return str(stored.get_dtype()), tuple(stored.get_shape())
-
-    def location(self, name: str) -> str:
-        if name not in self._where:
-            return next((self.location(each) for each in code_names(name) if self.holds(each)), name)
-        file, name_in_file = self._where[name]
-        return f"{file}: {name_in_file}"
 
     def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
         key = (name, transposed, stacked)
@@ -202,7 +161,7 @@ class CheckpointSource:
     def foreign(self, prefix: str) -> dict[str, str]:
         """Tensors below a prefix that belong to a quantisation that is not read -> what it is called."""
         if self._foreign is None:
-            self._foreign = foreign(self._where, self.declared)
+            self._foreign = foreign(self.names(), self.declared)
         return {name: called for name, called in self._foreign.items() if name.startswith(f"{prefix}.")}
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
@@ -212,47 +171,148 @@ class CheckpointSource:
         except CheckpointError:
             raise
         except Exception as error:  # a dtype that this torch has not, or bytes that are gone
-            file = self.folder / self._where[name][0]
-            raise CheckpointError(f"{name} cannot be read from {file}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{name} cannot be read from {self.location(name)}: {type(error).__name__}: {error}"
+            ) from error
         self.bytes_read += part.numel() * part.itemsize
         return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
 
 
-class ModuleSource:
-    """A module in memory, read as a checkpoint is: names are those of its state dict behind `prefix`."""
+class CheckpointSource(TensorSource):
+    """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
 
-    declared = Declared()
+    Opens only the shards that are asked for.
 
-    def __init__(self, module: nn.Module, prefix: str) -> None:
-        self._tensors: dict[str, Tensor] = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
+    called: the name that the source has for a tensor of the files, from its name there and all names there
+    """
 
-    def has(self, name: str) -> bool:
-        return name in self._tensors
+    def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = our_name) -> None:
+        super().__init__()
+        self.folder, self.origin = Path(folder), str(folder)
+        self._called = called
+        self._open: dict[str, Any] = {}
+        self._listed: dict[str, str] | None = None  # what the index names
+        self.declared = read_declared(self.folder)
+        self._where = self._index()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+    def _index(self) -> dict[str, tuple[str, str]]:
+        """Our name of a tensor -> (file, name in the file)."""
+        if (self.folder / INDEX).is_file():
+            files = self._listed = weight_map(self.folder / INDEX)
+        elif (self.folder / SINGLE).is_file():
+            files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        else:
+            raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
+        where = {ours: (files[name], name) for ours, name in renamed(files, self._called, self.origin).items()}
+        for file in set(files.values()):
+            file_inside(self.folder, file)
+        if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
+            raise CheckpointError(
+                f"{self.folder} holds {SINGLE}, and {INDEX} with other files; remove the one that is not meant"
+            )
+        return where
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        return self._tensors[name].dtype
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            path = file_inside(self.folder, file)
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, though {INDEX} names it; fetch the checkpoint again")
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except Exception as error:
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+            if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
+                warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
+        return self._open[file]
 
-    def read(self, name: str, *index: int | slice) -> Tensor:
-        tensor: Tensor = self._tensors[name]
-        return tensor[index] if index else tensor
+    def names(self) -> Collection[str]:
+        return self._where.keys()
 
-    def raw(self, name: str, *index: int | slice) -> Tensor:
-        return self.read(name, *index)
+    def holds(self, name: str) -> bool:
+        return name in self._where
 
-    def under(self, block: str) -> list[str]:
-        return [name for name in self._tensors if name.startswith(f"{block}.")]
+    def _opened(self, name: str) -> Any:
+        file, name_in_file = self._where[name]
+        handle = self._file(file)
+        try:
+            return handle.get_slice(name_in_file)
+        except Exception as error:
+            raise CheckpointError(f"{name_in_file} is not in {self.folder / file}, though {INDEX} says so") from error
+
+    def location(self, name: str) -> str:
+        if name not in self._where:
+            return next((self.location(each) for each in code_names(name) if self.holds(each)), name)
+        file, name_in_file = self._where[name]
+        return f"{file}: {name_in_file}"
+
+
+def renamed(names: Collection[str], called: Callable[[str, Container[str]], str], origin: str) -> dict[str, str]:
+    """Our names -> those that are given. Raises CheckpointError where two are one."""
+    found: dict[str, str] = {}
+    for name in names:
+        ours = called(name, names)
+        if ours in found:
+            raise CheckpointError(f"{origin} has {ours} twice, as {found[ours]} and as {name}; remove one")
+        found[ours] = name
+    return found
+
+
+class MemorySource(TensorSource):
+    """Tensors in memory, read as those of a checkpoint are.
+
+    Args:
+        tensors: By name. Those on the meta device are there for their shape and dtype: they are not read.
+        origin: Where they are from, for a sentence.
+        called: As `CheckpointSource` has it. Default: names as they are given.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        origin: str,
+        *,
+        called: Callable[[str, Container[str]], str] = lambda name, _: name,
+    ) -> None:
+        super().__init__()
+        self.origin = origin
+        self._given = renamed(tensors.keys(), called, origin)
+        self._tensors = {ours: tensors[name] for ours, name in self._given.items()}
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
 
     def holds(self, name: str) -> bool:
         return name in self._tensors
 
-    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        return str(self._tensors[name].dtype), self.shape(name)
-
     def location(self, name: str) -> str:
-        return name
+        return self._given.get(name, name)
+
+    def _opened(self, name: str) -> Any:
+        return _InMemory(self._tensors[name])
+
+
+class _InMemory:
+    """As a slice of safetensors."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_dtype(self) -> str:
+        return _CALLED.get(self._tensor.dtype, str(self._tensor.dtype).removeprefix("torch."))
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        assert not self._tensor.is_meta, "only the header was kept"
+        return self._tensor[index]
+
+
+class ModuleSource(MemorySource):
+    """A module in memory: names are those of its state dict behind `prefix`."""
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        super().__init__({f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}, prefix)
 
     def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
         """`expert_parallel` takes plain numbers alone."""

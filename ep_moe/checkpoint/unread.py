@@ -6,7 +6,7 @@ Outputs are wrong without a shared expert, a gate, a bias, or an expert. What is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,7 +117,7 @@ class _Listed(Protocol):
     @property
     def declared(self) -> Declared: ...
 
-    def names(self) -> list[str]: ...
+    def names(self) -> Collection[str]: ...
 
     def companions(self, name: str) -> tuple[str, ...]: ...
 

@@ -190,7 +190,7 @@ def _check(replaced: dict[str, ExpertParallelExperts], files: ExpertFiles) -> No
     if files.left_out:
         said.append(f"{listed(files.left_out)} is not loaded: {type(files.model).__name__} has no such weights")
     if said:
-        warnings.warn(f"{files.source.folder}: {'; '.join(said)}", stacklevel=2)
+        warnings.warn(f"{files.source.origin}: {'; '.join(said)}", stacklevel=2)
 
 
 @torch.no_grad()

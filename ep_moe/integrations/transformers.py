@@ -405,17 +405,17 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 missing.add(name)
                 continue
             got = "nothing" if found is None else list(found)
-            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {got} in {source.folder}")
+            raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {got} in {source.origin}")
         if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
             raise CheckpointError(
-                f"{name} is {source.dtype(name)} in {source.folder}; outside the experts only bf16, fp16, fp32 and "
+                f"{name} is {source.dtype(name)} in {source.origin}; outside the experts only bf16, fp16, fp32 and "
                 f"fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"
             )
         tensor.copy_(check_fits(source.location(name), source.read(name), tensor.dtype))
     # ties to what the file has; two that differ stay apart, with transformers' own warning
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if missing:
-        raise CheckpointError(f"{' and '.join(sorted(missing))} are missing in {source.folder}; fetch it again")
+        raise CheckpointError(f"{' and '.join(sorted(missing))} are missing in {source.origin}; fetch it again")
     for name, module in model.named_modules():
         if module._non_persistent_buffers_set and not name.startswith(blocks):
             model._init_weights(module)  # rotary tables and the like are computed, not stored
