@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
-from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
 from ep_moe.execution import memory_plan
 from ep_moe.execution.exact_exchange import ExactExchange, three_ways
 from ep_moe.execution.exchange import Exchange
@@ -163,6 +163,11 @@ class MoELayer(LayerParts):
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call on the layer's device and in its dtype, replayed where one like it was recorded."""
+        if self._unfinished:  # on all ranks alike: nothing is exchanged
+            raise CheckpointError(
+                f"{self.name}: {self._unfinished} was loaded in part, and outputs would be wrong; load weights again, "
+                f"whole"
+            )
         if elsewhere(self.context._gpu):
             with on_device(self.context.device):
                 return self._call(x, routing, mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
@@ -19,7 +20,7 @@ from ep_moe.checkpoint.model_names import CheckpointNames, names_of
 from ep_moe.checkpoint.source import CheckpointSource, TensorSource
 from ep_moe.checkpoint.stored import check_finite, check_fits, factors, input_scales, wrong_dtype
 from ep_moe.checkpoint.unread import left_out, other_family, refusal, unread
-from ep_moe.errors import CheckpointError, EPMoEError, InputError, OutOfMemory
+from ep_moe.errors import CheckpointError, ConfigError, EPMoEError, InputError, OutOfMemory, PeerTimeout
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.consensus import StoreConsensus
@@ -76,12 +77,14 @@ def load_layers(
     first = plan[0][0].context.layout.place == 0
     total = sum(_slots(layer) for layer, *_ in plan)
     with (
+        replacing(layers.values(), str(folder)) as replaced,
         loading(folder, consensus),
         Progress(total, "loading", "expert", shown=progress and first) as bar,
     ):
+        replaced.written = True
         for layer, block, form, _ in plan:
             read_experts(layer, source, block, form, bar)
-            _read_rest(layer, source, block, names)
+            read_rest(layer, source, block, names)
     return source
 
 
@@ -109,6 +112,59 @@ def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
             ) from error
         except Exception as error:
             raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class Replaced:
+    """written: whether this rank has written any weight"""
+
+    written: bool = False
+
+
+@contextmanager
+def replacing(layers: Collection[MoELayer], origin: str) -> Iterator[Replaced]:
+    """Within, weights of layers are replaced. What raises within raises on all ranks.
+
+    Calls of the layers are refused from now on. They are served again when the body is done, or when it raised before
+    any rank wrote a weight: then the old ones are whole. What moves experts meanwhile (EPLB) begins again.
+
+    origin: where the new ones are from
+    """
+    if not layers:
+        yield Replaced()
+        return
+    context = next(iter(layers)).context
+    served = {layer: layer._unfinished for layer in layers}
+    for layer in layers:
+        layer._unfinished = origin
+        layer.expert_weights.updates += 1  # here, and not at each write: ranks may fail before different ones
+    replaced = Replaced()
+    _settled(context.device)
+    try:
+        yield replaced
+    except EPMoEError as error:
+        agreed = error.agreed_by is not None and not isinstance(error, PeerTimeout)
+        if agreed and not _any_rank(context.consensus, replaced.written):
+            for layer, before in served.items():
+                layer._unfinished = before
+        raise
+    _settled(context.device)
+    for layer in layers:
+        layer._unfinished = ""
+
+
+def _any_rank(consensus: StoreConsensus, here: bool) -> bool:
+    try:
+        consensus.healthy("weights", ConfigError("written") if here else None)
+    except ConfigError:
+        return True
+    return False
+
+
+def _settled(device: torch.device) -> None:
+    """Calls may run on any stream: those before read the old weights, those behind the new ones."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def quantised_again(source: TensorSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
@@ -223,7 +279,7 @@ def _expert(
 
 
 @torch.no_grad()
-def _read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNames) -> None:
+def read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointNames) -> None:
     if isinstance(layer.router, Router):
         for key, tensor in layer.router.state_dict().items():
             full = f"{block}.{names.router[key]}"

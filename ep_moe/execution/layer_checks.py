@@ -104,6 +104,11 @@ class RankChecks:
         self._wrapper = weakref.ref(wrapper)
         return None
 
+    def look_again(self, layer: ComparedLayer) -> None:
+        """As `first_call`, though the layer was called before: its weights are others now."""
+        self._done = layer.context.layout.lockstep == 1
+        self.first_call(layer)
+
     def first_call(self, layer: ComparedLayer) -> None:
         """Raise InputError on all ranks of the layer's first call unless they hold alike what they should. Waits for
         the device, and so not inside a graph capture."""
