@@ -194,24 +194,9 @@ class ExpertRecipe:
 
     def _run(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run transformers' operations on one expert's tensors, and drop the dimension of the experts."""
-        converter, target = self.recipe.converter, self.recipe.target
-        if converter is None:
-            (tensor,) = found.values()
-            return {target: tensor[0]}
-        tensors: dict[str, Any] = {pattern: [tensor] for pattern, tensor in found.items()}
-        for operation in converter.operations:
-            tensors = operation.convert(
-                tensors,
-                source_patterns=converter.source_patterns,
-                target_patterns=converter.target_patterns,
-                full_layer_name=target,
-                model=self._model,
-                config=self._config,
-                missing_keys=None,
-            )
-        prefix, _, suffix = next(target.partition(name) for name in tensors if name in target)
-        made = {f"{prefix}{name}{suffix}": tensor for name, tensor in tensors.items()}
-        return {name: (tensor[0] if isinstance(tensor, list) else tensor)[0] for name, tensor in made.items()}
+        tensors = {pattern: [tensor] for pattern, tensor in found.items()}
+        made = converted(self.recipe, tensors, self._model, self._config)
+        return {name: tensor[0] for name, tensor in made.items()}
 
     def _first(self) -> dict[str, str]:
         return {pattern: names[0] for pattern, names in self.recipe.sources.items()}
@@ -268,6 +253,31 @@ class ExpertRecipe:
             f"{self.source.location(name)} has shape {list(shape)}{got}, and {self.recipe.target} must have "
             f"{list(self.wanted[self.recipe.target].shape)}; fetch the checkpoint that belongs to config.json"
         )
+
+
+def converted(recipe: Recipe, found: Mapping[str, list[Tensor]], model: Any, config: Any) -> dict[str, Tensor]:
+    """Full name of a parameter -> what transformers makes of tensors.
+
+    found: by pattern, or by the name of a tensor that is only renamed
+    """
+    converter, target = recipe.converter, recipe.target
+    if converter is None:
+        ((tensor,),) = found.values()
+        return {target: tensor}
+    tensors: dict[str, Any] = dict(found)
+    for operation in converter.operations:
+        tensors = operation.convert(
+            tensors,
+            source_patterns=converter.source_patterns,
+            target_patterns=converter.target_patterns,
+            full_layer_name=target,
+            model=model,
+            config=config,
+            missing_keys=None,
+        )
+    prefix, _, suffix = next(target.partition(name) for name in tensors if name in target)
+    made = {f"{prefix}{name}{suffix}": tensor for name, tensor in tensors.items()}
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
 
 class _OneExpert:

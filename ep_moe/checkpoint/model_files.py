@@ -30,15 +30,24 @@ class ExpertFiles:
     modules: full name of each module of experts -> how it holds them
     left_out: tensors outside the blocks that the model has no place for
     formats: of each module, the block and the format in which `reader` knows its experts; None if in none
+    made: full names of the experts' parameters
     """
 
-    def __init__(self, model: PreTrainedModel, source: TensorSource, modules: Mapping[str, ModuleLayout]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: TensorSource,
+        modules: Mapping[str, ModuleLayout],
+        *,
+        partial: bool = False,
+    ) -> None:
         """Look for all experts of all modules, in headers alone.
 
         Args:
             model: on the meta device, as transformers makes it, in the dtypes that its parameters shall have.
             source: the checkpoint, `called` by `in_file`.
             modules: name of each module of experts -> how it holds them.
+            partial: the source need not have all modules.
 
         Raises:
             CheckpointError: a tensor is missing, superfluous, or of another shape or dtype, or transformers makes
@@ -51,11 +60,14 @@ class ExpertFiles:
         self._made: dict[str, list[ExpertRecipe]] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # the model may lose the modules before `read`
         taken: set[str] = set()
+        self.made: set[str] = set()
         for module_name, layout in modules.items():
             full = {f"{module_name}.{one.name}": one for one in layout.tensors}
             wanted = {name: model.get_parameter_or_buffer(name) for name in full}
             self._dtypes |= {name: tensor.dtype for name, tensor in wanted.items()}
             found = [self.destinations.recipes[name] for name in wanted if name in self.destinations.recipes]
+            if partial and not found:
+                continue
             recipes = [
                 ExpertRecipe(one, wanted, source, model.config, experts=layout.experts, flat=full[one.target].flat)
                 for one in found
@@ -67,6 +79,7 @@ class ExpertFiles:
             if missing := [name for name in wanted if name not in made]:
                 raise CheckpointError(self._missing(missing, module_name))
             self._made[module_name] = recipes
+            self.made |= set(wanted)
             taken |= {one.recipe.target for one in recipes}
         self.rest = {name: one for name, one in self.destinations.recipes.items() if name not in taken}
         self.left_out = self._left_out()
@@ -221,7 +234,7 @@ def load_skeleton(
     source = files.source
     tensors = {name: _Lazy(source, name) for recipe in files.rest.values() for name in recipe.names()}
     for name, recipe in files.rest.items():
-        _check_dtype(source, name, model.get_parameter_or_buffer(name), recipe.names())
+        check_dtype(source, name, model.get_parameter_or_buffer(name), recipe.names())
     config = LoadStateDictConfig(
         pretrained_model_name_or_path=str(source.origin),
         device_map={"": device},
@@ -246,7 +259,8 @@ def _check(source: TensorSource, info: Any) -> None:
         raise CheckpointError(f"{name} must have shape {list(wanted)}, got {list(found)} in {source.origin}")
 
 
-def _check_dtype(source: TensorSource, name: str, tensor: Tensor, sources: list[str]) -> None:
+def check_dtype(source: TensorSource, name: str, tensor: Tensor, sources: list[str]) -> None:
+    """Raise CheckpointError unless a parameter that is no expert's is made of numbers."""
     for each in sources:
         if tensor.is_floating_point() and source.dtype(each) not in NUMBERS:
             if others := source.foreign(each.rpartition(".")[0]):

@@ -21,7 +21,7 @@ from ep_moe.integrations.experts_twin import computes, find_activation, is_exper
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
 from ep_moe.integrations.generic import ExpertParallelExperts
 from ep_moe.integrations.model_hooks import TokenMasks
-from ep_moe.integrations.save import SavedExperts
+from ep_moe.integrations.save import ModelParts, SavedExperts, put_tensor
 from ep_moe.layer import MoELayer
 
 
@@ -151,6 +151,21 @@ def saved_experts(model: Any) -> list[SavedExperts]:
     if not found:
         raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
     return found
+
+
+def model_parts(model: Any) -> ModelParts:
+    """Of a model with expert-parallel layers. Raises ConfigError for another."""
+    experts = saved_experts(model)
+    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
+    if not blocks:
+        return ModelParts(model, experts, {one.name: one.stand_in() for one in experts})
+    names, places = names_of(model.config.get_text_config().model_type), dict[str, nn.Module]()
+    for (name, block), one in zip(blocks.items(), experts, strict=True):
+        place = places[name] = nn.Module()
+        place.experts = one.stand_in()
+        for full, tensor in block_tensors(block.moe, name, names).items():
+            put_tensor(place, full.removeprefix(f"{name}."), tensor)
+    return ModelParts(model, experts, places)
 
 
 def shared_names(model: Any) -> Iterator[tuple[str, str, str]]:

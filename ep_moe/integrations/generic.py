@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ep_moe.checkpoint.model_names import ModuleLayout
 from ep_moe.checkpoint.unread import listed
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
@@ -110,13 +111,7 @@ class ExpertParallelExperts(nn.Module):
         Raises:
             InputError: a tensor has another shape, or is not made of numbers.
         """
-        assert tensors.keys() == set(self.tensor_names), f"{sorted(tensors)} are not {self.tensor_names}"
-        canonical = self.layout.canonical(tensors)
-        weights = self.moe.expert_weights
-        if not weights.scheme.plain:
-            canonical = {part: tensor.to(weights.device) for part, tensor in canonical.items()}
-            canonical = weights.scheme.quantize(canonical, weights.dtype)
-        return self.moe.update_expert(expert, **canonical)
+        return write_expert(self.moe, self.layout, expert, tensors)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of all tokens of this rank.
@@ -196,6 +191,16 @@ class ExpertParallelExperts(nn.Module):
             whole = "w1" if name == "w13" else "w1_bias" if name == "w13_bias" else name.rpartition(".")[2]
             if whole in frozen:
                 parameter.requires_grad_(False)
+
+
+def write_expert(layer: MoELayer, layout: ModuleLayout, expert: int, tensors: Mapping[str, Tensor]) -> int:
+    """As `ExpertParallelExperts.write_expert`, of a layer whose module of experts holds them in `layout`."""
+    assert tensors.keys() == set(layout.names), f"{sorted(tensors)} are not {layout.names}"
+    canonical, weights = layout.canonical(tensors), layer.expert_weights
+    if not weights.scheme.plain:
+        canonical = {part: tensor.to(weights.device) for part, tensor in canonical.items()}
+        canonical = weights.scheme.quantize(canonical, weights.dtype)
+    return layer.update_expert(expert, **canonical)
 
 
 class SortedExpertParallelExperts(ExpertParallelExperts):

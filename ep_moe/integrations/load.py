@@ -5,7 +5,7 @@ replaced, the experts of this rank, and the rest as transformers loads it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ep_moe.checkpoint.conversion import in_file
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.kept import wrong_scheme
 from ep_moe.checkpoint.model_files import ExpertFiles, load_skeleton
+from ep_moe.checkpoint.model_names import ModuleLayout
 from ep_moe.checkpoint.reader import quantised_again, read_experts
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unread import listed
@@ -24,7 +25,8 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.config_file import class_of, read_whole_config
 from ep_moe.integrations.families import FAMILIES, Family, checked_config
 from ep_moe.integrations.find_experts import find_experts
-from ep_moe.integrations.generic import ExpertParallelExperts
+from ep_moe.integrations.generic import ExpertParallelExperts, write_expert
+from ep_moe.layer import MoELayer
 from ep_moe.runtime.progress import Progress
 
 
@@ -165,7 +167,11 @@ def load_model(
     """
     replaced = {name: one for name, one in model.named_modules() if isinstance(one, ExpertParallelExperts)}
     assert replaced.keys() == files.modules.keys(), "experts of the files and of the model differ"
-    _check(replaced, files)
+    said = check_files({name: one.moe for name, one in replaced.items()}, files)
+    if files.left_out:
+        said.append(f"{listed(files.left_out)} is not loaded: {type(files.model).__name__} has no such weights")
+    if said:
+        warnings.warn(f"{files.source.origin}: {'; '.join(said)}", stacklevel=2)
     for one in replaced.values():
         one.moe.to_empty(device=device)
     apart = [f"{name}.moe" for name in replaced]
@@ -174,31 +180,32 @@ def load_model(
     total = sum(len(one.local_experts) for one in replaced.values())
     with Progress(total, "loading", "expert", shown=progress and first) as bar:
         for name, one in replaced.items():
-            _fill(one, name, files, bar)
+            fill(one.moe, one.layout, name, files, bar)
     return missing
 
 
-def _check(replaced: dict[str, ExpertParallelExperts], files: ExpertFiles) -> None:
-    """What the layers ask for, from headers alone; one warning of what is left out or rounded again."""
-    plan = [(replaced[name].moe, *known) for name, known in files.formats.items() if known is not None]
+def check_files(layers: Mapping[str, MoELayer], files: ExpertFiles) -> list[str]:
+    """What the layers ask for, from headers alone. Raises CheckpointError.
+
+    layers: by the names of their modules of experts. Returns a sentence of what is rounded again, if any.
+    """
+    plan = [(layers[name], *known) for name, known in files.formats.items() if known is not None]
     for layer, block, form in plan:
         wrong = form.wrong(files.source, block, layer.config)
         wrong = wrong or wrong_scheme(form, files.source, block, layer.config, layer.expert_weights.scheme)
         if wrong is not None:
             raise CheckpointError(wrong)
-    said = quantised_again(files.source, plan)
-    if files.left_out:
-        said.append(f"{listed(files.left_out)} is not loaded: {type(files.model).__name__} has no such weights")
-    if said:
-        warnings.warn(f"{files.source.origin}: {'; '.join(said)}", stacklevel=2)
+    return quantised_again(files.source, plan)
 
 
 @torch.no_grad()
-def _fill(one: ExpertParallelExperts, name: str, files: ExpertFiles, bar: Any) -> None:
+def fill(layer: MoELayer, layout: ModuleLayout, name: str, files: ExpertFiles, bar: Any = None) -> None:
+    """Write this rank's experts of the module `name`."""
     known = files.formats[name]
     if known is not None:
-        read_experts(one.moe, files.source, *known, bar)
+        read_experts(layer, files.source, *known, bar)
         return
-    for expert in one.local_experts:
-        one.write_expert(expert, files.read(name, expert))
-        bar.update(1)
+    for expert in layer.expert_weights.held:
+        write_expert(layer, layout, expert, files.read(name, expert))
+        if bar is not None:
+            bar.update(1)

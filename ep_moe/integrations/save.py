@@ -60,37 +60,48 @@ class SavedExperts:
         module, sizes = nn.Module(), self.sizes()
         for held in self.layout.tensors:
             one = sizes[held.name]
-            whole = held.join(one.new_empty((self.layout.experts, *one.shape)))
-            *path, name = held.name.split(".")
-            inner = module
-            for part in path:
-                if part not in inner._modules:
-                    inner.add_module(part, nn.Module())
-                inner = inner.get_submodule(part)
-            inner.register_parameter(name, nn.Parameter(whole, requires_grad=False))
+            put_tensor(module, held.name, held.join(one.new_empty((self.layout.experts, *one.shape))))
         for name, each in self.kept.items():
             setattr(module, name, each)
         return module
 
 
-def save_model(
-    model: Any,
-    folder: Path,
-    experts: list[SavedExperts],
-    rest: Callable[[], dict[str, Tensor]],
-    places: Mapping[str, nn.Module],
-    *,
-    original: bool,
-    shard_bytes: int,
-) -> None:
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with expert-parallel layers, as transformers holds it.
+
+    experts: of all layers, in the model's order
+    places: what stands in the model while it is seen so: modules with transformers' parameters, those of experts on the
+        meta device, all others live
+    """
+
+    model: Any
+    experts: list[SavedExperts]
+    places: dict[str, nn.Module]
+
+    def rest(self) -> dict[str, Tensor]:
+        """All tensors but the experts', live, by transformers' names."""
+        of_experts = {f"{one.name}.{each}" for one in self.experts for each in one.layout.names}
+        with swapped(self.model, self.places):
+            return {name: tensor for name, tensor in self.model.state_dict().items() if name not in of_experts}
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """As a parameter, by its path in a module, whose inner modules are made."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+
+
+def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: int) -> None:
     """Write a model's configuration and weights. Called by all ranks of the layers' context.
 
     Args:
-        model: of transformers.
+        parts: of the model.
         folder: made if it is not there; an earlier checkpoint in it is replaced.
-        experts: of all layers, in one order on all ranks.
-        rest: all other tensors by transformers' names, called on the rank that writes.
-        places: what stands in the model while names are reverted: stand-ins with transformers' parameters.
         original: under the names of the model's published checkpoints, else under those of its modules.
         shard_bytes: of a file, at most, unless a single tensor is larger.
 
@@ -98,16 +109,18 @@ def save_model(
         ConfigError: the layers are quantised, or divided over pipeline stages.
         CheckpointError: on all ranks, when the one that writes cannot.
     """
+    model, experts = parts.model, parts.experts
     context = experts[0].layer.context
-    _check(experts)
+    check_plain(experts, "save_pretrained")
     writer = _Writer(folder, shard_bytes) if context.layout.place == 0 else None
     problem: Exception | None = None
     try:
-        with swapped(model, places):
+        rest = parts.rest() if writer is not None else {}
+        with swapped(model, parts.places):
             if writer is not None:
-                problem = _tried(lambda: _write(writer, model, _checked(model, rest()), original))
+                problem = _tried(lambda: _write(writer, model, _checked(model, rest), original))
             for one in experts:
-                whole = _gathered(one)
+                whole = gathered(one)
                 if writer is not None and problem is None:
                     problem = _tried(partial(_write, writer, model, whole, original))
         if writer is not None and problem is None:
@@ -125,15 +138,21 @@ def save_model(
             barrier(context.device, stage.group)
 
 
-def _check(experts: list[SavedExperts]) -> None:
+def check_plain(experts: list[SavedExperts], call: str) -> None:
+    """Raise ConfigError, on all ranks alike, for layers that `call` cannot give whole."""
     layout = experts[0].layer.context.layout
     if layout.pp > 1:
-        raise ConfigError(f"ParallelConfig.pp must be 1 for save_pretrained, got {layout.pp}; save state_dict()")
+        raise ConfigError(f"ParallelConfig.pp must be 1 for {call}, got {layout.pp}; save state_dict()")
     for one in experts:
+        if one.layer.expert_weights.lora is not None:
+            raise ConfigError(
+                f"the experts have LoRA factors, which {call} would leave out; call "
+                f"ep_moe.integrations.lora.save_lora(model, folder), or merge_lora(model) first"
+            )
         scheme = one.layer.expert_weights.scheme
         if not scheme.plain:
             raise ConfigError(
-                f"quantization must be none for save_pretrained, got {scheme.name} in {one.layer.name}; keep the "
+                f"quantization must be none for {call}, got {scheme.name} in {one.layer.name}; keep the "
                 f"checkpoint that the model was loaded from, or save state_dict() on every rank"
             )
 
@@ -148,13 +167,17 @@ def _tried(act: Callable[[], None]) -> Exception | None:
 
 
 def _checked(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers would save of the rest of a model: of tied weights one."""
     sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "full_tensor")]
     if sharded:
         raise ConfigError(
             f"{sharded[0]} is sharded over ranks, and save_pretrained writes whole tensors; gather it, or use "
             f"torch.distributed.checkpoint"
         )
+    return untied(model, tensors)
+
+
+def untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers would save of the rest of a model: of tied weights one."""
     kept = {name: tensor for name, tensor in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
     found: dict[str, Tensor] = remove_tied_weights_from_state_dict(kept, model)
     return found
@@ -165,26 +188,28 @@ def _write(writer: _Writer, model: Any, tensors: dict[str, Tensor], original: bo
 
 
 @torch.no_grad()
-def _gathered(one: SavedExperts) -> dict[str, Tensor]:
-    """The tensors of all experts of a layer on the CPU of the rank that writes; nothing elsewhere."""
+def gathered(one: SavedExperts, *, everywhere: bool = False) -> dict[str, Tensor]:
+    """The tensors of all experts of a layer: on the CPU of the rank that writes, and nothing elsewhere; or everywhere,
+    on the layer's device. Collective."""
     layer, layout = one.layer, one.layer.context.layout
-    if layout.replica_rank != 0:
+    if layout.replica_rank != 0 and not everywhere:
         return {}
-    writes, found = layout.place == 0, dict[str, Tensor]()
-    with layer.context.flight_recorder.step("gather experts to save", layer.name, counted=False, more_s=_LONGEST_S):
-        for expert, tensors in _each(one):
-            if writes:
+    takes, found = everywhere or layout.place == 0, dict[str, Tensor]()
+    device = layer.device if everywhere else torch.device("cpu")
+    with layer.context.flight_recorder.step("gather experts", layer.name, counted=False, more_s=_LONGEST_S):
+        for expert, tensors in _each(one, everywhere=everywhere):
+            if takes:
                 for name, tensor in tensors.items():
                     if name not in found:
                         shape = (layer.config.num_experts, *tensor.shape)
-                        found[name] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+                        found[name] = torch.empty(shape, dtype=tensor.dtype, device=device)
                     found[name][expert].copy_(tensor)
     held = {each.name: each for each in one.layout.tensors}
     return {f"{one.name}.{name}": held[name].join(tensor) for name, tensor in found.items()}
 
 
-def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Each expert on the rank that writes, from its owner; what its owner has of it on that one."""
+def _each(one: SavedExperts, *, everywhere: bool) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Each expert from its owner, on the rank that writes or on all ranks; what its owner has of it on that one."""
     layer, layout = one.layer, one.layer.context.layout
     weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
     expert_map = layer.placement.expert_map
@@ -194,15 +219,25 @@ def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
         tensors: dict[str, Tensor] = {}
         if layout.ep_rank == owner:  # over etp together
             tensors = one.layout.stored(weights.whole(weights.held[expert][0]))
-        if layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
-            if layout.ep_rank == 0:
-                tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=weights.device) for n, t in sizes.items()}
+        if everywhere and ep.size > 1:
+            wires = _wires(tensors, sizes, weights.device)
+            for tensor in wires.values():
+                dist.broadcast(tensor, src=ep.ranks[owner], group=ep.group)
+            tensors = wires
+        elif layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
             act, peer = (dist.irecv, owner) if layout.ep_rank == 0 else (dist.isend, 0)
-            wires = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            wires = _wires(tensors, sizes, weights.device)
             for work in dist.batch_isend_irecv([dist.P2POp(act, t, ep.ranks[peer], ep.group) for t in wires.values()]):
                 work.wait()
             tensors = wires
         yield expert, tensors
+
+
+def _wires(tensors: dict[str, Tensor], sizes: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """What the owner sends, or room for it."""
+    if tensors:
+        return {name: tensors[name].contiguous() for name in sizes}
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in sizes.items()}
 
 
 class _Writer:

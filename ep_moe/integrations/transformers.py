@@ -2,6 +2,7 @@
 
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
+    load_weights(model, export_weights(trainer))  # from a trainer of another layout, while it serves
 
 Both serve every model whose experts are a module of their own (`ep_moe.integrations.generic`). Families whose blocks
 are known (`ep_moe.integrations.families`) are served faster.
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ep_moe.checkpoint.declared import foreign_refusal
@@ -33,7 +34,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
-from ep_moe.integrations.blocks import block_tensors, replace_blocks, saved_experts
+from ep_moe.integrations.blocks import model_parts, replace_blocks
 from ep_moe.integrations.config_file import read_generation_config
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
@@ -43,6 +44,8 @@ from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load import described, draw_head, head_names, load_model, model_files, on_meta
 from ep_moe.integrations.model_hooks import RouterLogits
+from ep_moe.integrations.push import export_weights as export_weights
+from ep_moe.integrations.push import load_weights as load_weights
 from ep_moe.integrations.save import save_model
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
@@ -165,34 +168,7 @@ def save_pretrained(
         ConfigError: the model has no expert-parallel layers, they are quantised, or there are pipeline stages.
         CheckpointError: on all ranks, when the one that writes cannot.
     """
-    experts = saved_experts(model)
-    if any(one.layer.expert_weights.lora is not None for one in experts):
-        raise ConfigError(
-            "the experts have LoRA factors, which a checkpoint would leave out; call "
-            "ep_moe.integrations.lora.save_lora(model, folder), or merge_lora(model) first"
-        )
-    blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
-    if blocks:
-        names = names_of(model.config.get_text_config().model_type)
-        places = {name: nn.Module() for name in blocks}
-        for name, one in zip(blocks, experts, strict=True):
-            places[name].experts = one.stand_in()
-    else:
-        places = {one.name: one.stand_in() for one in experts}
-
-    def rest() -> dict[str, Tensor]:
-        inside = tuple(f"{name}." for name in blocks)
-        of_experts = {f"{one.name}.{each}" for one in experts for each in one.layout.names}
-        found = {
-            name: tensor
-            for name, tensor in model.state_dict().items()
-            if not name.startswith(inside) and name not in of_experts
-        }
-        for name, block in blocks.items():
-            found |= block_tensors(block.moe, name, names)
-        return found
-
-    save_model(model, Path(folder), experts, rest, places, original=save_original_format, shard_bytes=max_shard_bytes)
+    save_model(model_parts(model), Path(folder), original=save_original_format, shard_bytes=max_shard_bytes)
 
 
 def load_pretrained(

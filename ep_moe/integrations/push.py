@@ -1,0 +1,190 @@
+"""Weights of a whole model between trainers and serving models of other layouts, without files.
+
+load_weights(serving, export_weights(trainer))       # both of ep_moe
+load_weights(serving, trainer.state_dict())          # of transformers, FSDP2 or not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ep_moe.checkpoint.conversion import Recipe, converted
+from ep_moe.checkpoint.model_files import ExpertFiles, check_dtype, swapped
+from ep_moe.checkpoint.push import ORIGIN, Staged, Target, Weights, part_of, push
+from ep_moe.checkpoint.source import MemorySource
+from ep_moe.checkpoint.stored import check_fits
+from ep_moe.checkpoint.unread import listed
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations.blocks import model_parts
+from ep_moe.integrations.load import check_files, fill
+from ep_moe.integrations.save import ModelParts, check_plain, gathered, untied
+
+
+def load_weights(model: PreTrainedModel, weights: Weights) -> set[str]:
+    """Write a trainer's weights into a model that serves. No file is written or read.
+
+    Collective: all ranks pass the same tensors, between two calls. The trainer's layout does not matter, nor do the
+    model's layout, expert maps and scheme: quantized layers quantize numbers, and keep codes of their own scheme. Names
+    are those of published checkpoints, or of transformers' modules. What is checked and refused is that of
+    `load_pretrained`. Addresses stay, so that captured CUDA graphs compute with the new weights.
+
+    From the first write on, calls of the model are refused until all weights are there. After an error they are served
+    again only if nothing was written. Names, shapes and dtypes of a mapping are all checked before the first write.
+    Those of an iterable are checked layer by layer.
+
+    Args:
+        model: Of `expert_parallel` or `load_pretrained`.
+        weights: Whole tensors by name, as a mapping or as pairs, such as `export_weights` gives. DTensors are gathered,
+            one at a time. Tensors of one layer come side by side: of a layer that is not complete yet, a rank holds its
+            own experts, the rest of the layer, and tensors of all experts whole. A tensor of a pair may be overwritten
+            once the next one is asked for.
+
+    Returns:
+        The names that were loaded.
+
+    Raises:
+        CheckpointError: on all ranks, where a tensor of any of them is missing, superfluous or wrong.
+        InputError: on all ranks, where something is no pair of name and tensor, or ranks hold different weights.
+        ConfigError: the model has no expert-parallel layers.
+    """
+    return push(weights, ModelTarget(model_parts(model)))
+
+
+def export_weights(model: PreTrainedModel, *, save_original_format: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Gather the weights of a model layer by layer, whole tensors by name on every rank.
+
+    Collective: all ranks take all tensors, in the same order. Experts come from the ranks that hold them, and DTensors
+    outside of them (FSDP2) are gathered. A rank holds all experts of one layer at a time. Names and tensors are those
+    that `save_pretrained` writes, so that other engines take them as well.
+
+    Args:
+        model: Of `expert_parallel` or `load_pretrained`, with plain weights.
+        save_original_format: Under the names of the model's published checkpoints, else under those of its modules.
+
+    Yields:
+        Name and tensor, on the model's device. Tensors outside the experts are the model's own memory.
+
+    Raises:
+        ConfigError: the model has no expert-parallel layers, they are quantized or have LoRA factors, or there are
+            pipeline stages.
+    """
+    parts = model_parts(model)
+    check_plain(parts.experts, "export_weights")
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in untied(model, parts.rest()).items():
+        layers.setdefault(part_of(name), {})[name] = tensor
+    for layer in dict.fromkeys([*layers, *(part_of(one.name) for one in parts.experts)]):
+        with torch.no_grad():
+            tensors = {name: _full(tensor) for name, tensor in layers.get(layer, {}).items()}
+            for one in (each for each in parts.experts if part_of(each.name) == layer):
+                tensors |= gathered(one, everywhere=True)
+            if save_original_format:
+                with swapped(model, parts.places):
+                    tensors = revert_weight_conversion(model, tensors)
+        for name in list(tensors):
+            yield name, tensors.pop(name)
+
+
+def _full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+class _Plan(NamedTuple):
+    """What a part of the pushed weights becomes: experts of its files, and tensors outside of them."""
+
+    files: ExpertFiles
+    dense: dict[str, Tensor]
+
+
+class ModelTarget(Target):
+    """A model with expert-parallel layers."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__([one.layer for one in parts.experts])
+        self._model, self._places = parts.model, parts.places
+        self._experts = {one.name: one for one in parts.experts}
+        self._live = parts.rest()
+        if sharded := [name for name, tensor in self._live.items() if hasattr(tensor, "placements")]:
+            raise ConfigError(
+                f"{listed(sharded)} is sharded over ranks, and load_weights writes whole tensors; serve a model that "
+                f"is not sharded outside its experts"
+            )
+        if any(layer.expert_weights.is_meta for layer in self.layers):
+            raise ConfigError("the model is on the meta device; load it with load_pretrained")
+        held = {f"{name}.{each}" for name, one in self._experts.items() for each in one.layout.names}
+        self._alike: dict[tuple[int, ...], str] = {}  # tied tensors lie in one place
+        self._place = {name: self._alike.setdefault(_place(tensor), name) for name, tensor in self._live.items()}
+        self._wanted = held | set(self._place.values())
+        self._written: dict[str, str] = {}
+
+    def part(self, name: str) -> str:
+        return part_of(name)
+
+    def stage(self, tensors: Mapping[str, Tensor], *, headers: bool) -> Staged:
+        source = MemorySource(tensors, ORIGIN)
+        layouts = {name: one.layout for name, one in self._experts.items()}
+        with swapped(self._model, self._places), torch.no_grad():
+            files = ExpertFiles(self._model, source, layouts, partial=True)
+            said = check_files({name: one.layer for name, one in self._experts.items()}, files)
+            dense: dict[str, Tensor] = {}
+            for recipe in files.rest.values():
+                dense |= self._converted(recipe, source, headers=headers)
+        covers = files.made | {self._place[name] for name in dense}
+        layer = {part_of(name) for name in (*files.made, *dense)}
+        if missing := sorted(name for name in self._wanted - covers if part_of(name) in layer):
+            raise CheckpointError(f"{listed(missing)} is missing in {ORIGIN}")
+        if files.left_out:
+            said.append(f"{listed(files.left_out)} is not loaded: {type(self._model).__name__} has no such weights")
+        self.said |= dict.fromkeys(said)
+        names = tensors.keys() - files.destinations.unknown.keys()
+        return Staged(frozenset(covers), names, _Plan(files, dense))
+
+    def _converted(self, recipe: Recipe, source: MemorySource, *, headers: bool) -> dict[str, Tensor]:
+        """Tensors outside the experts by transformers' names, in the shapes that they have there."""
+        live = self._live[recipe.target]
+        check_dtype(source, recipe.target, live, recipe.names())
+
+        def numbers(name: str) -> Tensor:
+            if headers:
+                return torch.empty(source.shape(name), dtype=source.dtype(name), device="meta")
+            tensor = source.read(name).to(live.device)
+            return check_fits(source.location(name), tensor, live.dtype) if tensor.is_floating_point() else tensor
+
+        given = {pattern: [numbers(name) for name in names] for pattern, names in recipe.sources.items()}
+        try:
+            made = converted(recipe, given, self._model, self._model.config)
+        except Exception as error:  # sizes that an operation cannot join
+            raise CheckpointError(f"{recipe.target} cannot be made of {listed(recipe.names())}: {error}") from error
+        for name, tensor in made.items():
+            wanted = list(self._live[name].shape) if name in self._live else None
+            if wanted != list(tensor.shape):
+                raise CheckpointError(f"{name} must have shape {wanted}, got {list(tensor.shape)} in {ORIGIN}")
+        return made
+
+    @torch.no_grad()
+    def write(self, plan: _Plan) -> None:
+        for name in plan.files.formats:
+            fill(self._experts[name].layer, self._experts[name].layout, name, plan.files)
+        for name, tensor in plan.dense.items():
+            live, first = self._live[name], self._written.setdefault(self._place[name], name)
+            if first != name and not torch.equal(live, tensor.to(live.dtype)):
+                raise CheckpointError(
+                    f"{first} and {name} are one tensor in {type(self._model).__name__}, and differ in {ORIGIN}; push "
+                    f"one of them, or equal ones"
+                )
+            live.copy_(tensor)
+
+    def check_whole(self, covered: Set[Any]) -> None:
+        if missing := sorted(self._wanted - covered):
+            raise CheckpointError(f"{listed(missing)} is missing in {ORIGIN}")
+
+
+def _place(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.data_ptr(), *tensor.shape) if tensor.numel() else (id(tensor),)
