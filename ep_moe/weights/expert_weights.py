@@ -198,7 +198,12 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def whole(self, slot: int) -> dict[str, Tensor]:
-        """A slot's whole canonical tensors. Collective over the etp group."""
+        """A slot's whole canonical tensors. Collective over the etp group, and over all that share out its expert."""
+        if self.named and not self._slots:
+            module, gated = self._modules[str(self.local_experts[slot])], self.config.activation.gated
+            assert module is not None
+            parts = {name: _full(parameter.detach()) for name, parameter in module.named_parameters()}
+            return {name: torch.cat([parts[part] for part in parts_of(name, gated)]) for name in self.names}
         return {name: self._join_pieces(name, piece) for name, piece in self.slot(slot).items()}
 
     def _join_pieces(self, name: str, piece: Tensor) -> Tensor:

@@ -1,0 +1,399 @@
+"""Weights that a trainer pushes into serving models and layers of other layouts, maps and schemes."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, training
+from ep_moe.checkpoint.push import LayerTarget, load_weights
+from ep_moe.eplb.migration.consensus import State
+from ep_moe.errors import CheckpointError, ConfigError, InputError
+from ep_moe.integrations import transformers as models
+from ep_moe.integrations.transformers import expert_parallel, export_weights
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, LAYERS, canonical, check_layer, quiet, tiny_model
+from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.helpers import same_bits
+from tests.fixtures.interface_models import MODELS, interface_model
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 256}  # of whole blocks of all schemes, also over etp = 2
+# a known family, one with shared experts and a selection bias, one whose experts alone are replaced, and one of these
+# with biases, transposed and interleaved experts
+KINDS = {
+    "qwen3_moe": lambda: tiny_model("qwen3_moe", **SIZES),
+    "deepseek_v3": lambda: tiny_model("deepseek_v3", **SIZES),
+    "olmoe": lambda: interface_model(
+        "olmoe", hidden_size=128, intermediate_size=256, head_dim=32, num_key_value_heads=4
+    ),
+    "gpt_oss": lambda: tiny_model("gpt_oss", hidden_size=128, intermediate_size=256),
+}
+SCHEMES = ("none", "fp8_dynamic", "fp8_block", "mxfp4")
+# trainer, server, and the server's map
+LAYOUTS = {
+    1: [({}, {}, None)],
+    2: [
+        ({"dp": 2, "ep": 1}, {"dp": 2}, ExpertMap.redundant(8, 2, 4)),
+        ({"dp": 2}, {"tp": 2, "ep": 1, "etp": 2}, None),
+    ],
+    4: [
+        ({"dp": 4, "ep": 2}, {"dp": 4}, ExpertMap.redundant(8, 4, 4)),
+        ({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {"dp": 2, "tp": 2}, ExpertMap.round_robin(8, 4)),
+    ],
+}
+
+
+def context_of(**sizes):
+    if not sizes and dist.get_world_size() > 1:
+        sizes = {"dp": dist.get_world_size()}
+    return EPContext.from_groups(ParallelConfig(**sizes), device=rank_device(), deadline_s=30)
+
+
+def serving_model(kind, context, **options):
+    """As if it was loaded from another checkpoint."""
+    model = expert_parallel(KINDS[kind](), context, experts="reference", **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "expert_weights" not in name:
+                parameter.add_(0.25)
+        for layer in models.moe_layers(model):
+            for tensor in layer.expert_weights.stored_tensors().values():
+                tensor.view(torch.uint8).zero_()
+    return model.requires_grad_(False)
+
+
+def check_model(found, wanted, where):
+    """Every tensor of this rank's, bit for bit."""
+    found, wanted = found.state_dict(), wanted.state_dict()
+    assert found.keys() == wanted.keys(), where
+    for name in wanted:
+        assert same_bits(found[name], wanted[name]), f"{where}: {name}"
+
+
+def addresses(model):
+    found = [tensor.data_ptr() for name, tensor in model.state_dict().items() if "expert_weights" not in name]
+    return found + [layer.expert_weights.place for layer in models.moe_layers(model)]
+
+
+@distributed(1, 2, 4)
+def test_a_server_has_what_the_trainer_has(world_size):
+    """The bits of a server that is made of the trainer's model: of all layouts, kinds and schemes."""
+    quiet()
+    for trains, serves, expert_map in LAYOUTS[world_size]:
+        with context_of(**trains) as ours, context_of(**serves) as theirs:
+            for at, kind in enumerate(KINDS):
+                trainer = expert_parallel(KINDS[kind](), ours, experts="reference")
+                for scheme in SCHEMES if world_size == 1 else {"none", SCHEMES[1 + at % 3]}:
+                    options = {"expert_map": expert_map, "quantization": scheme}
+                    server, where = serving_model(kind, theirs, **options), (trains, serves, kind, scheme)
+                    wanted = expert_parallel(KINDS[kind](), theirs, experts="reference", **options)
+                    before = addresses(server)
+                    loaded = models.load_weights(server, export_weights(trainer, save_original_format=at % 2 == 0))
+                    check_model(server, wanted, where)
+                    assert addresses(server) == before, "graphs that were captured read them"
+                    assert loaded >= {"model.norm.weight", "model.embed_tokens.weight"}
+                    ids = torch.arange(5)[None].to(theirs.device)
+                    out = [model(input_ids=ids, use_cache=False).logits for model in (server, wanted)]
+                    assert same_bits(*out), where
+
+
+@distributed(2)
+def test_layers_take_published_names(world_size):
+    quiet()
+    for sizes, expert_map in (({"dp": 2}, ExpertMap.redundant(8, 2, 4)), ({"tp": 2, "ep": 1, "etp": 2}, None)):
+        with context_of(**sizes) as context:
+            for family in FAMILIES:
+                trained = tiny_model(family)
+                expected, whole = canonical(trained, family), trained.state_dict()
+                for weights in (whole, iter(whole.items()), [[*pair] for pair in whole.items()]):
+                    layers = {
+                        n: MoELayer(CONFIGS[family], context, expert_map=expert_map, experts="reference")
+                        for n in LAYERS[family]
+                    }
+                    loaded = load_weights(layers, weights, family)
+                    assert loaded == {name for name in whole if ".experts." in name or name in loaded}
+                    assert not any("attn" in name or "embed" in name for name in loaded)
+                    for number, layer in layers.items():
+                        check_layer(layer, expected[number], (family, number))
+
+
+@distributed(1)
+def test_every_kind_of_model_takes_both_forms_of_names(world_size):
+    quiet()
+    with context_of() as context:
+        for kind in MODELS.keys() - KINDS.keys():
+            trainer = expert_parallel(interface_model(kind), context, experts="reference")
+            for original in (True, False):
+                server = expert_parallel(interface_model(kind), context, experts="reference")
+                with torch.no_grad():
+                    for parameter in server.parameters():
+                        parameter.add_(0.25)
+                models.load_weights(server, export_weights(trainer, save_original_format=original))
+                check_model(server, trainer, (kind, original))
+
+
+def shuffled(weights):
+    pairs = list(weights.items())
+    random.Random(7).shuffle(pairs)
+    yield from pairs
+
+
+def overwritten(weights):
+    """Each tensor in the memory of the one before."""
+    room = torch.empty(max(tensor.numel() for tensor in weights.values()))
+    for name, tensor in weights.items():
+        room[: tensor.numel()].copy_(tensor.flatten())
+        yield name, room[: tensor.numel()].view(tensor.shape)
+        room.fill_(torch.nan)
+
+
+@distributed(2)
+def test_tensors_come_in_any_order_and_memory(world_size):
+    quiet()
+    with context_of() as context:
+        wanted = expert_parallel(KINDS["olmoe"](), context, experts="reference")
+        published = {name: tensor.cpu().clone() for name, tensor in export_weights(wanted)}
+        for weights in (shuffled(published), overwritten(published), overwritten(KINDS["olmoe"]().state_dict())):
+            server = serving_model("olmoe", context)
+            models.load_weights(server, weights)
+            check_model(server, wanted, weights)
+
+
+@distributed(2)
+def test_a_rank_keeps_its_own_experts_of_one_layer(world_size, monkeypatch):
+    held, stage = [], LayerTarget.stage
+
+    def measured(self, tensors, **options):
+        held.append(sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_meta))
+        return stage(self, tensors, **options)
+
+    monkeypatch.setattr(LayerTarget, "stage", measured)
+    quiet()
+    with context_of() as context:
+        model = expert_parallel(tiny_model("qwen3_moe"), context, experts="reference")
+        layers = {n: MoELayer(CONFIGS["qwen3_moe"], context, experts="reference") for n in LAYERS["qwen3_moe"]}
+        load_weights(layers, export_weights(model), "qwen3_moe")
+    expert = 4 * 3 * 32 * 48
+    assert held == [4 * expert + 4 * 8 * 32] * 2, "of 8 experts, and the router"
+
+
+@distributed(2)
+def test_shards_of_fsdp_are_gathered(world_size):
+    quiet()
+    with context_of() as context:
+        wanted = expert_parallel(KINDS["deepseek_v3"](), context, experts="reference")
+        model = KINDS["deepseek_v3"]().to(context.device)
+        fully_shard(model)
+        assert any(hasattr(tensor, "full_tensor") for tensor in model.state_dict().values())
+        for weights in (model.state_dict(), iter(model.state_dict().items())):
+            server = serving_model("deepseek_v3", context)
+            models.load_weights(server, weights)
+            check_model(server, wanted, "FSDP2")
+    with context_of(dp=2, ep=1) as ours, context_of() as theirs:
+        trainer = expert_parallel(KINDS["olmoe"](), ours, experts="reference")
+        trainer = training.fully_shard(trainer, ours)
+        wanted = expert_parallel(KINDS["olmoe"](), theirs, experts="reference")
+        server = serving_model("olmoe", theirs)
+        models.load_weights(server, export_weights(trainer))
+        check_model(server, wanted, "experts that ep_moe shards over their replicas")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def published(kind):
+    return {name: tensor.clone() for name, tensor in KINDS[kind]().state_dict().items()}
+
+
+def changed(name, tensor):
+    """The name's tensor on rank 1 alone; None: none."""
+
+    def change(weights):
+        if dist.get_rank() == 1:
+            if tensor is None:
+                del weights[name]
+            else:
+                weights[name] = tensor(weights.get(name))
+        return weights
+
+    return change
+
+
+EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
+EXTRA = "model.layers.1.mlp.shared_expert.weight"
+SEEN_BEFORE = {  # of a mapping, before anything is written
+    "experts.gate_up_proj is missing": changed(EXPERTS, None),
+    r"must have \[8, 512, 128\]": changed(EXPERTS, lambda t: t[..., :127]),
+    "must be bfloat16 or float16 or float32 or float64, got int64": changed(EXPERTS, torch.Tensor.long),
+    "input_layernorm.weight is missing in the pushed weights": changed("model.layers.1.input_layernorm.weight", None),
+    r"lm_head.weight must have shape \[64, 128\], got \[128\]": changed("lm_head.weight", lambda t: t[0]),
+    "has model.layers.1.mlp.shared_expert.weight, which OlmoeForCausalLM has no": changed(
+        EXTRA, lambda _: torch.ones(1)
+    ),
+    "embed_tokens.weight must be a Tensor, got NoneType": changed("model.embed_tokens.weight", lambda t: None),
+}
+
+
+@distributed(2)
+def test_a_mapping_that_is_wrong_changes_nothing(world_size):
+    quiet()
+    with context_of() as context:
+        server = serving_model("olmoe", context, quantization="fp8_dynamic")
+        before = {name: tensor.clone() for name, tensor in server.state_dict().items()}
+        ids = torch.arange(5)[None].to(context.device)
+        for words, change in SEEN_BEFORE.items():
+            with pytest.raises((CheckpointError, InputError), match=words) as caught:
+                models.load_weights(server, change(published("olmoe")))
+            assert "rank 1" in str(caught.value)
+            assert len(set(everywhere(str(caught.value)))) == 1
+            assert all(same_bits(tensor, before[name]) for name, tensor in server.state_dict().items()), words
+            assert server(input_ids=ids, use_cache=False).logits.isfinite().all(), "it goes on with the old ones"
+
+
+def poisoned(at):
+    """A number that is none in one expert of one rank, in the last layer."""
+
+    def change(weights):
+        if dist.get_rank() == 1:
+            weights[EXPERTS][at, 0, 0] = torch.inf
+        return weights
+
+    return change
+
+
+@distributed(2)
+def test_what_fails_on_the_way_is_served_by_no_rank(world_size):
+    """Layer 0 has the new weights when layer 1 turns out to be wrong."""
+    quiet()
+    with context_of() as context:
+        server = serving_model("olmoe", context, quantization="fp8_block", expert_map=ExpertMap.redundant(8, 2, 4))
+        ids = torch.arange(5)[None].to(context.device)
+        wrong = {
+            "must be finite, got inf": lambda: poisoned(7)(published("olmoe")),
+            "experts.gate_up_proj is missing": lambda: iter(changed(EXPERTS, None)(published("olmoe")).items()),
+        }
+        for words, make in wrong.items():
+            text = same_error(CheckpointError, lambda make=make: models.load_weights(server, make()))
+            assert words in text
+            assert "rank 1" in text
+            for _ in range(2):
+                text = same_error(CheckpointError, lambda: server(input_ids=ids, use_cache=False))
+                assert text.startswith("model.layers.0.mlp.experts: the pushed weights was loaded in part")
+            models.load_weights(server, published("olmoe"))
+            wanted = expert_parallel(
+                KINDS["olmoe"](), context, experts="reference", quantization="fp8_block",
+                expert_map=ExpertMap.redundant(8, 2, 4),
+            )  # fmt: skip
+            check_model(server, wanted, words)
+            assert server(input_ids=ids, use_cache=False).logits.isfinite().all()
+
+
+@distributed(2)
+def test_a_rank_with_a_bad_tensor_takes_part_to_the_end(world_size):
+    """The trainer's ranks gather each tensor together."""
+    quiet()
+
+    def spoiled(pairs):
+        for name, tensor in pairs:
+            yield name, tensor[:1] if dist.get_rank() == 1 and name == "model.layers.0.mlp.gate.weight" else tensor
+
+    with context_of() as ours, context_of() as theirs:
+        trainer = expert_parallel(KINDS["olmoe"](), ours, experts="reference")
+        server, wanted = (serving_model("olmoe", theirs) for _ in range(2))
+        for _ in range(2):
+            text = same_error(CheckpointError, lambda: models.load_weights(server, spoiled(export_weights(trainer))))
+            assert "rank 1: model.layers.0.mlp.gate.weight must have shape [8, 128], got [1, 128]" in text
+            models.load_weights(server, export_weights(trainer))
+            models.load_weights(wanted, published("olmoe"))
+            check_model(server, wanted, text)
+
+
+@distributed(2)
+def test_an_iterable_that_is_wrong_from_the_start_changes_nothing(world_size):
+    quiet()
+    with context_of() as context:
+        server = serving_model("olmoe", context)
+        ids = torch.arange(5)[None].to(context.device)
+        for weights in ([], [("model.layers.0.mlp.odd.weight", torch.ones(1))], ["no pair"], 7):
+            with pytest.raises((CheckpointError, InputError)):
+                models.load_weights(server, weights)
+            assert server(input_ids=ids, use_cache=False).logits.isfinite().all()
+
+
+@distributed(2)
+def test_ranks_that_push_different_weights_are_told(world_size):
+    quiet()
+    rank = dist.get_rank()
+    with context_of() as context:
+        for name, words in (
+            ("model.layers.1.mlp.gate.weight", "all ranks must hold the same router"),
+            ("model.layers.1.mlp.experts.down_proj", "copies of expert 0 on ranks 0, 1 differ"),
+        ):
+            layers = {1: MoELayer(CONFIGS["deepseek_v3"], context, expert_map=ExpertMap.redundant(8, 2, 4))}
+            weights = tiny_model("deepseek_v3").state_dict()
+            layers[1](torch.ones(2, 32, device=context.device))  # ranks are compared in the first call
+            load_weights(layers, weights, "deepseek_v3")
+            weights[name] = weights[name] + rank
+            assert words in same_error(InputError, lambda: load_weights(layers, weights, "deepseek_v3"))  # noqa: B023
+            same_error(CheckpointError, lambda: layers[1](torch.ones(2, 32, device=context.device)))  # noqa: B023
+
+
+@distributed(1)
+def test_what_cannot_be_pushed_is_refused(world_size):
+    quiet()
+    with context_of() as context:
+        model = expert_parallel(KINDS["qwen3_moe"](), context, experts="reference", quantization="fp8_dynamic")
+        with pytest.raises(ConfigError, match="quantization must be none for export_weights, got fp8_dynamic"):
+            next(export_weights(model))
+        with pytest.raises(ConfigError, match="must have expert-parallel layers"):
+            models.load_weights(KINDS["qwen3_moe"](), {})
+        with pytest.raises(InputError, match="at least one layer"):
+            load_weights({}, {}, "qwen3_moe")
+        tied = published("qwen3_moe")
+        tied["lm_head.weight"] = tied["lm_head.weight"] + 1
+        with pytest.raises(CheckpointError, match="are one tensor in Qwen3MoeForCausalLM, and differ"):
+            models.load_weights(model, tied)
+        twice = [*published("qwen3_moe").items()]
+        with pytest.raises(CheckpointError, match="is there twice"):
+            models.load_weights(model, twice + twice[3:4])
+        models.load_weights(model, twice)
+        layer = models.moe_layers(model)[0]
+        layer.router.register_forward_hook(lambda *_: models.load_weights(model, published("qwen3_moe")))
+        with pytest.raises(InputError, match="weights are loaded between two calls"):
+            layer(torch.ones(2, 128))
+
+
+# --- beside other things ----------------------------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_experts_that_move_meanwhile_arrive_with_the_new_weights(world_size):
+    quiet()
+    restarts = 0
+    with context_of() as context:
+        trained = tiny_model("deepseek_v3")
+        expected, first = canonical(trained, "deepseek_v3")[1], tiny_model("deepseek_v3").state_dict()
+        old = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+        for turn in range(8):
+            start = ExpertMap.redundant(8, 2, 4)
+            layer = MoELayer(CONFIGS["deepseek_v3"], context, expert_map=start, experts="reference")
+            layer.requires_grad_(False)
+            load_weights({1: layer}, old, "deepseek_v3")
+            slots = start.physical_to_logical
+            other = ExpertMap.from_ranks([slots[6:], slots[:6]], 8)
+            config = EPLBConfig(interval=0, sync_every=1, bytes_per_step=20_000)
+            with ExpertBalancer([layer], context, config) as balancer:
+                balancer.move_to([other])
+                for number in range(300):
+                    if number == turn:
+                        load_weights({1: layer}, first, "deepseek_v3")
+                    layer(torch.ones(2, 32, device=context.device))
+                    if number > turn and balancer.state is State.IDLE:
+                        break
+                    balancer.step()
+                restarts += balancer.stats().restarts
+            assert layer.placement.expert_map == other
+            check_layer(layer, expected, turn)
+    assert restarts > 0
